@@ -1,0 +1,98 @@
+//! Which architecture a checkpoint belongs to.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::pattern;
+
+/// One row of the registry's family table.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Family {
+    /// The name that rules refer to.
+    pub name: String,
+    /// Entries of `architectures` in config.json.
+    #[serde(default)]
+    pub architectures: Vec<String>,
+    /// Values of `model_type` in config.json.
+    #[serde(default)]
+    pub model_types: Vec<String>,
+    /// Tensor names that recognise the family when there is no config.json.
+    #[serde(default)]
+    pub signature: Vec<String>,
+}
+
+/// What could be found out about a checkpoint's architecture.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Architecture {
+    /// The architecture's own name, as config.json gives it (or the family's, by tensor names).
+    pub name: Option<String>,
+    /// The families of the registry that it belongs to.
+    pub families: Vec<String>,
+    /// Where this was learnt: `config.json`, or `tensor names`.
+    pub source: &'static str,
+}
+
+impl Architecture {
+    /// By `architectures`, then by `model_type`, at the top level of `config` and in its `text_config`.
+    /// `None` when the config names neither.
+    pub fn from_config(config: &Value, families: &[Family]) -> Option<Architecture> {
+        let architectures = architectures(config);
+        let model_types: Vec<&str> = [Some(config), config.get("text_config")]
+            .into_iter()
+            .flatten()
+            .filter_map(|c| c.get("model_type")?.as_str())
+            .collect();
+        let name = architectures.first().or(model_types.first())?.to_string();
+        let member = |f: &&Family| {
+            architectures.iter().any(|a| f.architectures.iter().any(|x| x == a))
+                || model_types.iter().any(|t| f.model_types.iter().any(|x| x == t))
+        };
+        let families = families.iter().filter(member).map(|f| f.name.clone()).collect();
+        Some(Architecture { name: Some(name), families, source: "config.json" })
+    }
+
+    /// By the signatures of the families, for a checkpoint without a config.json.
+    pub fn from_names<'a>(names: impl Iterator<Item = &'a str> + Clone, families: &[Family]) -> Architecture {
+        let recognised =
+            |f: &&Family| f.signature.iter().any(|s| names.clone().any(|name| pattern::matches(s, name)));
+        let families: Vec<String> = families.iter().filter(recognised).map(|f| f.name.clone()).collect();
+        Architecture { name: families.first().cloned(), families, source: "tensor names" }
+    }
+}
+
+/// Every entry of `architectures`, of the config itself and of a nested `text_config`.
+pub(crate) fn architectures(config: &Value) -> Vec<&str> {
+    [Some(config), config.get("text_config")]
+        .into_iter()
+        .flatten()
+        .filter_map(|c| c.get("architectures")?.as_array())
+        .flatten()
+        .filter_map(Value::as_str)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Registry;
+    use serde_json::json;
+
+    #[test]
+    fn a_family_is_found_by_architecture_model_type_nested_config_or_names() {
+        let families = &Registry::builtin().families;
+        let of = |config| Architecture::from_config(&config, families).map(|a| a.families);
+        let next = Some(vec!["qwen3_next".to_string()]);
+        let dense = Some(vec!["qwen3_5".to_string()]);
+        assert_eq!(of(json!({"architectures": ["Qwen3NextForCausalLM"]})), next);
+        assert_eq!(of(json!({"model_type": "qwen3_next"})), next);
+        assert_eq!(of(json!({"text_config": {"model_type": "qwen3_5_text"}})), dense);
+        assert_eq!(of(json!({"text_config": {"architectures": ["Qwen3_5ForCausalLM"]}})), dense);
+        assert_eq!(of(json!({"architectures": ["LlamaForCausalLM"]})), Some(vec![]));
+        assert_eq!(of(json!({"architectures": []})), None);
+        assert_eq!(of(json!({})), None);
+        let names = ["model.layers.0.linear_attn.in_proj_qkvz.weight"];
+        assert_eq!(Architecture::from_names(names.into_iter(), families).families, ["qwen3_next"]);
+        assert!(Architecture::from_names(["x.weight"].into_iter(), families).families.is_empty());
+    }
+}

@@ -1,0 +1,151 @@
+//! The `_fp32_params` convention of Gated-DeltaNet checkpoints.
+//!
+//! At run time some frameworks keep `A_log` and `dt_bias` in a holder module `_fp32_params` below
+//! `linear_attn`, so that a whole-model cast passes them by. These functions recognise the tracked keys,
+//! route them into the holder, strip it again, upcast at the boundary, and force F32 on export.
+//!
+//! They keep the semantics of the public helper module, with four differences:
+//! - the last path segment must be the name: `x.linear_attn.my_A_log` is not tracked (there it is,
+//!   because the match is a string suffix);
+//! - `architectures` is looked for in a nested `text_config` too;
+//! - a bare and a routed key for one tensor are an error ([`find_holder_collision`]), not "last wins";
+//! - F64 is not narrowed and FP8 is not cast without its scale: both are errors.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashSet};
+
+use half::{bf16, f16};
+use serde_json::Value;
+
+use crate::Dtype;
+use crate::family::architectures;
+
+/// The parameters that live in the holder.
+pub const FP32_GDN_PARAM_NAMES: [&str; 2] = ["A_log", "dt_bias"];
+
+/// The holder's name.
+pub const HOLDER_NAME: &str = "_fp32_params";
+
+/// The architectures whose checkpoints follow the convention.
+pub const CONTRACT_ARCHITECTURES: [&str; 5] = [
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+];
+
+const MODULE: &str = ".linear_attn.";
+const MODULE_WITH_HOLDER: &str = ".linear_attn._fp32_params.";
+
+/// Whether any entry of `architectures` (top level, or in `text_config`) follows the convention.
+pub fn has_gated_delta_net_fp32_checkpoint_contract(config: &Value) -> bool {
+    architectures(config).iter().any(|a| CONTRACT_ARCHITECTURES.contains(a))
+}
+
+/// Whether `key` is a tracked parameter below `linear_attn`, bare or routed.
+pub fn is_gated_delta_net_fp32_param_key(key: &str) -> bool {
+    let last = key.rsplit('.').next().unwrap_or(key);
+    FP32_GDN_PARAM_NAMES.contains(&last) && key.contains(MODULE)
+}
+
+/// `...linear_attn.X` -> `...linear_attn._fp32_params.X` at the last `.linear_attn.`; any key that is
+/// routed already, not below `linear_attn`, or not tracked comes back unchanged.
+pub fn route_fp32_holder_key(key: &str) -> Cow<'_, str> {
+    if !is_gated_delta_net_fp32_param_key(key) || key.contains(MODULE_WITH_HOLDER) {
+        return Cow::Borrowed(key);
+    }
+    match key.rfind(MODULE) {
+        Some(at) => {
+            let (head, tail) = key.split_at(at + MODULE.len());
+            Cow::Owned(format!("{head}{HOLDER_NAME}.{tail}"))
+        }
+        None => Cow::Borrowed(key),
+    }
+}
+
+/// Removes `._fp32_params` after `.linear_attn`, every occurrence.
+pub fn strip_fp32_holder_key(key: &str) -> Cow<'_, str> {
+    if !key.contains(MODULE_WITH_HOLDER) {
+        return Cow::Borrowed(key);
+    }
+    let mut stripped = key.replace(MODULE_WITH_HOLDER, MODULE);
+    // A holder inside a holder shows up only after the outer one is gone.
+    while stripped.contains(MODULE_WITH_HOLDER) {
+        stripped = stripped.replace(MODULE_WITH_HOLDER, MODULE);
+    }
+    Cow::Owned(stripped)
+}
+
+/// The first tensor that is there twice, once bare and once routed.
+pub fn find_holder_collision<'a>(keys: impl IntoIterator<Item = &'a str>) -> Option<(&'a str, String)> {
+    let mut seen = HashSet::new();
+    for key in keys {
+        let bare = strip_fp32_holder_key(key);
+        if !seen.insert(bare.to_string()) {
+            return Some((key, bare.into_owned()));
+        }
+    }
+    None
+}
+
+/// The raw content of one tensor, as a file stores it (little endian).
+#[derive(Clone, Debug, PartialEq)]
+pub struct StateTensor<'a> {
+    /// Element type of `data`.
+    pub dtype: Dtype,
+    /// Shape.
+    pub shape: Vec<u64>,
+    /// The elements, little endian.
+    pub data: Cow<'a, [u8]>,
+}
+
+/// Why a tracked tensor cannot become f32.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UpcastError {
+    /// F64 would lose bits.
+    #[error("{key} is F64: turning it into F32 loses bits, and that has to be asked for")]
+    Narrowing {
+        /// The tensor.
+        key: String,
+    },
+    /// The values are meaningless without a scale stored elsewhere.
+    #[error("{key} is {dtype}: its values mean nothing without their scale, so it is not cast")]
+    Scaled {
+        /// The tensor.
+        key: String,
+        /// Its dtype.
+        dtype: Dtype,
+    },
+}
+
+/// A tracked float tensor becomes F32; one that is F32 already comes back as it is, without a copy;
+/// integers and all other keys are untouched.
+pub fn upcast_gated_delta_net_fp32_state_tensor<'a>(
+    key: &str,
+    tensor: StateTensor<'a>,
+) -> Result<StateTensor<'a>, UpcastError> {
+    if !is_gated_delta_net_fp32_param_key(key) {
+        return Ok(tensor);
+    }
+    let widen: fn([u8; 2]) -> f32 = match tensor.dtype {
+        Dtype::Bf16 => |b| bf16::from_le_bytes(b).to_f32(),
+        Dtype::F16 => |b| f16::from_le_bytes(b).to_f32(),
+        Dtype::F64 => return Err(UpcastError::Narrowing { key: key.into() }),
+        dtype if dtype.is_scaled_float() => return Err(UpcastError::Scaled { key: key.into(), dtype }),
+        _ => return Ok(tensor),
+    };
+    let data = tensor.data.chunks_exact(2).flat_map(|b| widen([b[0], b[1]]).to_le_bytes()).collect();
+    Ok(StateTensor { dtype: Dtype::F32, shape: tensor.shape, data: Cow::Owned(data) })
+}
+
+/// `{key: F32}` for the tracked float tensors of a state. On export this beats both the source's header
+/// and a requested dtype.
+pub fn forced_gated_delta_net_fp32_dtype_mapping<'a>(
+    state: impl IntoIterator<Item = (&'a str, Dtype)>,
+) -> BTreeMap<&'a str, Dtype> {
+    let tracked = |(key, dtype): &(&str, Dtype)| {
+        is_gated_delta_net_fp32_param_key(key) && (dtype.is_plain_float() || dtype.is_scaled_float())
+    };
+    state.into_iter().filter(tracked).map(|(key, _)| (key, Dtype::F32)).collect()
+}
