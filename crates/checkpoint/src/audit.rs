@@ -1,0 +1,449 @@
+//! Does a checkpoint keep the precision contract, and is it sound?
+//!
+//! Every header, index and name is checked, and every value is read once. Findings are grouped: one row
+//! per kind and rule, with the first offender and a way out.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
+
+use ballast_contract::holder::strip_fp32_holder_key;
+use ballast_contract::{Architecture, Dtype, Policy, Registry, Rule};
+use serde::Serialize;
+
+use crate::cast;
+use crate::error::Result;
+use crate::jobs::{self, CHUNK_BYTES, Observer};
+use crate::layout::{Layout, Naming, metadata};
+use crate::open::{Checkpoint, StoredTensor};
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum Severity {
+    Violation,
+    Warning,
+}
+
+/// One kind of finding, with everything it was found in.
+#[derive(Clone, Debug, Serialize)]
+pub struct Finding {
+    /// Stable name of the kind.
+    pub kind: &'static str,
+    /// How bad it is.
+    pub severity: Severity,
+    /// The rule concerned.
+    pub rule: Option<String>,
+    /// The dtype that the rule demands.
+    pub required: Option<Dtype>,
+    /// The dtype found.
+    pub stored: Option<Dtype>,
+    /// Where.
+    pub tensors: Vec<String>,
+    /// What it means.
+    pub reason: String,
+    /// What to do.
+    pub fix: String,
+}
+
+/// What storing A_log in bf16 costs: the relative error of the decay rate exp(A_log).
+#[derive(Clone, Debug, Serialize)]
+pub struct DecayCost {
+    /// `would` for tensors that still carry f32, `has` for those already rounded.
+    pub tense: &'static str,
+    /// Tensors and heads looked at.
+    pub tensors: usize,
+    /// Heads, over all tensors.
+    pub heads: u64,
+    /// Mean relative error of exp(A_log): measured (`would`), or expected of a rounding (`has`).
+    pub mean: f64,
+    /// Worst relative error of exp(A_log): measured, or the bound.
+    pub worst: f64,
+}
+
+/// The whole audit.
+#[derive(Clone, Debug, Serialize)]
+pub struct AuditReport {
+    /// What the checkpoint is.
+    pub architecture: Architecture,
+    /// The policy it was held against.
+    pub policy: String,
+    /// Its layout.
+    pub layout: Layout,
+    /// Tensors and bytes read.
+    pub tensors: usize,
+    /// Bytes read.
+    pub bytes: u64,
+    /// Protected tensors, all told.
+    pub protected: usize,
+    /// Violations first.
+    pub findings: Vec<Finding>,
+    /// What bf16 costs A_log here.
+    pub decay: Vec<DecayCost>,
+    /// Remarks.
+    pub notes: Vec<String>,
+    /// Whether there is no violation.
+    pub passed: bool,
+}
+
+/// What one pass over a tensor's values tells.
+#[derive(Clone, Copy)]
+struct Scan {
+    non_finite: u64,
+    /// Values of -inf.
+    negative_infinite: u64,
+    /// Values that bf16 cannot hold (protected F32 tensors only).
+    beyond_bf16: u64,
+    /// Smallest and largest value (protected F32 tensors only).
+    range: (f32, f32),
+    decay: DecaySum,
+}
+
+#[derive(Clone, Copy, Default)]
+struct DecaySum {
+    heads: u64,
+    sum: f64,
+    worst: f64,
+}
+
+/// Audits `checkpoint` against `policy`, which is reduced to the architecture here.
+pub fn audit(
+    checkpoint: &Checkpoint,
+    registry: &Registry,
+    policy: &Policy,
+    observer: &dyn Observer,
+) -> Result<AuditReport> {
+    let architecture = checkpoint.architecture(registry)?;
+    let policy = policy.for_architecture(&architecture);
+    let layout = Layout::detect(checkpoint);
+    let rules: Vec<Option<&Rule>> = checkpoint.tensors.iter().map(|t| policy.rule_for(&t.name)).collect();
+    let mut findings = Findings::default();
+    header_findings(checkpoint, &policy, &rules, &layout, &mut findings);
+    let scans = scan_values(checkpoint, &rules, observer)?;
+    let decay = value_findings(checkpoint, &rules, &scans, &mut findings);
+    let mut notes = Vec::new();
+    if architecture.families.is_empty() {
+        notes.push(match &architecture.name {
+            Some(name) => format!("no rule of the registry knows {name}: only general checks were made"),
+            None => "the architecture is unknown (no config.json, no familiar names): only general checks were made".into(),
+        });
+    } else if checkpoint.config.is_none() {
+        notes.push(format!(
+            "no config.json: taken for {} by its tensor names",
+            architecture.families.join(", ")
+        ));
+    }
+    if !checkpoint.ignored.is_empty() {
+        let names: Vec<_> =
+            checkpoint.ignored.iter().filter_map(|p| p.file_name()).map(|n| n.to_string_lossy()).collect();
+        notes.push(format!("not part of the checkpoint, ignored: {}", names.join(", ")));
+    }
+    let findings = findings.sorted();
+    Ok(AuditReport {
+        architecture,
+        policy: policy.name.clone(),
+        layout,
+        tensors: checkpoint.tensors.len(),
+        bytes: checkpoint.tensor_bytes(),
+        protected: rules.iter().flatten().count(),
+        passed: findings.iter().all(|f| f.severity != Severity::Violation),
+        findings,
+        decay,
+        notes,
+    })
+}
+
+/// Findings by kind, rule and dtype.
+#[derive(Default)]
+struct Findings(BTreeMap<(Severity, &'static str, Option<String>, Option<Dtype>), Finding>);
+
+impl Findings {
+    fn add(
+        &mut self,
+        kind: &'static str,
+        severity: Severity,
+        rule: Option<&Rule>,
+        stored: Option<Dtype>,
+        tensor: String,
+        why: &str,
+        fix: &str,
+    ) {
+        let key = (severity, kind, rule.map(|r| r.id.clone()), stored);
+        let finding = self.0.entry(key).or_insert_with(|| Finding {
+            kind,
+            severity,
+            rule: rule.map(|r| r.id.clone()),
+            required: rule.map(|r| r.dtype),
+            stored,
+            tensors: Vec::new(),
+            reason: why.into(),
+            fix: fix.into(),
+        });
+        finding.tensors.push(tensor);
+    }
+
+    fn sorted(self) -> Vec<Finding> {
+        self.0.into_values().collect()
+    }
+}
+
+const CONVERT: &str = "ballast convert SRC DST";
+
+fn header_findings(
+    checkpoint: &Checkpoint,
+    policy: &Policy,
+    rules: &[Option<&Rule>],
+    layout: &Layout,
+    findings: &mut Findings,
+) {
+    let violation = Severity::Violation;
+    for (t, rule) in checkpoint.tensors.iter().zip(rules) {
+        if let Some(rule) =
+            rule.filter(|r| t.dtype != r.dtype && (t.dtype.is_plain_float() || t.dtype.is_scaled_float()))
+        {
+            let fix = if t.dtype == Dtype::F64 { "convert with --narrow-f64" } else { CONVERT };
+            findings.add("not-f32", violation, Some(rule), Some(t.dtype), t.name.clone(), &rule.reason, fix);
+        }
+    }
+    for rank in 0..checkpoint.ranks {
+        let of_rank = || checkpoint.tensors.iter().filter(move |t| t.rank == rank);
+        let bare: HashSet<String> = of_rank().map(|t| strip_fp32_holder_key(&t.name).into_owned()).collect();
+        for t in of_rank() {
+            for rule in &policy.rules {
+                if let Some(expected) = rule.expected_beside(&t.name).filter(|e| !bare.contains(e)) {
+                    let why = "the layer is there, its protected tensor is not";
+                    findings.add(
+                        "missing",
+                        violation,
+                        Some(rule),
+                        None,
+                        expected,
+                        why,
+                        "take it from the original checkpoint",
+                    );
+                }
+            }
+        }
+        let names: HashSet<&str> = of_rank().map(|t| t.name.as_str()).collect();
+        // Our own nemo files say what they are; anyone else's holder key in a file is a leak.
+        let meant =
+            layout.naming == Naming::Nemo && checkpoint.metadata_value(metadata::LAYOUT) == Some("nemo");
+        for t in of_rank() {
+            let stripped = strip_fp32_holder_key(&t.name);
+            if stripped == t.name {
+                continue;
+            }
+            if names.contains(&*stripped) {
+                let why = "one tensor under two names: which one a loader takes is luck";
+                findings.add(
+                    "bare-and-routed",
+                    violation,
+                    None,
+                    Some(t.dtype),
+                    stripped.into_owned(),
+                    why,
+                    "remove one of the two",
+                );
+            } else if !meant {
+                let why = "the run-time holder _fp32_params is in the saved names: other tools will not find the tensor";
+                findings.add(
+                    "holder-leaked",
+                    violation,
+                    None,
+                    Some(t.dtype),
+                    t.name.clone(),
+                    why,
+                    "ballast convert SRC DST --layout hf",
+                );
+            }
+        }
+    }
+    for issue in &checkpoint.issues {
+        let why = "index and shards disagree: loaders will miss tensors or take the wrong one";
+        findings.add(
+            "index",
+            violation,
+            None,
+            None,
+            issue.to_string(),
+            why,
+            "write the checkpoint again, or mend the index",
+        );
+    }
+}
+
+/// One pass over all values, in parallel.
+fn scan_values(
+    checkpoint: &Checkpoint,
+    rules: &[Option<&Rule>],
+    observer: &dyn Observer,
+) -> Result<Vec<Scan>> {
+    observer.phase("reading", checkpoint.tensor_bytes());
+    let work: Vec<(usize, Range<u64>)> = checkpoint
+        .tensors
+        .iter()
+        .enumerate()
+        .flat_map(|(i, t)| jobs::pieces(t.bytes, 1, CHUNK_BYTES).map(move |range| (i, range)))
+        .collect();
+    let bytes = |(_, range): &(usize, Range<u64>)| range.end - range.start;
+    let parts = jobs::run(&work, observer, bytes, |(i, range), w| {
+        let t = &checkpoint.tensors[*i];
+        let buffer = w.a.resize((range.end - range.start) as usize);
+        checkpoint.files[t.file].read_at(buffer, t.begin + range.start)?;
+        Ok(scan(buffer, t, rules[*i]))
+    })?;
+    let empty = Scan {
+        non_finite: 0,
+        negative_infinite: 0,
+        beyond_bf16: 0,
+        range: (f32::INFINITY, f32::NEG_INFINITY),
+        decay: DecaySum::default(),
+    };
+    let mut scans = vec![empty; checkpoint.tensors.len()];
+    for ((i, _), part) in work.iter().zip(parts) {
+        let s = &mut scans[*i];
+        s.non_finite += part.non_finite;
+        s.negative_infinite += part.negative_infinite;
+        s.beyond_bf16 += part.beyond_bf16;
+        s.range = (s.range.0.min(part.range.0), s.range.1.max(part.range.1));
+        s.decay.heads += part.decay.heads;
+        s.decay.sum += part.decay.sum;
+        s.decay.worst = s.decay.worst.max(part.decay.worst);
+    }
+    Ok(scans)
+}
+
+fn scan(data: &[u8], t: &StoredTensor, rule: Option<&Rule>) -> Scan {
+    let mut scan = Scan {
+        non_finite: cast::count_non_finite(data, t.dtype),
+        negative_infinite: 0,
+        beyond_bf16: 0,
+        range: (f32::INFINITY, f32::NEG_INFINITY),
+        decay: DecaySum::default(),
+    };
+    if rule.is_none() || !t.dtype.widens_exactly_to(Dtype::F32) {
+        return scan;
+    }
+    // Protected tensors are small: plain code will do.
+    let mut wide = cast::Buffer::default();
+    let elements = data.len() as u64 / t.dtype.bytes().unwrap_or(1);
+    cast::convert(data, t.dtype, wide.resize(elements as usize * 4), Dtype::F32);
+    for &x in bytemuck::cast_slice::<u8, f32>(wide.as_ref()) {
+        scan.negative_infinite += (x == f32::NEG_INFINITY) as u64;
+        scan.beyond_bf16 += (x.to_bits() & 0xffff != 0) as u64;
+        scan.range = (scan.range.0.min(x), scan.range.1.max(x));
+        if is_a_log(&t.name) && x.is_finite() {
+            let error = if t.dtype == Dtype::F32 && x.to_bits() & 0xffff != 0 {
+                // exp(rounded)/exp(x) - 1
+                ((cast::bf16_round(x) as f64 - x as f64).exp() - 1.0).abs()
+            } else {
+                // Rounded already: half a step of bf16 is the bound, a quarter the expectation.
+                (half_bf16_step(x)).exp() - 1.0
+            };
+            scan.decay.heads += 1;
+            scan.decay.sum += error;
+            scan.decay.worst = scan.decay.worst.max(error);
+        }
+    }
+    scan
+}
+
+fn is_a_log(name: &str) -> bool {
+    name.rsplit('.').next() == Some("A_log")
+}
+
+/// Half the distance between neighbouring bf16 values around `x`.
+fn half_bf16_step(x: f32) -> f64 {
+    let exponent = ((x.to_bits() >> 23) & 0xff).max(1) as i32 - 127;
+    2f64.powi(exponent - 8)
+}
+
+fn value_findings(
+    checkpoint: &Checkpoint,
+    rules: &[Option<&Rule>],
+    scans: &[Scan],
+    findings: &mut Findings,
+) -> Vec<DecayCost> {
+    let mut costs: HashMap<&'static str, (usize, DecaySum)> = HashMap::new();
+    for ((t, rule), scan) in checkpoint.tensors.iter().zip(rules).zip(scans) {
+        let name = || t.name.clone();
+        if is_a_log(&t.name) && scan.negative_infinite > 0 {
+            let why =
+                "A_log = -inf: A was drawn or rounded to exactly 0; that head never decays and never learns";
+            let fix = "take the tensor from the original, or draw A anew in f32";
+            findings.add(
+                "dead-head",
+                Severity::Violation,
+                *rule,
+                Some(t.dtype),
+                format!("{} ({} of {} heads)", t.name, scan.negative_infinite, t.elements()),
+                why,
+                fix,
+            );
+        }
+        if scan.non_finite > scan.negative_infinite || scan.non_finite > 0 && !is_a_log(&t.name) {
+            let label = format!("{} ({} of {} values)", t.name, scan.non_finite, t.elements());
+            let why = "NaN or infinite values: the model's output will not be finite";
+            findings.add(
+                "non-finite",
+                Severity::Violation,
+                None,
+                Some(t.dtype),
+                label,
+                why,
+                "go back to a checkpoint before the values went bad",
+            );
+        }
+        let Some(rule) = rule else { continue };
+        let rounded = scan.beyond_bf16 == 0 && t.elements() > 0;
+        // A constant (all ones, all zeros) is a starting value and says nothing about rounding.
+        let constant = scan.range.0 == scan.range.1;
+        if t.dtype == Dtype::F32 && rounded && !constant {
+            let why = "F32 in name only: every value is exactly a bf16 value, so it was rounded before it was stored \
+                       (a whole-model cast, or a source that kept it in BF16)";
+            findings.add(
+                "in-name-only",
+                Severity::Warning,
+                Some(rule),
+                Some(t.dtype),
+                name(),
+                why,
+                "ballast repair CKPT DST --original ORIG",
+            );
+        }
+        if is_a_log(&t.name) && scan.decay.heads > 0 {
+            let tense = if rounded { "has" } else { "would" };
+            let (tensors, sum) = costs.entry(tense).or_default();
+            *tensors += 1;
+            sum.heads += scan.decay.heads;
+            // The expectation of a uniform rounding error is half its bound.
+            sum.sum += if rounded { scan.decay.sum / 2.0 } else { scan.decay.sum };
+            sum.worst = sum.worst.max(scan.decay.worst);
+        }
+    }
+    let cost = |tense: &'static str| {
+        let (tensors, sum) = costs.get(tense)?;
+        Some(DecayCost {
+            tense,
+            tensors: *tensors,
+            heads: sum.heads,
+            mean: sum.sum / sum.heads as f64,
+            worst: sum.worst,
+        })
+    };
+    ["would", "has"].into_iter().filter_map(cost).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn half_a_bf16_step_is_half_the_distance_to_the_next_value() {
+        for x in [1.0f32, 1.5, 2.0, -2.7, 0.3, 1e-3] {
+            let here = cast::bf16_bits(x.to_bits());
+            let next = |bits: u16| f32::from_bits((bits as u32) << 16) as f64;
+            assert_eq!(half_bf16_step(x), (next(here + 1) - next(here)).abs() / 2.0, "{x}");
+        }
+    }
+}

@@ -1,0 +1,341 @@
+//! From one checkpoint to another: layout, dtype, shards; then read back and compared with the source.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::path::Path;
+use std::sync::Arc;
+
+use ballast_contract::{Dtype, Policy, Role};
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+use crate::jobs::Observer;
+use crate::layout::{Form, Layout, LayoutRequest, Naming, is_carried, metadata, relayout, stored_views};
+use crate::open::Checkpoint;
+use crate::staging::Staging;
+use crate::verify::{self, Verification};
+use crate::view::View;
+use crate::write::{DEFAULT_SHARD_BYTES, Output, WritePlan};
+
+/// What a conversion is asked to do.
+#[derive(Clone, Debug)]
+pub struct ConvertOptions {
+    /// The layout to write.
+    pub layout: LayoutRequest,
+    /// The dtype of ordinary float tensors; `None` keeps each as it is.
+    pub dtype: Option<Dtype>,
+    /// Which tensors are F32 whatever `dtype` says, reduced to the checkpoint's architecture.
+    pub policy: Policy,
+    /// Allow F64 to become F32 where the policy demands F32.
+    pub narrow_f64: bool,
+    /// The size at which a new shard begins.
+    pub max_shard_bytes: u64,
+    /// Replace an existing checkpoint at the destination.
+    pub force: bool,
+}
+
+impl ConvertOptions {
+    /// Keep everything, protect by `policy`.
+    pub fn new(policy: Policy) -> ConvertOptions {
+        let layout = LayoutRequest::default();
+        let max_shard_bytes = DEFAULT_SHARD_BYTES;
+        ConvertOptions { layout, dtype: None, policy, narrow_f64: false, max_shard_bytes, force: false }
+    }
+}
+
+/// Tensors that change dtype in the same way for the same reason.
+#[derive(Clone, Debug, Serialize)]
+pub struct DtypeChange {
+    /// Stored in the source as.
+    pub from: Dtype,
+    /// Stored in the destination as.
+    pub to: Dtype,
+    /// Why.
+    pub reason: String,
+    /// Whether bits can be lost.
+    pub lossy: bool,
+    /// The destination's names.
+    pub tensors: Vec<String>,
+}
+
+/// What a conversion does, known before it starts.
+#[derive(Serialize)]
+pub struct ConvertPlan {
+    /// Layout of the source.
+    pub from: Layout,
+    /// Layout of the destination.
+    pub to: Layout,
+    /// Tensors in the destination (over all ranks).
+    pub tensors: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Tensors that the policy keeps in F32.
+    pub protected: Vec<String>,
+    /// Every change of dtype.
+    pub dtype_changes: Vec<DtypeChange>,
+    /// Tensors whose values are shifted by one in f32 (Megatron's zero-centred gamma).
+    pub shifted: Vec<String>,
+    /// Tensors that the change of layout does not know, or does not touch: carried under their own names.
+    pub carried: Vec<String>,
+    /// Tensors that keep their dtype although another was asked for, and why.
+    pub left_alone: BTreeMap<&'static str, Vec<String>>,
+    /// Remarks for the user.
+    pub notes: Vec<String>,
+    #[serde(skip)]
+    outputs: Vec<Vec<Output>>,
+}
+
+/// What a conversion did.
+#[derive(Serialize)]
+pub struct ConvertReport {
+    /// The plan that was carried out.
+    #[serde(flatten)]
+    pub plan: ConvertPlan,
+    /// Safetensors files written.
+    pub files: usize,
+    /// Files that travelled along.
+    pub sidecars: usize,
+    /// How the destination compares with the source.
+    pub verification: Verification,
+}
+
+/// Decides everything about a conversion without writing anything.
+pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<ConvertPlan> {
+    let mut from = Layout::detect(source);
+    if let (Naming::Megatron, Some(zero_centered)) = (from.naming, options.layout.zero_centered_gamma) {
+        from.zero_centered_gamma = zero_centered;
+    }
+    let to = from.requested(&options.layout)?;
+    let ranks = relayout(source, &from, &to)?;
+    let has_scaled = source.tensors.iter().any(|t| t.dtype.is_scaled_float());
+
+    let mut plan = ConvertPlan {
+        tensors: ranks.iter().map(Vec::len).sum(),
+        bytes: 0,
+        protected: Vec::new(),
+        dtype_changes: Vec::new(),
+        shifted: Vec::new(),
+        carried: Vec::new(),
+        left_alone: BTreeMap::new(),
+        notes: Vec::new(),
+        outputs: Vec::new(),
+        from,
+        to,
+    };
+    let mut changes: Vec<DtypeChange> = Vec::new();
+    for views in ranks {
+        let mut outputs = Vec::new();
+        for view in views {
+            let (dtype, reason) = decide_dtype(&view, options, has_scaled, &mut plan)?;
+            note_changes(&mut changes, &view, dtype, reason);
+            if view.shift != 0 {
+                plan.shifted.push(view.name.clone());
+            }
+            let unknown = plan.to.naming != plan.from.naming && is_carried(&view.name)
+                || Role::of(&view.name) == Role::Other;
+            if unknown {
+                plan.carried.push(view.name.clone());
+            }
+            let output = Output { view, dtype };
+            plan.bytes += output.bytes();
+            outputs.push(output);
+        }
+        plan.outputs.push(outputs);
+    }
+    plan.dtype_changes = changes;
+    plan.notes.extend(form_notes(source, &plan.to));
+    Ok(plan)
+}
+
+/// The dtype of a tensor in the destination, and why when it is not the view's own.
+fn decide_dtype(
+    view: &View,
+    options: &ConvertOptions,
+    has_scaled: bool,
+    plan: &mut ConvertPlan,
+) -> Result<(Dtype, String)> {
+    if let Some(rule) = options.policy.rule_for(&view.name) {
+        if view.dtype == Dtype::F64 && !options.narrow_f64 {
+            let problem =
+                "it is protected and stored in F64: F32 would lose bits; add --narrow-f64 if that is meant";
+            return Err(Error::tensor(&view.name, problem));
+        }
+        if view.dtype.is_scaled_float() {
+            let problem = format!(
+                "it is protected, but stored in {}, which means nothing without its scale",
+                view.dtype
+            );
+            return Err(Error::tensor(&view.name, problem));
+        }
+        if view.dtype.is_plain_float() {
+            plan.protected.push(view.name.clone());
+            return Ok((Dtype::F32, format!("protected by {} ({})", rule.id, options.policy.name)));
+        }
+        return Ok((view.dtype, String::new()));
+    }
+    let Some(dtype) = options.dtype else {
+        return Ok((view.dtype, String::new()));
+    };
+    let mut leave = |why: &'static str| {
+        plan.left_alone.entry(why).or_default().push(view.name.clone());
+        Ok((view.dtype, String::new()))
+    };
+    let last = view.name.rsplit('.').next().unwrap_or_default();
+    if view.dtype == dtype {
+        Ok((dtype, String::new()))
+    } else if view.dtype.is_scaled_float() {
+        leave("a quantised float is not cast without its scale")
+    } else if !view.dtype.is_plain_float() {
+        leave("not a float")
+    } else if has_scaled && last.contains("scale") {
+        leave("the scale of quantised weights")
+    } else {
+        Ok((dtype, format!("--dtype {}", dtype.name().to_lowercase())))
+    }
+}
+
+/// Records how each stored part of `view` changes its dtype.
+fn note_changes(changes: &mut Vec<DtypeChange>, view: &View, to: Dtype, reason: String) {
+    let mut from: Vec<Dtype> = view.sources().iter().map(|t| t.dtype).collect();
+    from.sort();
+    from.dedup();
+    for from in from.into_iter().filter(|from| *from != to) {
+        let reason = if !reason.is_empty() {
+            reason.clone()
+        } else if view.shift != 0 {
+            "shifted by one in f32".to_string()
+        } else {
+            "joined with a wider part".to_string()
+        };
+        match changes.iter_mut().find(|c| (c.from, c.to, &c.reason) == (from, to, &reason)) {
+            Some(change) => change.tensors.push(view.name.clone()),
+            None => {
+                let lossy = !from.widens_exactly_to(to);
+                changes.push(DtypeChange { from, to, reason, lossy, tensors: vec![view.name.clone()] });
+            }
+        }
+    }
+}
+
+/// What a user of the destination should know about its form.
+fn form_notes(source: &Checkpoint, to: &Layout) -> Vec<String> {
+    let mut notes = Vec::new();
+    let model_type = source.config.as_ref().and_then(|c| {
+        c.get("text_config").unwrap_or(c).get("model_type").and_then(Value::as_str).map(str::to_owned)
+    });
+    let expected = match model_type.as_deref() {
+        Some("qwen3_next") => Some(Form::Fused),
+        Some(t) if t.starts_with("qwen3_5") => Some(Form::Split),
+        _ => None,
+    };
+    if let (Some(expected), true) = (expected, to.naming != Naming::Megatron)
+        && expected != to.projections
+    {
+        let form = if expected == Form::Fused { "fused" } else { "split" };
+        notes.push(format!(
+            "transformers expects {form} projections for {}; this form is for other tools",
+            model_type.unwrap_or_default()
+        ));
+    }
+    if to.naming == Naming::Nemo {
+        notes.push(
+            "A_log and dt_bias are under _fp32_params: a run-time state dict, not a file for transformers"
+                .into(),
+        );
+    }
+    notes
+}
+
+/// Carries the plan out: stage, write, read back and compare, commit.
+pub fn execute(
+    source: &Arc<Checkpoint>,
+    mut plan: ConvertPlan,
+    destination: &Path,
+    options: &ConvertOptions,
+    observer: &dyn Observer,
+) -> Result<ConvertReport> {
+    let single_file = destination.extension().is_some_and(|e| e == "safetensors");
+    if single_file && plan.to.ranks > 1 {
+        return Err(Error::Refused(
+            "several ranks do not fit into one file; give a folder as destination".into(),
+        ));
+    }
+    let staging = Staging::new(destination, single_file, options.force, &[&source.root])?;
+    let mut file_metadata: Vec<(String, String)> =
+        source.metadata.iter().filter(|(k, _)| !metadata::ALL.contains(&k.as_str())).cloned().collect();
+    file_metadata.extend(plan.to.describe());
+    let outputs = std::mem::take(&mut plan.outputs);
+    let name = destination.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let files = WritePlan::new(
+        staging.folder(),
+        single_file.then_some(name.as_str()),
+        outputs,
+        &file_metadata,
+        options.max_shard_bytes,
+    )?;
+    staging.check_space(files.file_bytes())?;
+    files.write(observer)?;
+    let sidecars = if single_file { 0 } else { copy_sidecars(source, staging.folder(), options.dtype)? };
+
+    // The disk is busy with the flush while the processor compares.
+    let verification = std::thread::scope(|scope| {
+        let flush = scope.spawn(|| files.flush());
+        let verification = verify::against_source(source, &plan.from, &staging.staged(), &plan.to, observer);
+        observer.phase("flushing", 0);
+        flush.join().unwrap_or_else(|_| Err(Error::Refused("the flush failed".into())))?;
+        verification
+    })?;
+    for file in &source.files {
+        file.check_unchanged()?;
+    }
+    if observer.cancelled() {
+        return Err(Error::Interrupted);
+    }
+    let count = files.file_count();
+    staging.commit()?;
+    Ok(ConvertReport { plan, files: count, sidecars, verification })
+}
+
+/// Copies the files that travel with the weights; config.json is told the new dtype.
+pub(crate) fn copy_sidecars(source: &Checkpoint, folder: &Path, dtype: Option<Dtype>) -> Result<usize> {
+    for name in &source.sidecars {
+        let (from, to) = (source.root.join(name), folder.join(name));
+        if name.as_os_str() == "config.json"
+            && let (Some(config), Some(dtype)) = (&source.config, dtype)
+        {
+            let text = format!("{:#}\n", config_with_dtype(config.clone(), dtype));
+            fs::write(&to, text).map_err(Error::io(&to, "write"))?;
+        } else {
+            fs::copy(&from, &to).map_err(Error::io(&from, "copy"))?;
+        }
+        File::open(&to).and_then(|f| f.sync_all()).map_err(Error::io(&to, "flush"))?;
+    }
+    Ok(source.sidecars.len())
+}
+
+fn config_with_dtype(mut config: Value, dtype: Dtype) -> Value {
+    let name = match dtype {
+        Dtype::Bf16 => "bfloat16",
+        Dtype::F16 => "float16",
+        _ => "float32",
+    };
+    let set = |config: &mut Value| {
+        for key in ["dtype", "torch_dtype"] {
+            if let Some(value) = config.get_mut(key).filter(|v| v.is_string()) {
+                *value = name.into();
+            }
+        }
+    };
+    set(&mut config);
+    if let Some(text_config) = config.get_mut("text_config") {
+        set(text_config);
+    }
+    config
+}
+
+/// The tensors of the source by rank and name, as they are.
+pub(crate) fn stored_by_name(checkpoint: &Arc<Checkpoint>) -> HashMap<(usize, String), View> {
+    let ranks = stored_views(checkpoint).into_iter().enumerate();
+    ranks.flat_map(|(rank, views)| views.into_iter().map(move |v| ((rank, v.name.clone()), v))).collect()
+}

@@ -1,0 +1,153 @@
+//! What a checkpoint consists of.
+
+use std::collections::BTreeMap;
+
+use ballast_contract::{Architecture, Dtype, Policy, Registry, Role};
+use serde::Serialize;
+
+use crate::error::Result;
+use crate::layout::Layout;
+use crate::open::Checkpoint;
+
+/// Tensors, parameters and bytes of something.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Amount {
+    /// Tensors.
+    pub tensors: u64,
+    /// Elements.
+    pub parameters: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// One safetensors file.
+#[derive(Clone, Debug, Serialize)]
+pub struct FileSummary {
+    /// Path relative to the checkpoint.
+    pub file: String,
+    /// Bytes on disk.
+    pub bytes: u64,
+    /// Tensors in it.
+    pub tensors: usize,
+}
+
+/// One tensor.
+#[derive(Clone, Debug, Serialize)]
+pub struct TensorSummary {
+    /// Name.
+    pub name: String,
+    /// dtype.
+    pub dtype: Dtype,
+    /// Shape.
+    pub shape: Vec<u64>,
+    /// Bytes.
+    pub bytes: u64,
+    /// Role.
+    pub role: Role,
+    /// File that holds it.
+    pub file: String,
+    /// The rule that protects it.
+    pub rule: Option<String>,
+}
+
+/// Tensors that one rule protects.
+#[derive(Clone, Debug, Serialize)]
+pub struct ProtectedSummary {
+    /// The rule.
+    pub rule: String,
+    /// How many tensors of each dtype.
+    pub stored: BTreeMap<Dtype, u64>,
+    /// The first of them.
+    pub first: String,
+}
+
+/// What a checkpoint consists of.
+#[derive(Clone, Debug, Serialize)]
+pub struct InspectReport {
+    /// Architecture.
+    pub architecture: Architecture,
+    /// Layout.
+    pub layout: Layout,
+    /// Files.
+    pub files: Vec<FileSummary>,
+    /// Everything.
+    pub total: Amount,
+    /// By dtype.
+    pub by_dtype: BTreeMap<Dtype, Amount>,
+    /// By role and dtype.
+    pub by_role: Vec<(Role, Dtype, Amount)>,
+    /// The protected tensors, by rule.
+    pub protected: Vec<ProtectedSummary>,
+    /// `__metadata__`.
+    pub metadata: BTreeMap<String, String>,
+    /// Files that travel along.
+    pub sidecars: Vec<String>,
+    /// Disagreements of index and shards.
+    pub issues: Vec<String>,
+    /// All tensors.
+    pub tensors: Vec<TensorSummary>,
+}
+
+/// Looks at headers only.
+pub fn inspect(checkpoint: &Checkpoint, registry: &Registry, policy: &Policy) -> Result<InspectReport> {
+    let architecture = checkpoint.architecture(registry)?;
+    let policy = policy.for_architecture(&architecture);
+    let relative = |path: &std::path::Path| {
+        let shown = path.strip_prefix(&checkpoint.root).ok().filter(|p| !p.as_os_str().is_empty());
+        shown.unwrap_or(path.file_name().map_or(path, std::path::Path::new)).to_string_lossy().into_owned()
+    };
+    let file_names: Vec<String> = checkpoint.files.iter().map(|f| relative(&f.path)).collect();
+    let mut files: Vec<FileSummary> = checkpoint
+        .files
+        .iter()
+        .zip(&file_names)
+        .map(|(f, name)| FileSummary { file: name.clone(), bytes: f.bytes, tensors: 0 })
+        .collect();
+    let mut total = Amount::default();
+    let mut by_dtype: BTreeMap<Dtype, Amount> = BTreeMap::new();
+    let mut by_role: BTreeMap<(Role, Dtype), Amount> = BTreeMap::new();
+    let mut protected: Vec<ProtectedSummary> = Vec::new();
+    let mut tensors = Vec::new();
+    for t in &checkpoint.tensors {
+        let role = Role::of(&t.name);
+        files[t.file].tensors += 1;
+        for amount in
+            [&mut total, by_dtype.entry(t.dtype).or_default(), by_role.entry((role, t.dtype)).or_default()]
+        {
+            amount.tensors += 1;
+            amount.parameters += t.elements();
+            amount.bytes += t.bytes;
+        }
+        let rule = policy.rule_for(&t.name).map(|r| r.id.clone());
+        if let Some(rule) = &rule {
+            let place = protected.iter().position(|p| &p.rule == rule).unwrap_or_else(|| {
+                let (stored, first) = (BTreeMap::new(), t.name.clone());
+                protected.push(ProtectedSummary { rule: rule.clone(), stored, first });
+                protected.len() - 1
+            });
+            *protected[place].stored.entry(t.dtype).or_default() += 1;
+        }
+        tensors.push(TensorSummary {
+            name: t.name.clone(),
+            dtype: t.dtype,
+            shape: t.shape.clone(),
+            bytes: t.bytes,
+            role,
+            file: file_names[t.file].clone(),
+            rule,
+        });
+    }
+    Ok(InspectReport {
+        architecture,
+        layout: Layout::detect(checkpoint),
+        files,
+        total,
+        by_dtype,
+        by_role: by_role.into_iter().map(|((role, dtype), amount)| (role, dtype, amount)).collect(),
+        protected,
+        metadata: checkpoint.metadata.iter().cloned().collect(),
+        sidecars: checkpoint.sidecars.iter().map(|p| p.to_string_lossy().into_owned()).collect(),
+        issues: checkpoint.issues.iter().map(ToString::to_string).collect(),
+        tensors,
+    })
+}

@@ -1,0 +1,437 @@
+//! The Megatron layout of the Qwen hybrids, whole or cut into tensor-parallel ranks.
+//!
+//! One table ([`recipes`]) says of every Megatron tensor which rows of which hf tensors it is made of, and
+//! how ranks share it; both directions follow from it. A tensor is a list of stripes, each a list of
+//! row blocks; rank i of n takes the i-th of n equal parts of every stripe, so that e.g. the packed
+//! `in_proj` of a rank is again q|k|v|z|b|a.
+//!
+//! ```text
+//! linear attention   in_proj = q | k | v | z | beta | alpha      conv1d = q | k | v      out_norm = norm - 1
+//! softmax attention  linear_qkv = per kv head: queries, their gates, key, value
+//! mlp, experts       linear_fc1 = gate | up      linear_fc2 = down, cut by columns
+//! ```
+
+use std::collections::BTreeMap;
+
+use ballast_contract::Dtype;
+
+use super::experts::expert_index;
+use super::{Geometry, Layout, Pool};
+use crate::cast::Buffer;
+use crate::error::{Error, Result};
+use crate::view::View;
+
+/// How the ranks share a tensor.
+#[derive(Clone, Copy, PartialEq)]
+enum Cut {
+    /// Every rank has all of it.
+    Replicated,
+    /// Every stripe is cut by rows.
+    Rows,
+    /// By columns (one stripe only).
+    Columns,
+}
+
+/// Rows `from..from + rows` of the hf tensor `hf`.
+struct Block {
+    hf: String,
+    from: u64,
+    rows: u64,
+}
+
+enum Stripes {
+    /// Whole hf tensors, all with the same number of rows.
+    Whole(Vec<String>),
+    Blocks(Vec<Vec<Block>>),
+}
+
+struct Recipe {
+    megatron: String,
+    stripes: Stripes,
+    cut: Cut,
+    /// The Megatron tensor is the hf one plus this.
+    shift: i8,
+}
+
+/// What a decoder layer consists of, as far as names go.
+#[derive(Default)]
+struct LayerKind {
+    linear: bool,
+    experts: u64,
+    router: bool,
+    shared_expert: bool,
+}
+
+/// From hf (split projections, split experts) to Megatron, by rank. What no recipe knows stays on rank 0.
+pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec<Vec<View>>> {
+    let mut kinds: BTreeMap<u64, LayerKind> = BTreeMap::new();
+    for view in &views {
+        let Some((layer, rest)) = layer_of(&view.name, &format!("{}layers.", to.prefix)) else { continue };
+        let kind = kinds.entry(layer).or_default();
+        kind.linear |= rest.starts_with("linear_attn.");
+        kind.router |= rest == "mlp.gate.weight";
+        kind.shared_expert |= rest.starts_with("mlp.shared_expert.");
+        if let Some((_, index)) = expert_index(&view.name) {
+            kind.experts = kind.experts.max(index + 1);
+        }
+    }
+    if !kinds.values().any(|k| k.linear) {
+        return Err(Error::Refused(
+            "the megatron layout is known for the Gated-DeltaNet hybrids only, and this checkpoint has no \
+             linear_attn layers"
+                .into(),
+        ));
+    }
+    let uneven = [
+        ("linear_num_key_heads", g.key_heads),
+        ("linear_num_value_heads", g.value_heads),
+        ("num_key_value_heads", g.kv_heads),
+    ];
+    if let Some((field, heads)) = uneven.into_iter().find(|(_, heads)| heads % to.ranks as u64 != 0) {
+        let message = format!(
+            "--tp {}: {field} is {heads}, which cannot be divided among {} ranks",
+            to.ranks, to.ranks
+        );
+        return Err(Error::Refused(message));
+    }
+    let tied = !views.iter().any(|v| v.name == "lm_head.weight");
+    let mut pool = Pool::new(views);
+    let mut ranks = vec![Vec::new(); to.ranks];
+    for recipe in recipes(&kinds, to, g, tied) {
+        let mut whole: BTreeMap<&str, View> = BTreeMap::new();
+        for hf in recipe.hf_names() {
+            if !whole.contains_key(hf) {
+                whole.insert(hf, pool.take(hf, &recipe.megatron)?);
+            }
+        }
+        recipe.check_rows(&whole)?;
+        let stripes: Vec<View> = match &recipe.stripes {
+            Stripes::Whole(names) => names.iter().map(|n| whole[n.as_str()].clone()).collect(),
+            Stripes::Blocks(stripes) => {
+                let block = |b: &Block| whole[b.hf.as_str()].slice(0, b.from..b.from + b.rows);
+                let stripe = |blocks: &Vec<Block>| {
+                    View::concat(&recipe.megatron, 0, &blocks.iter().map(block).collect::<Result<Vec<_>>>()?)
+                };
+                stripes.iter().map(stripe).collect::<Result<_>>()?
+            }
+        };
+        for (rank, out) in ranks.iter_mut().enumerate() {
+            let parts: Vec<View> =
+                stripes.iter().map(|s| recipe.part(s, rank, to.ranks)).collect::<Result<_>>()?;
+            let mut view = View::concat(&recipe.megatron, 0, &parts)?;
+            if recipe.shift != 0 {
+                // The shift is done, and stored, in f32: a narrower type would round the difference.
+                view = f32_for_shift(view)?.shifted(recipe.shift);
+            }
+            out.push(view);
+        }
+    }
+    ranks[0].extend(pool.rest());
+    Ok(ranks)
+}
+
+/// From Megatron, by rank, to hf (split projections, split experts).
+pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Result<Vec<View>> {
+    let mut kinds: BTreeMap<u64, LayerKind> = BTreeMap::new();
+    for view in &ranks[0] {
+        let Some((layer, rest)) = layer_of(&view.name, "decoder.layers.") else { continue };
+        let kind = kinds.entry(layer).or_default();
+        kind.linear |= rest == "self_attention.in_proj.weight";
+        kind.router |= rest == "mlp.router.weight";
+        kind.shared_expert |= rest.starts_with("mlp.shared_experts.");
+        if let Some(index) =
+            rest.strip_prefix("mlp.experts.linear_fc1.weight").and_then(|i| i.parse::<u64>().ok())
+        {
+            kind.experts = kind.experts.max(index.min(1 << 20) + 1);
+        }
+    }
+    let tied = !ranks[0].iter().any(|v| v.name == "output_layer.weight");
+    let count = ranks.len() as u64;
+    let mut pools: Vec<Pool> = ranks.into_iter().map(Pool::new).collect();
+    let mut made = Vec::new();
+    for recipe in recipes(&kinds, from, g, tied) {
+        let parts: Vec<View> = pools
+            .iter_mut()
+            .enumerate()
+            .map(|(rank, pool)| {
+                pool.take(&recipe.megatron, &format!("the whole tensor (rank {rank} lacks it)"))
+            })
+            .collect::<Result<_>>()?;
+        let first = &parts[0];
+        if let Some(other) = parts.iter().find(|p| p.shape != first.shape || p.dtype != first.dtype) {
+            let problem = format!(
+                "the ranks disagree: {} {:?} and {} {:?}",
+                first.dtype, first.shape, other.dtype, other.shape
+            );
+            return Err(Error::tensor(&recipe.megatron, problem));
+        }
+        // Stripe by stripe: the ranks' parts joined again.
+        let stripe_rows: Vec<u64> = match &recipe.stripes {
+            Stripes::Whole(names) => vec![first.shape[0] / names.len() as u64; names.len()],
+            Stripes::Blocks(stripes) => {
+                stripes.iter().map(|blocks| blocks.iter().map(|b| b.rows).sum::<u64>() / count).collect()
+            }
+        };
+        let total: u64 = stripe_rows.iter().sum();
+        if total != first.shape[0] {
+            let problem = format!("it has {} rows per rank where config.json makes {total}", first.shape[0]);
+            return Err(Error::tensor(&recipe.megatron, problem));
+        }
+        let mut stripes = Vec::new();
+        let mut at = 0;
+        for rows in stripe_rows {
+            stripes.push(match recipe.cut {
+                Cut::Replicated => {
+                    check_replicas(&parts)?;
+                    first.clone()
+                }
+                Cut::Columns => View::concat(&recipe.megatron, 1, &parts)?,
+                Cut::Rows => {
+                    let pieces =
+                        parts.iter().map(|p| p.slice(0, at..at + rows)).collect::<Result<Vec<_>>>()?;
+                    View::concat(&recipe.megatron, 0, &pieces)?
+                }
+            });
+            at += rows;
+        }
+        if recipe.shift != 0 {
+            stripes[0] = f32_for_shift(stripes.remove(0))?.shifted(-recipe.shift);
+        }
+        match &recipe.stripes {
+            Stripes::Whole(names) => {
+                made.extend(stripes.into_iter().zip(names).map(|(s, name)| s.renamed(name)))
+            }
+            Stripes::Blocks(blocks) => {
+                let mut by_tensor: BTreeMap<&str, Vec<(u64, View)>> = BTreeMap::new();
+                for (stripe, blocks) in stripes.iter().zip(blocks) {
+                    let mut at = 0;
+                    for block in blocks {
+                        let piece = stripe.slice(0, at..at + block.rows)?;
+                        by_tensor.entry(&block.hf).or_default().push((block.from, piece));
+                        at += block.rows;
+                    }
+                }
+                for (hf, mut pieces) in by_tensor {
+                    pieces.sort_by_key(|(from, _)| *from);
+                    let pieces: Vec<View> = pieces.into_iter().map(|(_, piece)| piece).collect();
+                    made.push(View::concat(hf, 0, &pieces)?);
+                }
+            }
+        }
+    }
+    // What no recipe knows lives on rank 0; on another rank nobody would find it again.
+    for (rank, pool) in pools.into_iter().enumerate() {
+        let rest = pool.rest();
+        if rank == 0 {
+            made.extend(rest);
+        } else if let Some(view) = rest.first() {
+            let problem =
+                format!("rank {rank} has it, but it is no tensor of the megatron layout known here");
+            return Err(Error::tensor(&view.name, problem));
+        }
+    }
+    Ok(made)
+}
+
+impl Recipe {
+    fn hf_names(&self) -> Vec<&str> {
+        match &self.stripes {
+            Stripes::Whole(names) => names.iter().map(String::as_str).collect(),
+            Stripes::Blocks(stripes) => stripes.iter().flatten().map(|b| b.hf.as_str()).collect(),
+        }
+    }
+
+    /// Blocks must cover each hf tensor exactly; whole tensors must have equally many rows.
+    fn check_rows(&self, whole: &BTreeMap<&str, View>) -> Result<()> {
+        let Stripes::Blocks(stripes) = &self.stripes else {
+            let mut shapes = whole.values().map(|v| (&v.name, &v.shape));
+            let first = shapes.next();
+            return match shapes.find(|(_, shape)| first.is_some_and(|(_, s)| s != *shape)) {
+                Some((name, shape)) => {
+                    Err(Error::tensor(name, format!("shape {shape:?} does not go with {first:?}")))
+                }
+                None => Ok(()),
+            };
+        };
+        for (hf, view) in whole {
+            let expected: u64 = stripes.iter().flatten().filter(|b| b.hf == *hf).map(|b| b.rows).sum();
+            if view.shape.first() != Some(&expected) {
+                let problem =
+                    format!("shape {:?}: config.json's head counts make {expected} rows", view.shape);
+                return Err(Error::tensor(*hf, problem));
+            }
+        }
+        Ok(())
+    }
+
+    fn part(&self, stripe: &View, rank: usize, ranks: usize) -> Result<View> {
+        let dim = match self.cut {
+            Cut::Replicated => return Ok(stripe.clone()),
+            Cut::Rows => 0,
+            Cut::Columns => 1,
+        };
+        let (rank, ranks) = (rank as u64, ranks as u64);
+        let size = stripe.shape.get(dim).copied().unwrap_or(0);
+        if size % ranks != 0 {
+            let problem =
+                format!("dimension {dim} of {:?} cannot be divided among {ranks} ranks", stripe.shape);
+            return Err(Error::tensor(&self.megatron, problem));
+        }
+        stripe.slice(dim, rank * size / ranks..(rank + 1) * size / ranks)
+    }
+}
+
+/// All Megatron tensors of the decoder, in the order the network runs them.
+fn recipes(kinds: &BTreeMap<u64, LayerKind>, layout: &Layout, g: &Geometry, tied: bool) -> Vec<Recipe> {
+    let p = &layout.prefix;
+    let whole = |megatron: String, hf: &[String], cut| Recipe {
+        megatron,
+        stripes: Stripes::Whole(hf.to_vec()),
+        cut,
+        shift: 0,
+    };
+    let mut all = vec![whole(
+        "embedding.word_embeddings.weight".into(),
+        &[format!("{p}embed_tokens.weight")],
+        Cut::Rows,
+    )];
+    for (layer, kind) in kinds {
+        let hf = |leaf: &str| format!("{p}layers.{layer}.{leaf}");
+        let mg = |leaf: &str| format!("decoder.layers.{layer}.{leaf}");
+        let one = |megatron: &str, leaf: &str, cut| whole(mg(megatron), &[hf(leaf)], cut);
+        if kind.linear {
+            all.extend(linear_attention(&hf, &mg, &one, layout, g));
+        } else {
+            all.extend(softmax_attention(&hf, &mg, &one, g));
+        }
+        let gated = |megatron: &str, module: &str| {
+            let names = [hf(&format!("{module}.gate_proj.weight")), hf(&format!("{module}.up_proj.weight"))];
+            whole(mg(megatron), &names, Cut::Rows)
+        };
+        if kind.router {
+            all.push(one("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Cut::Replicated));
+            all.push(one("mlp.router.weight", "mlp.gate.weight", Cut::Replicated));
+            for e in 0..kind.experts {
+                all.push(gated(&format!("mlp.experts.linear_fc1.weight{e}"), &format!("mlp.experts.{e}")));
+                let down = format!("mlp.experts.{e}.down_proj.weight");
+                all.push(one(&format!("mlp.experts.linear_fc2.weight{e}"), &down, Cut::Columns));
+            }
+            if kind.shared_expert {
+                all.push(gated("mlp.shared_experts.linear_fc1.weight", "mlp.shared_expert"));
+                let down = "mlp.shared_expert.down_proj.weight";
+                all.push(one("mlp.shared_experts.linear_fc2.weight", down, Cut::Columns));
+                all.push(one(
+                    "mlp.shared_experts.gate_weight",
+                    "mlp.shared_expert_gate.weight",
+                    Cut::Replicated,
+                ));
+            }
+        } else {
+            all.push(one(
+                "mlp.linear_fc1.layer_norm_weight",
+                "post_attention_layernorm.weight",
+                Cut::Replicated,
+            ));
+            all.push(gated("mlp.linear_fc1.weight", "mlp"));
+            all.push(one("mlp.linear_fc2.weight", "mlp.down_proj.weight", Cut::Columns));
+        }
+    }
+    all.push(whole("decoder.final_layernorm.weight".into(), &[format!("{p}norm.weight")], Cut::Replicated));
+    if !tied {
+        all.push(whole("output_layer.weight".into(), &["lm_head.weight".into()], Cut::Rows));
+    }
+    all
+}
+
+type Names<'a> = &'a dyn Fn(&str) -> String;
+type One<'a> = &'a dyn Fn(&str, &str, Cut) -> Recipe;
+
+fn linear_attention(hf: Names, mg: Names, one: One, layout: &Layout, g: &Geometry) -> Vec<Recipe> {
+    let (qk, v, heads) = (g.qk_rows(), g.v_rows(), g.value_heads);
+    let stripe = |leaf: &str, from, rows| vec![Block { hf: hf(leaf), from, rows }];
+    let (qkv, conv) = ("linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight");
+    let in_proj = vec![
+        stripe(qkv, 0, qk),
+        stripe(qkv, qk, qk),
+        stripe(qkv, 2 * qk, v),
+        stripe("linear_attn.in_proj_z.weight", 0, v),
+        stripe("linear_attn.in_proj_b.weight", 0, heads),
+        stripe("linear_attn.in_proj_a.weight", 0, heads),
+    ];
+    let conv1d = vec![stripe(conv, 0, qk), stripe(conv, qk, qk), stripe(conv, 2 * qk, v)];
+    let packed = |megatron: &str, stripes| Recipe {
+        megatron: mg(megatron),
+        stripes: Stripes::Blocks(stripes),
+        cut: Cut::Rows,
+        shift: 0,
+    };
+    let shift = if layout.zero_centered_gamma { -1 } else { 0 };
+    vec![
+        one("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight", Cut::Replicated),
+        packed("self_attention.in_proj.weight", in_proj),
+        packed("self_attention.conv1d.weight", conv1d),
+        one("self_attention.A_log", "linear_attn.A_log", Cut::Rows),
+        one("self_attention.dt_bias", "linear_attn.dt_bias", Cut::Rows),
+        Recipe { shift, ..one("self_attention.out_norm.weight", "linear_attn.norm.weight", Cut::Replicated) },
+        one("self_attention.out_proj.weight", "linear_attn.out_proj.weight", Cut::Columns),
+    ]
+}
+
+fn softmax_attention(hf: Names, mg: Names, one: One, g: &Geometry) -> Vec<Recipe> {
+    let (d, group) = (g.head_dim, g.heads / g.kv_heads);
+    let mut blocks = Vec::new();
+    for kv_head in 0..g.kv_heads {
+        let heads = kv_head * group..(kv_head + 1) * group;
+        let block = |leaf: &str, from| Block { hf: hf(leaf), from, rows: d };
+        // hf stacks query and gate per head; Megatron takes the group's queries, then its gates.
+        blocks.extend(heads.clone().map(|h| block("self_attn.q_proj.weight", h * 2 * d)));
+        blocks.extend(heads.map(|h| block("self_attn.q_proj.weight", h * 2 * d + d)));
+        blocks.push(block("self_attn.k_proj.weight", kv_head * d));
+        blocks.push(block("self_attn.v_proj.weight", kv_head * d));
+    }
+    vec![
+        one("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", Cut::Replicated),
+        Recipe {
+            megatron: mg("self_attention.linear_qkv.weight"),
+            stripes: Stripes::Blocks(vec![blocks]),
+            cut: Cut::Rows,
+            shift: 0,
+        },
+        one("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", Cut::Replicated),
+        one("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", Cut::Replicated),
+        one("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Cut::Columns),
+    ]
+}
+
+fn f32_for_shift(view: View) -> Result<View> {
+    if !view.dtype.widens_exactly_to(Dtype::F32) {
+        let problem = format!("it is {}: its shift to zero-centred gamma is defined in f32", view.dtype);
+        return Err(Error::tensor(view.name, problem));
+    }
+    Ok(view.widened(Dtype::F32))
+}
+
+/// `<before>12.mlp.x` -> (12, `mlp.x`).
+fn layer_of<'a>(name: &'a str, before: &str) -> Option<(u64, &'a str)> {
+    let (layer, rest) = name.strip_prefix(before)?.split_once('.')?;
+    Some((layer.parse().ok()?, rest))
+}
+
+/// A tensor that every rank has must be the same on every rank.
+fn check_replicas(parts: &[View]) -> Result<()> {
+    let mut scratch = Buffer::default();
+    let mut read = |view: &View| {
+        let mut buffer = Buffer::default();
+        view.read(0..view.units(), &mut buffer, &mut scratch)?;
+        Ok(buffer)
+    };
+    let first = read(&parts[0])?;
+    for (rank, part) in parts.iter().enumerate().skip(1) {
+        if read(part)?.as_ref() != first.as_ref() {
+            let problem =
+                format!("every rank should hold the same values, but rank {rank} differs from rank 0");
+            return Err(Error::tensor(&part.name, problem));
+        }
+    }
+    Ok(())
+}

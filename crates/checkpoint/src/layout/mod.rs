@@ -1,0 +1,317 @@
+//! How a checkpoint names and groups its tensors, and the way from one layout to another.
+//!
+//! | aspect | values |
+//! |---|---|
+//! | naming | `hf`; `nemo` (hf with A_log and dt_bias in `_fp32_params`); `megatron` (packed, whole or by rank) |
+//! | projections | `split` (Qwen3.5: in_proj_qkv, z, b, a) or `fused` (Qwen3-Next: in_proj_qkvz, in_proj_ba) |
+//! | experts | `split` (one tensor per expert) or `fused` (gate_up_proj and down_proj over all experts) |
+//!
+//! A layout is recognised from the names. Tensors that a change of layout does not know (vision, mtp,
+//! anything new) are carried through under their own names.
+
+mod experts;
+mod megatron;
+mod projections;
+
+use std::sync::Arc;
+
+use ballast_contract::holder::{find_holder_collision, route_fp32_holder_key, strip_fp32_holder_key};
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+use crate::open::Checkpoint;
+use crate::view::View;
+
+/// Whose names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum Naming {
+    Hf,
+    Nemo,
+    Megatron,
+}
+
+/// Whether tensors that belong together are apart or in one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum Form {
+    Split,
+    Fused,
+}
+
+/// How a checkpoint names and groups its tensors.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Layout {
+    /// Whose names.
+    pub naming: Naming,
+    /// The linear-attention input projections; for megatron, the form they had before.
+    pub projections: Form,
+    /// The experts; for megatron, the form they had before.
+    pub experts: Form,
+    /// Tensor-parallel ranks.
+    pub ranks: usize,
+    /// Megatron only: out_norm.weight is stored minus one.
+    pub zero_centered_gamma: bool,
+    /// What stands before `layers.` in the hf names.
+    pub prefix: String,
+}
+
+/// What a conversion was asked for; the rest stays as it is.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LayoutRequest {
+    /// Whose names.
+    pub naming: Option<Naming>,
+    /// Form of the projections.
+    pub projections: Option<Form>,
+    /// Form of the experts.
+    pub experts: Option<Form>,
+    /// Tensor-parallel ranks to write.
+    pub ranks: Option<usize>,
+    /// Whether Megatron's out_norm is stored minus one: of the source if that is Megatron's, else of
+    /// the destination. Default: as the file says, else yes.
+    pub zero_centered_gamma: Option<bool>,
+}
+
+/// Keys of `__metadata__` in files that are not in the hf layout, so that the way back is known.
+pub mod metadata {
+    #![allow(missing_docs)]
+    pub const LAYOUT: &str = "ballast.layout";
+    pub const PREFIX: &str = "ballast.hf_prefix";
+    pub const PROJECTIONS: &str = "ballast.projections";
+    pub const EXPERTS: &str = "ballast.experts";
+    pub const ZERO_CENTERED_GAMMA: &str = "ballast.zero_centered_gamma";
+    pub const ALL: [&str; 5] = [LAYOUT, PREFIX, PROJECTIONS, EXPERTS, ZERO_CENTERED_GAMMA];
+}
+
+impl Layout {
+    /// Recognises the layout of a checkpoint from its names, and from what our own files say.
+    pub fn detect(checkpoint: &Checkpoint) -> Layout {
+        let names = || checkpoint.tensors.iter().map(|t| t.name.as_str()).filter(|n| !is_carried(n));
+        let said = |key| checkpoint.metadata_value(key);
+        let form = |text: &str| if text == "fused" { Form::Fused } else { Form::Split };
+        let naming = if names()
+            .any(|n| n.starts_with("decoder.layers.") || n.starts_with("embedding.word_embeddings."))
+        {
+            Naming::Megatron
+        } else if names().any(|n| n.contains(".linear_attn._fp32_params.")) {
+            Naming::Nemo
+        } else {
+            Naming::Hf
+        };
+        let model_type =
+            text_config(checkpoint).and_then(|c| c.get("model_type")?.as_str()).unwrap_or_default();
+        let (projections, experts, prefix) = if naming == Naming::Megatron {
+            let nested = checkpoint.config.as_ref().is_some_and(|c| c.get("text_config").is_some());
+            (
+                said(metadata::PROJECTIONS)
+                    .map_or(if model_type == "qwen3_next" { Form::Fused } else { Form::Split }, form),
+                said(metadata::EXPERTS)
+                    .map_or(if model_type == "qwen3_next" { Form::Split } else { Form::Fused }, form),
+                said(metadata::PREFIX)
+                    .unwrap_or(if nested { "model.language_model." } else { "model." })
+                    .to_string(),
+            )
+        } else {
+            let nested = names().any(|n| n.starts_with("model.language_model."));
+            (
+                if names().any(projections::is_fused) { Form::Fused } else { Form::Split },
+                if names().any(experts::is_fused) { Form::Fused } else { Form::Split },
+                if nested { "model.language_model." } else { "model." }.to_string(),
+            )
+        };
+        let zero_centered_gamma = said(metadata::ZERO_CENTERED_GAMMA) != Some("false");
+        Layout { naming, projections, experts, ranks: checkpoint.ranks, zero_centered_gamma, prefix }
+    }
+
+    /// The layout to write, given the layout of the source and what was asked for.
+    pub fn requested(&self, request: &LayoutRequest) -> Result<Layout> {
+        let naming = request.naming.unwrap_or(self.naming);
+        let ranks = request.ranks.unwrap_or(if naming == self.naming { self.ranks } else { 1 });
+        if ranks == 0 || ranks > 64 {
+            return Err(Error::Refused(format!("--tp {ranks}: between 1 and 64 ranks can be written")));
+        }
+        if ranks > 1 && naming != Naming::Megatron {
+            let message =
+                format!("--tp {ranks}: only the megatron layout is split into ranks; add --layout megatron");
+            return Err(Error::Refused(message));
+        }
+        Ok(Layout {
+            naming,
+            projections: request.projections.unwrap_or(self.projections),
+            experts: request.experts.unwrap_or(self.experts),
+            ranks,
+            zero_centered_gamma: request.zero_centered_gamma.unwrap_or(self.zero_centered_gamma),
+            prefix: self.prefix.clone(),
+        })
+    }
+
+    /// What a file in this layout says about itself in `__metadata__`.
+    pub fn describe(&self) -> Vec<(String, String)> {
+        let form = |f| if f == Form::Fused { "fused" } else { "split" }.to_string();
+        match self.naming {
+            Naming::Hf => Vec::new(),
+            Naming::Nemo => vec![(metadata::LAYOUT.into(), "nemo".into())],
+            Naming::Megatron => vec![
+                (metadata::LAYOUT.into(), "megatron".into()),
+                (metadata::PREFIX.into(), self.prefix.clone()),
+                (metadata::PROJECTIONS.into(), form(self.projections)),
+                (metadata::EXPERTS.into(), form(self.experts)),
+                (metadata::ZERO_CENTERED_GAMMA.into(), self.zero_centered_gamma.to_string()),
+            ],
+        }
+    }
+}
+
+/// The tensors of a checkpoint by rank, as views of themselves.
+pub fn stored_views(checkpoint: &Arc<Checkpoint>) -> Vec<Vec<View>> {
+    let mut ranks = vec![Vec::new(); checkpoint.ranks];
+    for (i, t) in checkpoint.tensors.iter().enumerate() {
+        ranks[t.rank].push(View::stored(checkpoint, i));
+    }
+    ranks
+}
+
+/// The tensors of `checkpoint`, which is in layout `from`, as layout `to` has them, by rank.
+pub fn relayout(checkpoint: &Arc<Checkpoint>, from: &Layout, to: &Layout) -> Result<Vec<Vec<View>>> {
+    let keys = checkpoint.tensors.iter().filter(|t| t.rank == 0).map(|t| t.name.as_str());
+    if let Some((key, bare)) = find_holder_collision(keys) {
+        let problem = format!("the checkpoint holds it twice, bare and as {key}; remove one of them");
+        return Err(Error::tensor(bare, problem));
+    }
+    let ranks = stored_views(checkpoint);
+    if from == to {
+        return Ok(ranks);
+    }
+    // The geometry is read only where it is needed: a checkpoint without a config can still be renamed.
+    let geometry = || Geometry::of(checkpoint);
+    let (mut views, projections, experts) = match from.naming {
+        Naming::Megatron => (megatron::to_hf(ranks, from, &geometry()?)?, Form::Split, Form::Split),
+        _ => {
+            let strip = |v: View| {
+                let name = strip_fp32_holder_key(&v.name).into_owned();
+                v.renamed(name)
+            };
+            (ranks.into_iter().flatten().map(strip).collect(), from.projections, from.experts)
+        }
+    };
+    let (wanted_projections, wanted_experts) = match to.naming {
+        Naming::Megatron => (Form::Split, Form::Split),
+        _ => (to.projections, to.experts),
+    };
+    if projections != wanted_projections && views.iter().any(|v| projections::concerns(&v.name)) {
+        views = match wanted_projections {
+            Form::Split => projections::split(views, &geometry()?)?,
+            Form::Fused => projections::fuse(views, &geometry()?)?,
+        };
+    }
+    if experts != wanted_experts {
+        views = match wanted_experts {
+            Form::Split => experts::split(views)?,
+            Form::Fused => experts::fuse(views)?,
+        };
+    }
+    match to.naming {
+        Naming::Hf => Ok(vec![views]),
+        Naming::Nemo => {
+            let route = |v: View| {
+                let name = route_fp32_holder_key(&v.name).into_owned();
+                v.renamed(name)
+            };
+            Ok(vec![views.into_iter().map(route).collect()])
+        }
+        Naming::Megatron => megatron::from_hf(views, to, &geometry()?),
+    }
+}
+
+/// Vision, audio and mtp tensors: no change of layout touches them.
+pub fn is_carried(name: &str) -> bool {
+    name.split('.')
+        .any(|s| matches!(s, "mtp" | "visual" | "vision_tower" | "audio_tower" | "multi_modal_projector"))
+}
+
+fn text_config(checkpoint: &Checkpoint) -> Option<&Value> {
+    let config = checkpoint.config.as_ref()?;
+    Some(config.get("text_config").unwrap_or(config))
+}
+
+/// The head counts and widths that the packed forms depend on.
+pub(crate) struct Geometry {
+    /// Linear attention: key heads, value heads, their widths.
+    pub(crate) key_heads: u64,
+    pub(crate) value_heads: u64,
+    pub(crate) key_dim: u64,
+    pub(crate) value_dim: u64,
+    /// Softmax attention: query heads, key/value heads, their width.
+    pub(crate) heads: u64,
+    pub(crate) kv_heads: u64,
+    pub(crate) head_dim: u64,
+}
+
+impl Geometry {
+    fn of(checkpoint: &Checkpoint) -> Result<Geometry> {
+        let file = checkpoint.config_path();
+        let fail = |problem: String| Error::Config { file: file.clone(), problem };
+        let config = text_config(checkpoint).ok_or_else(|| {
+            fail("this change of layout needs the head counts of config.json, which is not there".into())
+        })?;
+        let field = |name: &str| match config.get(name).map(|v| (v.as_u64(), v)) {
+            Some((Some(value), _)) if (1..1 << 24).contains(&value) => Ok(value),
+            Some((_, value)) => Err(fail(format!("`{name}` is {value}, not a usable count"))),
+            None => Err(fail(format!("this change of layout needs the field `{name}`, which is not there"))),
+        };
+        let geometry = Geometry {
+            key_heads: field("linear_num_key_heads")?,
+            value_heads: field("linear_num_value_heads")?,
+            key_dim: field("linear_key_head_dim")?,
+            value_dim: field("linear_value_head_dim")?,
+            heads: field("num_attention_heads")?,
+            kv_heads: field("num_key_value_heads")?,
+            head_dim: field("head_dim")?,
+        };
+        if !geometry.value_heads.is_multiple_of(geometry.key_heads)
+            || !geometry.heads.is_multiple_of(geometry.kv_heads)
+        {
+            let problem =
+                "the value heads must be a multiple of the key heads, and the heads of the key/value heads";
+            return Err(fail(problem.into()));
+        }
+        Ok(geometry)
+    }
+
+    /// Rows of q (and of k) in the linear-attention projections.
+    pub(crate) fn qk_rows(&self) -> u64 {
+        self.key_heads * self.key_dim
+    }
+
+    /// Rows of v (and of z).
+    pub(crate) fn v_rows(&self) -> u64 {
+        self.value_heads * self.value_dim
+    }
+}
+
+/// Views by name, to take them out one by one while the order of the rest is kept.
+pub(crate) struct Pool {
+    views: Vec<Option<View>>,
+    places: std::collections::HashMap<String, usize>,
+}
+
+impl Pool {
+    pub(crate) fn new(views: Vec<View>) -> Pool {
+        let places = views.iter().enumerate().map(|(i, v)| (v.name.clone(), i)).collect();
+        Pool { views: views.into_iter().map(Some).collect(), places }
+    }
+
+    /// Takes the tensor called `name` out, or says that `needed_for` lacks it.
+    pub(crate) fn take(&mut self, name: &str, needed_for: &str) -> Result<View> {
+        let view = self.places.get(name).and_then(|&i| self.views[i].take());
+        view.ok_or_else(|| Error::tensor(name, format!("it is missing, and {needed_for} is made from it")))
+    }
+
+    /// What nobody took.
+    pub(crate) fn rest(self) -> Vec<View> {
+        self.views.into_iter().flatten().collect()
+    }
+}

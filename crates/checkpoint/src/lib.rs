@@ -1,0 +1,22 @@
+//! Checkpoints as sets of safetensors files: open, stream, write atomically; layouts; audit, convert, diff.
+
+pub mod audit;
+pub mod cast;
+pub mod convert;
+pub mod diff;
+pub mod error;
+pub mod header;
+pub mod index;
+pub mod inspect;
+pub mod jobs;
+pub mod layout;
+pub mod open;
+pub mod repair;
+pub mod staging;
+pub mod verify;
+pub mod view;
+pub mod write;
+
+pub use error::{Error, ErrorKind, Result};
+pub use open::Checkpoint;
+pub use view::View;

@@ -1,0 +1,411 @@
+//! A checkpoint on disk: one safetensors file, a folder with or without an index, or a folder of
+//! tensor-parallel ranks.
+//!
+//! Tensors are read by position, never mapped: a mapped file that shrinks kills the process with a
+//! signal, a positional read returns an error. A checkpoint is never held in memory.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use ballast_contract::{Architecture, Dtype, Registry};
+use serde_json::Value;
+
+use crate::error::{Error, Place, Result};
+use crate::header::{self, Header};
+use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
+
+/// The folder of tensor-parallel rank `rank`.
+pub fn rank_folder(rank: usize) -> String {
+    format!("mp_rank_{rank:02}")
+}
+
+/// One safetensors file of a checkpoint.
+#[derive(Debug)]
+pub struct ShardFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Its size when it was opened.
+    pub bytes: u64,
+    modified: Option<SystemTime>,
+    handle: File,
+}
+
+impl ShardFile {
+    /// Fills `buffer` from byte `at` of the file.
+    pub fn read_at(&self, buffer: &mut [u8], at: u64) -> Result<()> {
+        self.handle.read_exact_at(buffer, at).map_err(|e| match e.kind() {
+            std::io::ErrorKind::UnexpectedEof => Error::Header {
+                file: self.path.clone(),
+                place: Place { tensor: None, byte: Some(at) },
+                problem: format!(
+                    "the file ended while {} bytes were read here; it had {} bytes when it was opened: has it been changed?",
+                    buffer.len(),
+                    self.bytes
+                ),
+            },
+            _ => Error::io(&self.path, "read")(e),
+        })
+    }
+
+    /// The open file, for copies inside the kernel.
+    pub(crate) fn handle(&self) -> &File {
+        &self.handle
+    }
+
+    /// An error when the file is no longer what was opened.
+    pub fn check_unchanged(&self) -> Result<()> {
+        let now = fs::metadata(&self.path).map_err(Error::io(&self.path, "look at"))?;
+        if now.len() != self.bytes || now.modified().ok() != self.modified {
+            return Err(Error::Header {
+                file: self.path.clone(),
+                place: Place::default(),
+                problem: "the file was changed while it was read; nothing was kept".into(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// One tensor as it lies in a file.
+#[derive(Clone, Debug)]
+pub struct StoredTensor {
+    /// Name.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape.
+    pub shape: Vec<u64>,
+    /// Index into [`Checkpoint::files`].
+    pub file: usize,
+    /// First byte in that file.
+    pub begin: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Tensor-parallel rank, 0 where there are none.
+    pub rank: usize,
+}
+
+impl StoredTensor {
+    /// Number of elements.
+    pub fn elements(&self) -> u64 {
+        header::elements(&self.shape).expect("checked when the header was parsed")
+    }
+}
+
+/// An opened checkpoint.
+#[derive(Debug)]
+pub struct Checkpoint {
+    /// The file or folder that was opened.
+    pub root: PathBuf,
+    /// The safetensors files.
+    pub files: Vec<ShardFile>,
+    /// All tensors, file by file in the order of their data.
+    pub tensors: Vec<StoredTensor>,
+    /// `__metadata__` of the files, merged.
+    pub metadata: Vec<(String, String)>,
+    /// config.json, when there is one.
+    pub config: Option<Value>,
+    /// Files beside the weights that belong to the checkpoint, relative to `root`.
+    pub sidecars: Vec<PathBuf>,
+    /// Safetensors files in the folder that are not part of the checkpoint.
+    pub ignored: Vec<PathBuf>,
+    /// Tensor-parallel ranks, 1 for an ordinary checkpoint.
+    pub ranks: usize,
+    /// What the indexes and shards disagree about.
+    pub issues: Vec<IndexIssue>,
+}
+
+impl Checkpoint {
+    /// Opens `path` and validates every header. Disagreements between index and shards do not fail the
+    /// call: they are in [`Checkpoint::issues`].
+    pub fn open(path: &Path) -> Result<Checkpoint> {
+        let kind = fs::metadata(path).map_err(Error::io(path, "open"))?;
+        let mut checkpoint = Checkpoint {
+            root: path.to_path_buf(),
+            files: Vec::new(),
+            tensors: Vec::new(),
+            metadata: Vec::new(),
+            config: None,
+            sidecars: Vec::new(),
+            ignored: Vec::new(),
+            ranks: 1,
+            issues: Vec::new(),
+        };
+        let folder = match path.parent() {
+            Some(parent) if kind.is_file() && parent.as_os_str().is_empty() => Path::new("."),
+            Some(parent) if kind.is_file() => parent,
+            _ => path,
+        };
+        checkpoint.config = read_config(&folder.join("config.json"))?;
+        if kind.is_file() && !path.to_string_lossy().ends_with(INDEX_SUFFIX) {
+            checkpoint.add_files(&[path.to_path_buf()], 0)?;
+            return Ok(checkpoint);
+        }
+        checkpoint.root = folder.to_path_buf();
+        checkpoint.sidecars = sidecars(folder)?;
+        if kind.is_file() {
+            checkpoint.add_indexed(path, 0)?;
+            return Ok(checkpoint);
+        }
+        let rank_folders = rank_folders(folder)?;
+        if rank_folders.is_empty() {
+            checkpoint.add_folder(folder, 0)?;
+        }
+        for (rank, rank_folder) in rank_folders.iter().enumerate() {
+            checkpoint.add_folder(rank_folder, rank)?;
+        }
+        checkpoint.ranks = rank_folders.len().max(1);
+        Ok(checkpoint)
+    }
+
+    /// [`Checkpoint::open`], with disagreements between index and shards as an error.
+    pub fn open_consistent(path: &Path) -> Result<Checkpoint> {
+        let checkpoint = Checkpoint::open(path)?;
+        if checkpoint.issues.is_empty() {
+            Ok(checkpoint)
+        } else {
+            Err(Error::Inconsistent { root: path.into(), issues: checkpoint.issues })
+        }
+    }
+
+    /// Whether the checkpoint is one bare file, without a folder around it.
+    pub fn is_single_file(&self) -> bool {
+        self.files.len() == 1 && self.files[0].path == self.root
+    }
+
+    /// Sum of all tensors' bytes.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.tensors.iter().map(|t| t.bytes).sum()
+    }
+
+    /// The architecture, by config.json, or by the tensors' names when there is none.
+    pub fn architecture(&self, registry: &Registry) -> Result<Architecture> {
+        let Some(config) = &self.config else {
+            return Ok(Architecture::from_names(
+                self.tensors.iter().map(|t| t.name.as_str()),
+                &registry.families,
+            ));
+        };
+        Architecture::from_config(config, &registry.families).ok_or_else(|| Error::Config {
+            file: self.config_path(),
+            problem:
+                "it names no `architectures` and no `model_type`, so nothing says which tensors must be \
+                      f32; add \"architectures\": [...] as the model's authors publish it"
+                    .into(),
+        })
+    }
+
+    /// Where config.json is, or would be.
+    pub fn config_path(&self) -> PathBuf {
+        if self.is_single_file() {
+            self.root.with_file_name("config.json")
+        } else {
+            self.root.join("config.json")
+        }
+    }
+
+    /// A `__metadata__` value.
+    pub fn metadata_value(&self, key: &str) -> Option<&str> {
+        self.metadata.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
+    }
+
+    fn add_folder(&mut self, folder: &Path, rank: usize) -> Result<()> {
+        let mut indexes = Vec::new();
+        let mut shards = Vec::new();
+        for name in folder_files(folder)? {
+            let text = name.to_string_lossy();
+            if text.ends_with(INDEX_SUFFIX) {
+                indexes.push(folder.join(&name));
+            } else if text.ends_with(".safetensors") {
+                shards.push(folder.join(&name));
+            }
+        }
+        let standard_index = folder.join("model.safetensors.index.json");
+        let standard_file = folder.join("model.safetensors");
+        let index = match indexes.as_slice() {
+            [] => None,
+            [index] => Some(index.clone()),
+            _ if indexes.contains(&standard_index) => Some(standard_index),
+            several => {
+                let names: Vec<_> =
+                    several.iter().filter_map(|p| p.file_name()).map(|n| n.to_string_lossy()).collect();
+                let problem =
+                    format!("several indexes ({}): give the path of the one you mean", names.join(", "));
+                return Err(Error::NoCheckpoint { path: folder.into(), problem });
+            }
+        };
+        if let Some(index) = index {
+            self.add_indexed(&index, rank)?;
+        } else if shards.contains(&standard_file) {
+            self.add_files(&[standard_file], rank)?;
+        } else if shards.is_empty() {
+            let problem = "no safetensors file and no index in this folder".into();
+            return Err(Error::NoCheckpoint { path: folder.into(), problem });
+        } else {
+            self.add_files(&shards, rank)?;
+        }
+        let unused = shards.into_iter().filter(|s| !self.files.iter().any(|f| &f.path == s));
+        self.ignored.extend(unused);
+        Ok(())
+    }
+
+    fn add_indexed(&mut self, index_path: &Path, rank: usize) -> Result<()> {
+        let folder = index_path.parent().unwrap_or(Path::new("."));
+        let text = fs::read(index_path).map_err(Error::io(index_path, "read"))?;
+        let index = Index::parse(index_path, &text)?;
+        let paths: Vec<PathBuf> = index.shards().iter().map(|shard| folder.join(shard)).collect();
+        if let Some(missing) = paths.iter().find(|p| !p.exists()) {
+            let count = paths.iter().filter(|p| !p.exists()).count();
+            let problem = format!(
+                "it names the shard {:?}, which is not there ({count} of {} shards are missing)",
+                missing.file_name().unwrap_or_default(),
+                paths.len()
+            );
+            return Err(Error::Index { file: index_path.into(), problem });
+        }
+        let first = self.tensors.len();
+        self.add_files(&paths, rank)?;
+        let shard_of = |t: &StoredTensor| {
+            self.files[t.file].path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+        };
+        let placed: HashMap<&str, &str> =
+            index.weight_map.iter().map(|(t, s)| (t.as_str(), s.as_str())).collect();
+        let mut found: HashMap<&str, Vec<String>> = HashMap::new();
+        let mut issues = Vec::new();
+        for t in &self.tensors[first..] {
+            let shard = shard_of(t);
+            if placed.get(t.name.as_str()) != Some(&shard.as_str()) {
+                issues.push(IndexIssue::NotInIndex { tensor: t.name.clone(), shard: shard.clone() });
+            }
+            found.entry(&t.name).or_default().push(shard);
+        }
+        for (tensor, shard) in &index.weight_map {
+            if !found.get(tensor.as_str()).is_some_and(|shards| shards.contains(shard)) {
+                issues.push(IndexIssue::NotInShard { tensor: tensor.clone(), shard: shard.clone() });
+            }
+        }
+        let actual = self.tensors[first..].iter().map(|t| t.bytes).sum();
+        if let Some(stated) = index.total_size.filter(|stated| *stated != actual) {
+            issues.push(IndexIssue::TotalSize { stated, actual });
+        }
+        self.issues.extend(issues);
+        Ok(())
+    }
+
+    fn add_files(&mut self, paths: &[PathBuf], rank: usize) -> Result<()> {
+        let mut holders: HashMap<String, String> = HashMap::new();
+        for path in paths {
+            let (file, header) = open_shard(path)?;
+            let shard = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let index = self.files.len();
+            self.files.push(file);
+            for (key, value) in header.metadata {
+                if !self.metadata.iter().any(|(k, _)| *k == key) {
+                    self.metadata.push((key, value));
+                }
+            }
+            for t in header.tensors {
+                if let Some(other) = holders.insert(t.name.clone(), shard.clone()) {
+                    let issue =
+                        IndexIssue::Duplicate { tensor: t.name.clone(), shard: other, other: shard.clone() };
+                    self.issues.push(issue);
+                }
+                let (name, dtype, shape, begin, bytes) = (t.name, t.dtype, t.shape, t.begin, t.bytes);
+                self.tensors.push(StoredTensor { name, dtype, shape, file: index, begin, bytes, rank });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
+    let handle = File::open(path).map_err(Error::io(path, "open"))?;
+    let metadata = handle.metadata().map_err(Error::io(path, "look at"))?;
+    if !metadata.is_file() {
+        let problem = "not a file".into();
+        return Err(Error::NoCheckpoint { path: path.into(), problem });
+    }
+    let bytes = metadata.len();
+    let file = ShardFile { path: path.into(), bytes, modified: metadata.modified().ok(), handle };
+    let mut first = [0; 8];
+    let first = &mut first[..bytes.min(8) as usize];
+    file.read_at(first, 0)?;
+    let mut json = vec![0; header::json_bytes(path, bytes, first)? as usize];
+    file.read_at(&mut json, 8)?;
+    let header = Header::parse(path, bytes, &json)?;
+    Ok((file, header))
+}
+
+/// `mp_rank_00`, `mp_rank_01`, ... of `folder`; empty when it has none.
+fn rank_folders(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut folders = Vec::new();
+    while folder.join(rank_folder(folders.len())).is_dir() {
+        folders.push(folder.join(rank_folder(folders.len())));
+    }
+    let entries = fs::read_dir(folder).map_err(Error::io(folder, "list"))?;
+    let all = entries
+        .flatten()
+        .filter(|e| e.path().is_dir() && e.file_name().to_string_lossy().starts_with("mp_rank_"));
+    let all = all.count();
+    if all != folders.len() {
+        let problem = format!(
+            "{all} mp_rank_* folders, but they are not numbered {} to {}: is a rank missing?",
+            rank_folder(0),
+            rank_folder(all.saturating_sub(1))
+        );
+        return Err(Error::NoCheckpoint { path: folder.into(), problem });
+    }
+    Ok(folders)
+}
+
+/// The names of the files in `folder`, sorted.
+fn folder_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(folder).map_err(Error::io(folder, "list"))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(Error::io(folder, "list"))?;
+        if entry.path().is_file() {
+            names.push(PathBuf::from(entry.file_name()));
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// What travels with the weights: every file that is not a safetensors file or an index, nor hidden, nor
+/// weights in another format.
+fn sidecars(folder: &Path) -> Result<Vec<PathBuf>> {
+    let travels = |name: &PathBuf| {
+        let name = name.to_string_lossy();
+        let weights = [
+            ".safetensors",
+            INDEX_SUFFIX,
+            ".bin",
+            ".bin.index.json",
+            ".pt",
+            ".pth",
+            ".gguf",
+            ".h5",
+            ".msgpack",
+        ];
+        !name.starts_with('.') && !weights.iter().any(|suffix| name.ends_with(suffix))
+    };
+    Ok(folder_files(folder)?.into_iter().filter(travels).collect())
+}
+
+fn read_config(path: &Path) -> Result<Option<Value>> {
+    let text = match fs::read(path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(Error::io(path, "read")(e)),
+    };
+    let fail = |problem| Error::Config { file: path.into(), problem };
+    let config: Value = serde_json::from_slice(&text).map_err(|e| fail(format!("not valid JSON: {e}")))?;
+    if !config.is_object() {
+        return Err(fail("not a JSON object".into()));
+    }
+    Ok(Some(config))
+}

@@ -1,0 +1,187 @@
+//! Puts the f32 bits of protected tensors back, from the checkpoint they were rounded from.
+//!
+//! A protected tensor that is, value for value, the bf16 rounding of the original's has only been
+//! rounded: the original's bits are the truth. One that differs in any other way was trained since, and is
+//! kept.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use ballast_contract::holder::strip_fp32_holder_key;
+use ballast_contract::{Dtype, Policy};
+use serde::Serialize;
+
+use crate::cast::{self, Buffer};
+use crate::convert::{copy_sidecars, stored_by_name};
+use crate::error::{Error, Result};
+use crate::jobs::Observer;
+use crate::layout::{Layout, relayout, stored_views};
+use crate::open::Checkpoint;
+use crate::staging::Staging;
+use crate::verify::{self, Pair, Verification};
+use crate::view::View;
+use crate::write::{DEFAULT_SHARD_BYTES, Output, WritePlan};
+
+/// What became of a protected tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// It was rounded; the original's bits are back.
+    Restored,
+    /// It has the original's values already.
+    Intact,
+    /// It was trained since; kept.
+    Trained,
+    /// The original does not have it, or not in F32.
+    NoOriginal,
+}
+
+/// One protected tensor.
+#[derive(Clone, Debug, Serialize)]
+pub struct RepairedTensor {
+    /// Name in the checkpoint.
+    pub tensor: String,
+    /// dtype it was stored in.
+    pub was: Dtype,
+    /// What became of it.
+    pub outcome: Outcome,
+    /// Values that are not the rounding of the original's.
+    pub trained_values: u64,
+    /// Values in all.
+    pub elements: u64,
+}
+
+/// What a repair did.
+#[derive(Clone, Debug, Serialize)]
+pub struct RepairReport {
+    /// Every protected tensor.
+    pub tensors: Vec<RepairedTensor>,
+    /// How the destination compares with what was meant to be written.
+    pub verification: Verification,
+}
+
+/// Decides what becomes of every protected tensor of `checkpoint`, and writes the result to `destination`.
+/// With no destination nothing is written.
+pub fn repair(
+    checkpoint: &Arc<Checkpoint>,
+    original: &Arc<Checkpoint>,
+    destination: Option<&Path>,
+    policy: &Policy,
+    force: bool,
+    observer: &dyn Observer,
+) -> Result<RepairReport> {
+    let layout = Layout::detect(checkpoint);
+    let originals = original_views(original, &layout)?;
+    let mut tensors = Vec::new();
+    let mut ranks = Vec::new();
+    for (rank, views) in stored_views(checkpoint).into_iter().enumerate() {
+        let mut outputs = Vec::new();
+        for view in views {
+            let protected = policy.rule_for(&view.name).is_some() && view.dtype.widens_exactly_to(Dtype::F32);
+            if !protected {
+                outputs.push(Output { dtype: view.dtype, view });
+                continue;
+            }
+            let found = originals.get(&(rank, plain_name(&view.name)));
+            let (outcome, trained_values) = judge(&view, found)?;
+            let (tensor, was, elements) = (view.name.clone(), view.dtype, view.elements());
+            tensors.push(RepairedTensor { tensor, was, outcome, trained_values, elements });
+            let source = match (outcome, found) {
+                (Outcome::Restored, Some(original)) => original.clone().renamed(view.name),
+                _ => view,
+            };
+            outputs.push(Output { view: source, dtype: Dtype::F32 });
+        }
+        ranks.push(outputs);
+    }
+    let verification = match destination {
+        Some(destination) => write(checkpoint, original, destination, ranks, force, observer)?,
+        None => Verification::default(),
+    };
+    Ok(RepairReport { tensors, verification })
+}
+
+/// The original's tensors in the layout of the checkpoint, by rank and plain name.
+fn original_views(original: &Arc<Checkpoint>, layout: &Layout) -> Result<HashMap<(usize, String), View>> {
+    let own = Layout::detect(original);
+    let wanted = Layout { prefix: own.prefix.clone(), ..layout.clone() };
+    let ranks = relayout(original, &own, &wanted)?.into_iter().enumerate();
+    Ok(ranks
+        .flat_map(|(rank, views)| views.into_iter().map(move |v| ((rank, plain_name(&v.name)), v)))
+        .collect())
+}
+
+/// The name without holder and without the prefix of nested models, which may differ between the two.
+fn plain_name(name: &str) -> String {
+    let name = strip_fp32_holder_key(name);
+    name.strip_prefix("model.language_model.")
+        .map_or_else(|| name.to_string(), |rest| format!("model.{rest}"))
+}
+
+fn judge(view: &View, original: Option<&View>) -> Result<(Outcome, u64)> {
+    let Some(original) = original.filter(|o| o.dtype == Dtype::F32) else {
+        return Ok((Outcome::NoOriginal, 0));
+    };
+    if original.shape != view.shape {
+        let problem =
+            format!("shape {:?}, but the original has {:?}: another model?", view.shape, original.shape);
+        return Err(Error::tensor(&view.name, problem));
+    }
+    let (have, truth) = (read_f32(view)?, read_f32(original)?);
+    let pairs = || {
+        bytemuck::cast_slice::<u8, f32>(have.as_ref())
+            .iter()
+            .zip(bytemuck::cast_slice::<u8, f32>(truth.as_ref()))
+    };
+    if pairs().all(|(a, b)| a.to_bits() == b.to_bits()) && view.dtype == Dtype::F32 {
+        return Ok((Outcome::Intact, 0));
+    }
+    let trained = pairs().filter(|(a, b)| a.to_bits() != cast::bf16_round(**b).to_bits()).count() as u64;
+    Ok((if trained == 0 { Outcome::Restored } else { Outcome::Trained }, trained))
+}
+
+fn read_f32(view: &View) -> Result<Buffer> {
+    let mut values = Buffer::default();
+    view.clone().widened(Dtype::F32).read(0..view.units(), &mut values, &mut Buffer::default())?;
+    Ok(values)
+}
+
+fn write(
+    checkpoint: &Arc<Checkpoint>,
+    original: &Arc<Checkpoint>,
+    destination: &Path,
+    ranks: Vec<Vec<Output>>,
+    force: bool,
+    observer: &dyn Observer,
+) -> Result<Verification> {
+    let single_file = destination.extension().is_some_and(|e| e == "safetensors");
+    let staging = Staging::new(destination, single_file, force, &[&checkpoint.root, &original.root])?;
+    let name = destination.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let meant: Vec<(usize, View)> = ranks
+        .iter()
+        .enumerate()
+        .flat_map(|(rank, o)| o.iter().map(move |o| (rank, o.view.clone())))
+        .collect();
+    let single = single_file.then_some(name.as_str());
+    let files = WritePlan::new(staging.folder(), single, ranks, &checkpoint.metadata, DEFAULT_SHARD_BYTES)?;
+    staging.check_space(files.file_bytes())?;
+    files.write(observer)?;
+    if !single_file {
+        copy_sidecars(checkpoint, staging.folder(), None)?;
+    }
+    files.flush()?;
+    let written = Arc::new(Checkpoint::open_consistent(&staging.staged())?);
+    let mut back = stored_by_name(&written);
+    let pairs = meant.into_iter().map(|(rank, source)| {
+        let missing = || Error::Verification(format!("{} is not in the destination", source.name));
+        let back = back.remove(&(rank, source.name.clone())).ok_or_else(missing)?;
+        Ok(Pair { source, back })
+    });
+    let verification = verify::check(pairs.collect::<Result<_>>()?, observer)?;
+    for file in checkpoint.files.iter().chain(&original.files) {
+        file.check_unchanged()?;
+    }
+    staging.commit()?;
+    Ok(verification)
+}

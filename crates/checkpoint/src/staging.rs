@@ -1,0 +1,183 @@
+//! A destination that appears whole or not at all.
+//!
+//! Everything is written into a hidden sibling folder, flushed to disk, and renamed into place. A process
+//! that dies leaves only that sibling, which does not look like a checkpoint; the next run removes it. The
+//! sibling is locked while its process lives, so two runs never remove each other's.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+/// The destination of a write, until [`Staging::commit`].
+pub struct Staging {
+    target: PathBuf,
+    /// The hidden folder.
+    folder: PathBuf,
+    /// Whether the target is one file rather than a folder.
+    single_file: bool,
+    _lock: File,
+}
+
+impl Staging {
+    /// Prepares to write `target`, which must not exist unless `force` is set; even then only something
+    /// that looks like a checkpoint is ever replaced. `sources` must not be in the way.
+    pub fn new(target: &Path, single_file: bool, force: bool, sources: &[&Path]) -> Result<Staging> {
+        let parent = parent_of(target);
+        fs::create_dir_all(&parent).map_err(Error::io(&parent, "create"))?;
+        let parent = parent.canonicalize().map_err(Error::io(&parent, "resolve"))?;
+        let Some(name) = target.file_name() else {
+            return Err(Error::Refused(format!("{}: not a name that can be written to", target.display())));
+        };
+        let target = parent.join(name);
+        for source in sources {
+            let source = source.canonicalize().map_err(Error::io(source, "resolve"))?;
+            let resolved = target.canonicalize().unwrap_or(target.clone());
+            if source == resolved || resolved.starts_with(&source) || source.starts_with(&resolved) {
+                return Err(Error::Refused(format!(
+                    "source {} and destination {} overlap; write somewhere else, so that the source is never at risk",
+                    source.display(),
+                    target.display()
+                )));
+            }
+        }
+        check_replaceable(&target, force)?;
+        let prefix = format!(".{}.ballast-partial-", name.to_string_lossy());
+        remove_leftovers(&parent, &prefix);
+        let folder = parent.join(format!("{prefix}{}", std::process::id()));
+        // A leftover with our own process number would be from another boot; it was just removed.
+        fs::create_dir(&folder).map_err(Error::io(&folder, "create"))?;
+        let lock = File::open(&folder).map_err(Error::io(&folder, "open"))?;
+        lock.lock().map_err(Error::io(&folder, "lock"))?;
+        Ok(Staging { target, folder, single_file, _lock: lock })
+    }
+
+    /// The hidden folder to write into.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Where a reader finds what was staged: the folder, or the one file in it.
+    pub fn staged(&self) -> PathBuf {
+        if self.single_file {
+            self.folder.join(self.target.file_name().unwrap_or_default())
+        } else {
+            self.folder.clone()
+        }
+    }
+
+    /// Refuses early when the disk cannot hold `bytes` more.
+    pub fn check_space(&self, bytes: u64) -> Result<()> {
+        let stat =
+            rustix::fs::statvfs(&self.folder).map_err(|e| Error::io(&self.folder, "look at")(e.into()))?;
+        let available = stat.f_bavail.saturating_mul(stat.f_frsize);
+        if bytes > available {
+            return Err(Error::NoSpace { path: self.target.clone(), needed: bytes, available });
+        }
+        Ok(())
+    }
+
+    /// Flushes folders and renames into place. The files must have been flushed by their writers.
+    pub fn commit(self) -> Result<()> {
+        for folder in folders_below(&self.folder)? {
+            sync(&folder)?;
+        }
+        let staged = self.staged();
+        let rename = Error::io(&self.target, "rename into place");
+        match fs::metadata(&self.target) {
+            // An exchange never leaves a moment without a destination; the old one is then in the
+            // hidden folder, and goes with it.
+            Ok(_) if exchange(&staged, &self.target).is_ok() => {}
+            Ok(existing) => {
+                let old = PathBuf::from(format!("{}-old", self.folder.display()));
+                fs::rename(&self.target, &old)
+                    .and_then(|()| fs::rename(&staged, &self.target))
+                    .map_err(rename)?;
+                let removed =
+                    if existing.is_dir() { fs::remove_dir_all(&old) } else { fs::remove_file(&old) };
+                removed.map_err(Error::io(&old, "remove"))?;
+            }
+            Err(_) => fs::rename(&staged, &self.target).map_err(rename)?,
+        }
+        sync(&parent_of(&self.target))
+    }
+}
+
+impl Drop for Staging {
+    /// Removes what was not committed (after a commit: what was replaced, if anything).
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+fn parent_of(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.into(),
+        _ => ".".into(),
+    }
+}
+
+fn check_replaceable(target: &Path, force: bool) -> Result<()> {
+    let existing = match fs::symlink_metadata(target) {
+        Ok(existing) => existing,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(Error::io(target, "look at")(e)),
+    };
+    let names: Vec<String> = if existing.is_dir() {
+        let entries = fs::read_dir(target).map_err(Error::io(target, "list"))?;
+        entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect()
+    } else {
+        vec![target.to_string_lossy().into_owned()]
+    };
+    if names.is_empty() {
+        return Ok(());
+    }
+    let weights = |n: &String| n.ends_with(".safetensors") || n.starts_with("mp_rank_");
+    match (force, names.iter().any(weights)) {
+        (false, _) => Err(Error::Refused(format!("{} exists; add --force to replace it", target.display()))),
+        (true, false) => Err(Error::Refused(format!(
+            "{} exists and does not look like a checkpoint: not even --force replaces it",
+            target.display()
+        ))),
+        (true, true) => Ok(()),
+    }
+}
+
+/// Removes hidden folders of runs that died: nobody holds their lock.
+fn remove_leftovers(parent: &Path, prefix: &str) {
+    let Ok(entries) = fs::read_dir(parent) else { return };
+    for entry in entries.flatten() {
+        if entry.file_name().to_string_lossy().starts_with(prefix)
+            && File::open(entry.path()).is_ok_and(|folder| folder.try_lock().is_ok())
+        {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+fn folders_below(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut folders = Vec::new();
+    for entry in fs::read_dir(folder).map_err(Error::io(folder, "list"))?.flatten() {
+        if entry.path().is_dir() {
+            folders.extend(folders_below(&entry.path())?);
+        }
+    }
+    folders.push(folder.into());
+    Ok(folders)
+}
+
+fn sync(folder: &Path) -> Result<()> {
+    File::open(folder).and_then(|f| f.sync_all()).map_err(Error::io(folder, "flush"))
+}
+
+#[cfg(target_os = "linux")]
+fn exchange(a: &Path, b: &Path) -> io::Result<()> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    Ok(renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)?)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn exchange(_: &Path, _: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}

@@ -1,0 +1,366 @@
+//! A tensor that need not exist in any file: slices and concatenations of stored tensors.
+//!
+//! Every change of layout (split or fused projections, experts, tensor-parallel ranks) is a rearrangement
+//! of blocks, so a destination tensor is described by a small tree over stored tensors and streamed from
+//! it; nothing is ever assembled in memory. The tree simplifies itself as it is built: splitting what was
+//! just fused gives the stored tensor back, so an unnecessary detour costs nothing.
+//!
+//! In a node's terms a tensor is a matrix [outer, width] of elements: slicing along dimension d of a
+//! shape takes columns of the matrix [prod(shape[..d]), prod(shape[d..])].
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use ballast_contract::Dtype;
+
+use crate::cast::{self, Buffer};
+use crate::error::{Error, Result};
+use crate::header::elements;
+use crate::open::{Checkpoint, StoredTensor};
+
+#[derive(Clone, Debug)]
+enum Node {
+    /// All of one stored tensor.
+    Stored { checkpoint: Arc<Checkpoint>, tensor: usize },
+    /// Columns `from..from + take` of `of` as [outer, width].
+    Slice { of: Arc<Node>, outer: u64, width: u64, from: u64, take: u64 },
+    /// The parts side by side, each [outer, its width].
+    Concat { outer: u64, parts: Vec<(Arc<Node>, u64)> },
+}
+
+/// A named tensor made of stored ones.
+#[derive(Clone, Debug)]
+pub struct View {
+    /// Name.
+    pub name: String,
+    /// Element type; parts that are stored narrower are widened exactly.
+    pub dtype: Dtype,
+    /// Shape.
+    pub shape: Vec<u64>,
+    /// Added to every element in f32: -1, 0 or +1, for a norm whose gamma is stored around zero.
+    pub shift: i8,
+    node: Arc<Node>,
+}
+
+impl View {
+    /// A stored tensor under its own name.
+    pub fn stored(checkpoint: &Arc<Checkpoint>, tensor: usize) -> View {
+        let t = &checkpoint.tensors[tensor];
+        let node = Arc::new(Node::Stored { checkpoint: checkpoint.clone(), tensor });
+        View { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone(), shift: 0, node }
+    }
+
+    /// The same tensor under another name.
+    pub fn renamed(self, name: impl Into<String>) -> View {
+        View { name: name.into(), ..self }
+    }
+
+    /// The same elements in another shape.
+    pub fn reshaped(self, shape: &[u64]) -> Result<View> {
+        if elements(shape) != elements(&self.shape) {
+            let problem = format!("shape {:?} cannot be seen as {shape:?}", self.shape);
+            return Err(Error::tensor(self.name, problem));
+        }
+        Ok(View { shape: shape.to_vec(), ..self })
+    }
+
+    /// The same tensor with `by` more added to every element.
+    pub fn shifted(self, by: i8) -> View {
+        View { shift: self.shift + by, ..self }
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> u64 {
+        elements(&self.shape).expect("checked when the header was parsed")
+    }
+
+    /// Bytes in the view's own dtype.
+    pub fn bytes(&self) -> u64 {
+        self.dtype.bytes_for(self.elements()).expect("checked when the header was parsed")
+    }
+
+    /// `range` of dimension `dim`.
+    pub fn slice(&self, dim: usize, range: Range<u64>) -> Result<View> {
+        let refuse = |problem: String| Err(Error::tensor(&self.name, problem));
+        let Some(&size) = self.shape.get(dim) else {
+            return refuse(format!("shape {:?} has no dimension {dim}", self.shape));
+        };
+        if range.end > size || range.start > range.end {
+            return refuse(format!(
+                "rows {range:?} of dimension {dim} were expected, but its shape is {:?}",
+                self.shape
+            ));
+        }
+        if self.dtype.bytes().is_none() || self.dtype.is_scaled_float() {
+            return refuse(format!(
+                "{} tensors are tied to a scale and cannot be cut up or joined",
+                self.dtype
+            ));
+        }
+        let outer: u64 = self.shape[..dim].iter().product();
+        let inner: u64 = self.shape[dim + 1..].iter().product();
+        let mut shape = self.shape.clone();
+        shape[dim] = range.end - range.start;
+        let node = slice(&self.node, outer, size * inner, range.start * inner, shape[dim] * inner);
+        Ok(View { shape, node, ..self.clone() })
+    }
+
+    /// `parts` joined along dimension `dim`, called `name`.
+    pub fn concat(name: impl Into<String>, dim: usize, parts: &[View]) -> Result<View> {
+        let name = name.into();
+        let Some(first) = parts.first() else {
+            return Err(Error::tensor(name, "nothing to join"));
+        };
+        let mut shape = first.shape.clone();
+        let mut dtype = first.dtype;
+        for part in &parts[1..] {
+            let fits = part.shape.len() == shape.len()
+                && part.shift == first.shift
+                && (0..shape.len()).all(|d| d == dim || part.shape[d] == shape[d]);
+            if !fits || dim >= shape.len() {
+                let problem = format!(
+                    "{:?} ({}) cannot be joined with {:?} ({}) along dimension {dim}",
+                    part.shape, part.name, shape, first.name
+                );
+                return Err(Error::tensor(name, problem));
+            }
+            shape[dim] += part.shape[dim];
+            dtype = match dtype.promote(part.dtype) {
+                Some(dtype) => dtype,
+                None if dtype == part.dtype => dtype,
+                None => {
+                    let problem =
+                        format!("parts of {dtype} and {} ({}) cannot be joined", part.dtype, part.name);
+                    return Err(Error::tensor(name, problem));
+                }
+            };
+        }
+        if parts.len() > 1 && (dtype.bytes().is_none() || dtype.is_scaled_float()) {
+            let problem = format!("{dtype} tensors are tied to a scale and cannot be cut up or joined");
+            return Err(Error::tensor(name, problem));
+        }
+        let outer: u64 = shape[..dim].iter().product();
+        let inner: u64 = shape[dim + 1..].iter().product();
+        let widths = parts.iter().map(|p| (p.node.clone(), p.shape[dim] * inner)).collect();
+        Ok(View { name, dtype, shape, shift: first.shift, node: concat(outer, widths) })
+    }
+
+    /// The stored tensors behind the view, in order, each as often as it is used.
+    pub fn sources(&self) -> Vec<&StoredTensor> {
+        fn collect<'a>(node: &'a Node, found: &mut Vec<&'a StoredTensor>) {
+            match node {
+                Node::Stored { checkpoint, tensor } => found.push(&checkpoint.tensors[*tensor]),
+                Node::Slice { of, .. } => collect(of, found),
+                Node::Concat { parts, .. } => parts.iter().for_each(|(part, _)| collect(part, found)),
+            }
+        }
+        let mut found = Vec::new();
+        collect(&self.node, &mut found);
+        found
+    }
+
+    /// The pieces of files that are the view's bytes, when it is a plain copy of few of them: file,
+    /// first byte, length.
+    pub(crate) fn plain_runs(&self) -> Option<Vec<(Arc<Checkpoint>, usize, Range<u64>)>> {
+        fn flat(node: &Node) -> bool {
+            match node {
+                Node::Stored { .. } => true,
+                Node::Slice { of, outer, .. } => *outer == 1 && flat(of),
+                Node::Concat { outer, parts } => *outer == 1 && parts.iter().all(|(part, _)| flat(part)),
+            }
+        }
+        if self.shift != 0 || !flat(&self.node) || self.sources().iter().any(|t| t.dtype != self.dtype) {
+            return None;
+        }
+        let mut runs = Vec::new();
+        let all = 0..self.units();
+        let done = each_run(&self.node, all, &mut |checkpoint, tensor, range| {
+            let t = &checkpoint.tensors[tensor];
+            let unit = unit_bytes(t.dtype);
+            runs.push((checkpoint.clone(), t.file, t.begin + range.start * unit..t.begin + range.end * unit));
+            Ok(())
+        });
+        done.ok().map(|()| runs)
+    }
+
+    /// How many pieces the view can be read in: its elements, or its bytes for types below 8 bits.
+    pub fn units(&self) -> u64 {
+        if self.dtype.bytes().is_some() { self.elements() } else { self.bytes() }
+    }
+
+    /// Bytes of one unit in the view's own dtype.
+    pub fn unit_bytes(&self) -> u64 {
+        unit_bytes(self.dtype)
+    }
+
+    /// Reads `range` (in units) in the view's dtype into `out`.
+    pub fn read(&self, range: Range<u64>, out: &mut Buffer, scratch: &mut Buffer) -> Result<()> {
+        let unit = self.unit_bytes();
+        let target = out.resize(((range.end - range.start) * unit) as usize);
+        let mut at = 0;
+        each_run(&self.node, range, &mut |checkpoint, tensor, run| {
+            let t = &checkpoint.tensors[tensor];
+            let stored_unit = unit_bytes(t.dtype);
+            let count = run.end - run.start;
+            let piece = &mut target[at..at + (count * unit) as usize];
+            at += piece.len();
+            let begin = t.begin + run.start * stored_unit;
+            let file = &checkpoint.files[t.file];
+            if t.dtype == self.dtype {
+                return file.read_at(piece, begin);
+            }
+            // A part stored narrower than the view: exact, through an aligned copy of the piece.
+            let narrow = scratch.resize((count * stored_unit) as usize);
+            file.read_at(narrow, begin)?;
+            let mut wide = Buffer::default();
+            cast::convert(narrow, t.dtype, wide.resize(piece.len()), self.dtype);
+            piece.copy_from_slice(wide.as_ref());
+            Ok(())
+        })?;
+        if self.shift != 0 {
+            shift_in_f32(target, self.dtype, self.shift as f32);
+        }
+        Ok(())
+    }
+}
+
+/// x + by, computed in f32 and stored back; views with a shift are F32 (see [`crate::layout`]).
+fn shift_in_f32(data: &mut [u8], dtype: Dtype, by: f32) {
+    assert_eq!(dtype, Dtype::F32, "a shifted view is widened to F32 first");
+    for x in bytemuck::cast_slice_mut::<u8, f32>(data) {
+        *x += by;
+    }
+}
+
+impl View {
+    /// The view with its elements widened exactly to `dtype`.
+    pub fn widened(self, dtype: Dtype) -> View {
+        debug_assert!(self.dtype.widens_exactly_to(dtype));
+        View { dtype, ..self }
+    }
+}
+
+fn unit_bytes(dtype: Dtype) -> u64 {
+    dtype.bytes().unwrap_or(1)
+}
+
+fn same(a: &Arc<Node>, b: &Arc<Node>) -> bool {
+    if Arc::ptr_eq(a, b) {
+        return true;
+    }
+    match (&**a, &**b) {
+        (Node::Stored { checkpoint: c, tensor: t }, Node::Stored { checkpoint: d, tensor: u }) => {
+            Arc::ptr_eq(c, d) && t == u
+        }
+        _ => false,
+    }
+}
+
+/// Columns `from..from + take` of `node` as [outer, width], in the simplest form.
+fn slice(node: &Arc<Node>, outer: u64, width: u64, from: u64, take: u64) -> Arc<Node> {
+    if from == 0 && take == width {
+        return node.clone();
+    }
+    match &**node {
+        Node::Slice { of, outer: o, width: w, from: f, take: t } if *o == outer && *t == width => {
+            slice(of, outer, *w, f + from, take)
+        }
+        Node::Concat { outer: o, parts } if *o == outer => {
+            let mut chosen = Vec::new();
+            let mut at = 0;
+            for (part, part_width) in parts {
+                let (begin, end) = (from.max(at), (from + take).min(at + part_width));
+                if begin < end {
+                    chosen.push((slice(part, outer, *part_width, begin - at, end - begin), end - begin));
+                }
+                at += part_width;
+            }
+            concat(outer, chosen)
+        }
+        _ => Arc::new(Node::Slice { of: node.clone(), outer, width, from, take }),
+    }
+}
+
+/// The parts side by side, in the simplest form.
+fn concat(outer: u64, parts: Vec<(Arc<Node>, u64)>) -> Arc<Node> {
+    let mut flat: Vec<(Arc<Node>, u64)> = Vec::new();
+    let push = |flat: &mut Vec<(Arc<Node>, u64)>, node: Arc<Node>, width: u64| {
+        if let Some((last, last_width)) = flat.last_mut()
+            && let (
+                Node::Slice { of: a, outer: oa, width: wa, from: fa, take: ta },
+                Node::Slice { of: b, outer: ob, width: wb, from: fb, take: tb },
+            ) = (&**last, &*node)
+            && (oa, wa) == (ob, wb)
+            && *oa == outer
+            && same(a, b)
+            && fa + ta == *fb
+        {
+            // Neighbouring columns of one tensor are one slice again.
+            (*last, *last_width) = (slice(a, outer, *wa, *fa, ta + tb), *last_width + width);
+            return;
+        }
+        flat.push((node, width));
+    };
+    for (part, width) in parts {
+        match &*part {
+            Node::Concat { outer: o, parts: inner } if *o == outer => {
+                for (node, width) in inner {
+                    push(&mut flat, node.clone(), *width);
+                }
+            }
+            _ => push(&mut flat, part, width),
+        }
+    }
+    match flat.len() {
+        1 => flat.remove(0).0,
+        _ => Arc::new(Node::Concat { outer, parts: flat }),
+    }
+}
+
+/// Calls `f` with the stored pieces that make up elements `range` of the node, in order.
+fn each_run(
+    node: &Node,
+    range: Range<u64>,
+    f: &mut dyn FnMut(&Arc<Checkpoint>, usize, Range<u64>) -> Result<()>,
+) -> Result<()> {
+    if range.is_empty() {
+        return Ok(());
+    }
+    match node {
+        Node::Stored { checkpoint, tensor } => f(checkpoint, *tensor, range),
+        Node::Slice { of, width, from, take, .. } => {
+            let mut at = range.start;
+            while at < range.end {
+                let (row, column) = (at / take, at % take);
+                let count = (take - column).min(range.end - at);
+                let begin = row * width + from + column;
+                each_run(of, begin..begin + count, f)?;
+                at += count;
+            }
+            Ok(())
+        }
+        Node::Concat { parts, .. } => {
+            let total: u64 = parts.iter().map(|(_, width)| width).sum();
+            let mut at = range.start;
+            while at < range.end {
+                let (row, mut column) = (at / total, at % total);
+                let row_end = range.end.min((row + 1) * total);
+                for (part, width) in parts {
+                    if column >= *width {
+                        column -= width;
+                        continue;
+                    }
+                    let count = (width - column).min(row_end - at);
+                    if count == 0 {
+                        break;
+                    }
+                    let begin = row * width + column;
+                    each_run(part, begin..begin + count, f)?;
+                    at += count;
+                    column = 0;
+                }
+            }
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! Writing a checkpoint: shards of bounded size, index, files that travel along.
+//!
+//! A shard's header is known before its data, so every piece of data has its place from the start and
+//! pieces are written in any order by all threads: unchanged bytes are copied inside the kernel, the rest
+//! is read, converted and written in chunks. Inside a shard, tensors stand by descending width of their
+//! elements, then by name, as the format's own writer puts them: that keeps every tensor aligned.
+
+use std::fs::{self, File};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ballast_contract::Dtype;
+
+use crate::cast::{self, Buffer};
+use crate::error::{Error, Result};
+use crate::header::{Header, TensorInfo};
+use crate::index::Index;
+use crate::jobs::{self, CHUNK_BYTES, Observer};
+use crate::open::{Checkpoint, ShardFile, rank_folder};
+use crate::view::View;
+
+/// The size of a shard unless another is asked for.
+pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
+
+/// Bytes that one in-kernel copy moves: large enough to be free of overhead, small enough to share out.
+const COPY_BYTES: u64 = 16 << 20;
+
+/// A tensor to write: a view, and the dtype it gets in the file.
+#[derive(Clone, Debug)]
+pub struct Output {
+    /// Where its elements come from.
+    pub view: View,
+    /// The dtype to store.
+    pub dtype: Dtype,
+}
+
+impl Output {
+    /// Bytes in the file.
+    pub fn bytes(&self) -> u64 {
+        if self.dtype == self.view.dtype {
+            self.view.bytes()
+        } else {
+            self.dtype.bytes_for(self.view.elements()).expect("a cast is between whole-byte types")
+        }
+    }
+}
+
+/// One file to write.
+struct Shard {
+    path: PathBuf,
+    header: Vec<u8>,
+    outputs: Vec<Output>,
+}
+
+impl Shard {
+    fn data_bytes(&self) -> u64 {
+        self.outputs.iter().map(Output::bytes).sum()
+    }
+}
+
+/// Everything that will be written, with every byte's place decided.
+pub struct WritePlan {
+    shards: Vec<Shard>,
+    /// Index text by path.
+    indexes: Vec<(PathBuf, String)>,
+    /// Bytes of all tensors.
+    pub tensor_bytes: u64,
+}
+
+impl WritePlan {
+    /// Plans the files below `folder` (or the one file `single_file` in it) for these tensors by rank.
+    pub fn new(
+        folder: &Path,
+        single_file: Option<&str>,
+        ranks: Vec<Vec<Output>>,
+        metadata: &[(String, String)],
+        max_shard_bytes: u64,
+    ) -> Result<WritePlan> {
+        let mut plan = WritePlan { shards: Vec::new(), indexes: Vec::new(), tensor_bytes: 0 };
+        let rank_count = ranks.len();
+        for (rank, outputs) in ranks.into_iter().enumerate() {
+            let folder = if rank_count == 1 { folder.to_path_buf() } else { folder.join(rank_folder(rank)) };
+            let total: u64 = outputs.iter().map(Output::bytes).sum();
+            let mut names = std::collections::HashSet::new();
+            if let Some(twice) = outputs.iter().find(|o| !names.insert(&o.view.name)) {
+                return Err(Error::tensor(
+                    &twice.view.name,
+                    "two tensors of the destination would have this name",
+                ));
+            }
+            let limit = if single_file.is_some() { u64::MAX } else { max_shard_bytes };
+            let groups = group(outputs, limit);
+            let count = groups.len();
+            let mut weight_map = Vec::new();
+            for (i, outputs) in groups.into_iter().enumerate() {
+                let name = match single_file {
+                    Some(name) => name.to_string(),
+                    None if count == 1 => "model.safetensors".to_string(),
+                    None => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
+                };
+                weight_map.extend(outputs.iter().map(|o| (o.view.name.clone(), name.clone())));
+                plan.shards.push(shard(folder.join(&name), outputs, metadata)?);
+            }
+            if count > 1 {
+                weight_map.sort();
+                let index = Index { total_size: Some(total), weight_map };
+                plan.indexes.push((folder.join("model.safetensors.index.json"), index.to_text()));
+            }
+            plan.tensor_bytes += total;
+        }
+        Ok(plan)
+    }
+
+    /// Number of safetensors files.
+    pub fn file_count(&self) -> usize {
+        self.shards.len()
+    }
+
+    /// Bytes of all files, headers and indexes included.
+    pub fn file_bytes(&self) -> u64 {
+        let shards: u64 = self.shards.iter().map(|s| s.header.len() as u64 + s.data_bytes()).sum();
+        shards + self.indexes.iter().map(|(_, text)| text.len() as u64).sum::<u64>()
+    }
+
+    /// Writes all files. They are not flushed: see [`WritePlan::flush`].
+    pub fn write(&self, observer: &dyn Observer) -> Result<()> {
+        observer.phase("writing", self.tensor_bytes);
+        let mut files = Vec::new();
+        for shard in &self.shards {
+            let folder = shard.path.parent().expect("a shard lies in a folder");
+            fs::create_dir_all(folder).map_err(Error::io(folder, "create"))?;
+            let file = File::create_new(&shard.path).map_err(Error::io(&shard.path, "create"))?;
+            file.set_len(shard.header.len() as u64 + shard.data_bytes())
+                .map_err(Error::io(&shard.path, "size"))?;
+            file.write_all_at(&shard.header, 0).map_err(Error::io(&shard.path, "write"))?;
+            files.push(file);
+        }
+        let work = self.jobs();
+        jobs::run(
+            &work,
+            observer,
+            |job| job.bytes,
+            |job, workspace| {
+                let (shard, file) = (&self.shards[job.shard], &files[job.shard]);
+                let write =
+                    |data: &[u8], at| file.write_all_at(data, at).map_err(Error::io(&shard.path, "write"));
+                match &job.piece {
+                    Piece::Copy { source, file: index, from } => copy(
+                        &source.files[*index],
+                        *from,
+                        file,
+                        &shard.path,
+                        job.at,
+                        job.bytes,
+                        &mut workspace.a,
+                    ),
+                    Piece::Stream { output, range } => {
+                        let output = &shard.outputs[*output];
+                        output.view.read(range.clone(), &mut workspace.a, &mut workspace.scratch)?;
+                        if output.dtype == output.view.dtype {
+                            return write(workspace.a.as_ref(), job.at);
+                        }
+                        let target = workspace.b.resize(job.bytes as usize);
+                        let overflowed =
+                            cast::convert(workspace.a.as_ref(), output.view.dtype, target, output.dtype);
+                        if overflowed > 0 {
+                            let problem = format!(
+                                "{overflowed} or more values lie outside the range of {} and would become infinite; \
+                             choose another dtype",
+                                output.dtype
+                            );
+                            return Err(Error::tensor(&output.view.name, problem));
+                        }
+                        write(target, job.at)
+                    }
+                }
+            },
+        )?;
+        for (path, text) in &self.indexes {
+            fs::write(path, text).map_err(Error::io(path, "write"))?;
+        }
+        Ok(())
+    }
+
+    /// Makes the written files durable.
+    pub fn flush(&self) -> Result<()> {
+        for path in self.shards.iter().map(|s| &s.path).chain(self.indexes.iter().map(|(path, _)| path)) {
+            File::open(path).and_then(|f| f.sync_all()).map_err(Error::io(path, "flush"))?;
+        }
+        Ok(())
+    }
+
+    fn jobs(&self) -> Vec<Job> {
+        let mut jobs: Vec<Job> = Vec::new();
+        for (index, shard) in self.shards.iter().enumerate() {
+            let mut at = shard.header.len() as u64;
+            let mut copies: Vec<Job> = Vec::new();
+            for (number, output) in shard.outputs.iter().enumerate() {
+                let runs = if output.dtype == output.view.dtype { output.view.plain_runs() } else { None };
+                if let Some(runs) = runs {
+                    for (source, file, run) in runs {
+                        let bytes = run.end - run.start;
+                        let piece = Piece::Copy { source, file, from: run.start };
+                        push_copy(&mut copies, Job { shard: index, at, bytes, piece });
+                        at += bytes;
+                    }
+                    continue;
+                }
+                let stored_unit = output.dtype.bytes().unwrap_or(1);
+                let widest = stored_unit.max(output.view.unit_bytes());
+                for range in jobs::pieces(output.view.units(), widest, CHUNK_BYTES) {
+                    let bytes = (range.end - range.start) * stored_unit;
+                    let at = at + range.start * stored_unit;
+                    jobs.push(Job {
+                        shard: index,
+                        at,
+                        bytes,
+                        piece: Piece::Stream { output: number, range },
+                    });
+                }
+                at += output.bytes();
+            }
+            jobs.extend(copies.into_iter().flat_map(divided));
+        }
+        jobs
+    }
+}
+
+/// Tensors in the order given, a new shard whenever the next one would pass the limit.
+fn group(outputs: Vec<Output>, limit: u64) -> Vec<Vec<Output>> {
+    let mut groups: Vec<Vec<Output>> = vec![Vec::new()];
+    let mut bytes = 0u64;
+    for output in outputs {
+        let size = output.bytes();
+        if bytes > 0 && bytes.saturating_add(size) > limit {
+            groups.push(Vec::new());
+            bytes = 0;
+        }
+        bytes += size;
+        groups.last_mut().expect("never empty").push(output);
+    }
+    groups
+}
+
+fn shard(path: PathBuf, mut outputs: Vec<Output>, metadata: &[(String, String)]) -> Result<Shard> {
+    outputs.sort_by(|a, b| b.dtype.bits().cmp(&a.dtype.bits()).then_with(|| a.view.name.cmp(&b.view.name)));
+    let mut begin = 0;
+    let mut header = Header { metadata: metadata.to_vec(), tensors: Vec::new() };
+    for output in &outputs {
+        let bytes = output.bytes();
+        let (name, shape) = (output.view.name.clone(), output.view.shape.clone());
+        header.tensors.push(TensorInfo { name, dtype: output.dtype, shape, begin, bytes });
+        begin += bytes;
+    }
+    Ok(Shard { path, header: header.to_bytes(), outputs })
+}
+
+/// A piece of a shard.
+struct Job {
+    shard: usize,
+    /// First byte in the shard's file.
+    at: u64,
+    bytes: u64,
+    piece: Piece,
+}
+
+enum Piece {
+    /// Bytes of a source file from `from` on, as they are.
+    Copy { source: Arc<Checkpoint>, file: usize, from: u64 },
+    /// Units of an output, read and perhaps converted.
+    Stream { output: usize, range: Range<u64> },
+}
+
+/// Adds a copy, as part of the one before it where both lie side by side in source and destination.
+fn push_copy(copies: &mut Vec<Job>, job: Job) {
+    if let Some(last) = copies.last_mut()
+        && let (Piece::Copy { source: a, file: fa, from: x }, Piece::Copy { source: b, file: fb, from: y }) =
+            (&last.piece, &job.piece)
+        && Arc::ptr_eq(a, b)
+        && fa == fb
+        && x + last.bytes == *y
+        && last.at + last.bytes == job.at
+    {
+        last.bytes += job.bytes;
+        return;
+    }
+    copies.push(job);
+}
+
+/// A copy in pieces of bounded size.
+fn divided(job: Job) -> impl Iterator<Item = Job> {
+    let Piece::Copy { source, file, from } = job.piece else { unreachable!("only copies are divided") };
+    jobs::pieces(job.bytes, 1, COPY_BYTES).map(move |range| Job {
+        shard: job.shard,
+        at: job.at + range.start,
+        bytes: range.end - range.start,
+        piece: Piece::Copy { source: source.clone(), file, from: from + range.start },
+    })
+}
+
+/// Copies `bytes` bytes of `source` from `from` on to byte `at` of `target`.
+fn copy(
+    source: &ShardFile,
+    mut from: u64,
+    target: &File,
+    path: &Path,
+    mut at: u64,
+    bytes: u64,
+    buffer: &mut Buffer,
+) -> Result<()> {
+    let end = from + bytes;
+    #[cfg(target_os = "linux")]
+    while from < end {
+        let (mut read, mut written) = (from, at);
+        let count = usize::try_from(end - from).unwrap_or(usize::MAX);
+        match rustix::fs::copy_file_range(source.handle(), Some(&mut read), target, Some(&mut written), count)
+        {
+            // Nothing copied: the source ended early (the plain way below says so), or the file systems
+            // do not support it.
+            Ok(0) => break,
+            Ok(copied) => (from, at) = (from + copied as u64, at + copied as u64),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) if e == rustix::io::Errno::NOSPC => return Err(Error::io(path, "write")(e.into())),
+            Err(_) => break,
+        }
+    }
+    while from < end {
+        let piece = buffer.resize((end - from).min(CHUNK_BYTES) as usize);
+        source.read_at(piece, from)?;
+        target.write_all_at(piece, at).map_err(Error::io(path, "write"))?;
+        (from, at) = (from + piece.len() as u64, at + piece.len() as u64);
+    }
+    Ok(())
+}
