@@ -229,8 +229,8 @@ fn form_notes(source: &Checkpoint, to: &Layout) -> Vec<String> {
         Some(t) if t.starts_with("qwen3_5") => Some(Form::Split),
         _ => None,
     };
-    if let (Some(expected), true) = (expected, to.naming != Naming::Megatron)
-        && expected != to.projections
+    if let (Some(expected), Some(form), true) = (expected, to.projections, to.naming != Naming::Megatron)
+        && expected != form
     {
         let form = if expected == Form::Fused { "fused" } else { "split" };
         notes.push(format!(

@@ -144,7 +144,9 @@ fn common_views(
     let same = unprefixed(la) == unprefixed(lb);
     let packed = la.naming == Naming::Megatron || lb.naming == Naming::Megatron;
     let views = |c: &Arc<Checkpoint>, own: &Layout| -> Result<RankedViews> {
-        let form = |x: Form, y: Form| if x == y && !packed { x } else { Form::Split };
+        let form = |x: Option<Form>, y: Option<Form>| {
+            if x == y && !packed { x } else { x.or(y).map(|_| Form::Split) }
+        };
         let common = Layout {
             naming: Naming::Hf,
             projections: form(la.projections, lb.projections),

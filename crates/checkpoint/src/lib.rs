@@ -13,6 +13,7 @@ pub mod layout;
 pub mod open;
 pub mod repair;
 pub mod staging;
+pub mod synthetic;
 pub mod verify;
 pub mod view;
 pub mod write;

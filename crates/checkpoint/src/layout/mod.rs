@@ -47,10 +47,10 @@ pub enum Form {
 pub struct Layout {
     /// Whose names.
     pub naming: Naming,
-    /// The linear-attention input projections; for megatron, the form they had before.
-    pub projections: Form,
-    /// The experts; for megatron, the form they had before.
-    pub experts: Form,
+    /// The linear-attention input projections, if any; for megatron, the form they had before.
+    pub projections: Option<Form>,
+    /// The experts, if any; for megatron, the form they had before.
+    pub experts: Option<Form>,
     /// Tensor-parallel ranks.
     pub ranks: usize,
     /// Megatron only: out_norm.weight is stored minus one.
@@ -105,11 +105,13 @@ impl Layout {
             text_config(checkpoint).and_then(|c| c.get("model_type")?.as_str()).unwrap_or_default();
         let (projections, experts, prefix) = if naming == Naming::Megatron {
             let nested = checkpoint.config.as_ref().is_some_and(|c| c.get("text_config").is_some());
+            let next = model_type == "qwen3_next";
+            let experts = names().any(|n| n.contains(".mlp.experts."));
             (
-                said(metadata::PROJECTIONS)
-                    .map_or(if model_type == "qwen3_next" { Form::Fused } else { Form::Split }, form),
-                said(metadata::EXPERTS)
-                    .map_or(if model_type == "qwen3_next" { Form::Split } else { Form::Fused }, form),
+                Some(said(metadata::PROJECTIONS).map_or(if next { Form::Fused } else { Form::Split }, form)),
+                experts.then(|| {
+                    said(metadata::EXPERTS).map_or(if next { Form::Split } else { Form::Fused }, form)
+                }),
                 said(metadata::PREFIX)
                     .unwrap_or(if nested { "model.language_model." } else { "model." })
                     .to_string(),
@@ -117,8 +119,11 @@ impl Layout {
         } else {
             let nested = names().any(|n| n.starts_with("model.language_model."));
             (
-                if names().any(projections::is_fused) { Form::Fused } else { Form::Split },
-                if names().any(experts::is_fused) { Form::Fused } else { Form::Split },
+                form_found(names().any(projections::is_fused), names().any(projections::concerns)),
+                form_found(
+                    names().any(experts::is_fused),
+                    names().any(|n| experts::expert_index(n).is_some()),
+                ),
                 if nested { "model.language_model." } else { "model." }.to_string(),
             )
         };
@@ -140,8 +145,8 @@ impl Layout {
         }
         Ok(Layout {
             naming,
-            projections: request.projections.unwrap_or(self.projections),
-            experts: request.experts.unwrap_or(self.experts),
+            projections: self.projections.map(|own| request.projections.unwrap_or(own)),
+            experts: self.experts.map(|own| request.experts.unwrap_or(own)),
             ranks,
             zero_centered_gamma: request.zero_centered_gamma.unwrap_or(self.zero_centered_gamma),
             prefix: self.prefix.clone(),
@@ -150,18 +155,30 @@ impl Layout {
 
     /// What a file in this layout says about itself in `__metadata__`.
     pub fn describe(&self) -> Vec<(String, String)> {
-        let form = |f| if f == Form::Fused { "fused" } else { "split" }.to_string();
+        let entry = |key: &str, value: &str| (key.to_string(), value.to_string());
+        let form = |f: Form| if f == Form::Fused { "fused" } else { "split" };
         match self.naming {
             Naming::Hf => Vec::new(),
-            Naming::Nemo => vec![(metadata::LAYOUT.into(), "nemo".into())],
-            Naming::Megatron => vec![
-                (metadata::LAYOUT.into(), "megatron".into()),
-                (metadata::PREFIX.into(), self.prefix.clone()),
-                (metadata::PROJECTIONS.into(), form(self.projections)),
-                (metadata::EXPERTS.into(), form(self.experts)),
-                (metadata::ZERO_CENTERED_GAMMA.into(), self.zero_centered_gamma.to_string()),
-            ],
+            Naming::Nemo => vec![entry(metadata::LAYOUT, "nemo")],
+            Naming::Megatron => [
+                Some(entry(metadata::LAYOUT, "megatron")),
+                Some(entry(metadata::PREFIX, &self.prefix)),
+                self.projections.map(|f| entry(metadata::PROJECTIONS, form(f))),
+                self.experts.map(|f| entry(metadata::EXPERTS, form(f))),
+                Some(entry(metadata::ZERO_CENTERED_GAMMA, &self.zero_centered_gamma.to_string())),
+            ]
+            .into_iter()
+            .flatten()
+            .collect(),
         }
+    }
+}
+
+fn form_found(fused: bool, any: bool) -> Option<Form> {
+    match (fused, any) {
+        (true, _) => Some(Form::Fused),
+        (false, true) => Some(Form::Split),
+        (false, false) => None,
     }
 }
 
@@ -187,43 +204,44 @@ pub fn relayout(checkpoint: &Arc<Checkpoint>, from: &Layout, to: &Layout) -> Res
     }
     // The geometry is read only where it is needed: a checkpoint without a config can still be renamed.
     let geometry = || Geometry::of(checkpoint);
+    let packed = |form: Option<Form>| form.map(|_| Form::Split);
     let (mut views, projections, experts) = match from.naming {
-        Naming::Megatron => (megatron::to_hf(ranks, from, &geometry()?)?, Form::Split, Form::Split),
-        _ => {
-            let strip = |v: View| {
-                let name = strip_fp32_holder_key(&v.name).into_owned();
-                v.renamed(name)
-            };
-            (ranks.into_iter().flatten().map(strip).collect(), from.projections, from.experts)
+        Naming::Megatron => {
+            (megatron::to_hf(ranks, from, &geometry()?)?, packed(from.projections), packed(from.experts))
         }
+        _ => (renamed(ranks, strip_fp32_holder_key), from.projections, from.experts),
     };
     let (wanted_projections, wanted_experts) = match to.naming {
-        Naming::Megatron => (Form::Split, Form::Split),
+        Naming::Megatron => (packed(to.projections), packed(to.experts)),
         _ => (to.projections, to.experts),
     };
-    if projections != wanted_projections && views.iter().any(|v| projections::concerns(&v.name)) {
+    if projections != wanted_projections {
         views = match wanted_projections {
-            Form::Split => projections::split(views, &geometry()?)?,
-            Form::Fused => projections::fuse(views, &geometry()?)?,
+            Some(Form::Fused) => projections::fuse(views, &geometry()?)?,
+            _ => projections::split(views, &geometry()?)?,
         };
     }
     if experts != wanted_experts {
         views = match wanted_experts {
-            Form::Split => experts::split(views)?,
-            Form::Fused => experts::fuse(views)?,
+            Some(Form::Fused) => experts::fuse(views)?,
+            _ => experts::split(views)?,
         };
     }
     match to.naming {
         Naming::Hf => Ok(vec![views]),
-        Naming::Nemo => {
-            let route = |v: View| {
-                let name = route_fp32_holder_key(&v.name).into_owned();
-                v.renamed(name)
-            };
-            Ok(vec![views.into_iter().map(route).collect()])
-        }
+        Naming::Nemo => Ok(vec![renamed(vec![views], route_fp32_holder_key)]),
         Naming::Megatron => megatron::from_hf(views, to, &geometry()?),
     }
+}
+
+fn renamed(ranks: Vec<Vec<View>>, rename: fn(&str) -> std::borrow::Cow<'_, str>) -> Vec<View> {
+    let views = ranks.into_iter().flatten();
+    views
+        .map(|view| {
+            let name = rename(&view.name).into_owned();
+            view.renamed(name)
+        })
+        .collect()
 }
 
 /// Vision, audio and mtp tensors: no change of layout touches them.

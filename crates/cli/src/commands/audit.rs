@@ -1,0 +1,123 @@
+//! `ballast audit`
+
+use std::path::PathBuf;
+
+use ballast_checkpoint::Checkpoint;
+use ballast_checkpoint::audit::{AuditReport, Severity, audit};
+use ballast_contract::{Policy, Registry};
+use clap::Args;
+
+use super::inspect::layout_words;
+use super::{Global, PolicyArg};
+use crate::exit::Outcome;
+use crate::output::{self, bytes, clean, plural, table};
+
+#[derive(Args)]
+pub(crate) struct AuditArgs {
+    /// A safetensors file, an index, or a folder.
+    #[arg(required_unless_present = "rules")]
+    path: Option<PathBuf>,
+    /// Print the registry of intrinsically f32 tensors and the policies over it.
+    #[arg(long)]
+    rules: bool,
+    #[command(flatten)]
+    policy: PolicyArg,
+}
+
+pub(crate) fn run(args: AuditArgs, global: &Global) -> anyhow::Result<Outcome> {
+    let (registry, policy) = args.policy.load()?;
+    let Some(path) = args.path.filter(|_| !args.rules) else {
+        if global.json {
+            let rules = serde_json::json!({ "rules": registry.rules, "families": registry.families, "policies": registry.policies });
+            output::print_json("rules", &rules);
+        } else {
+            output::print(&rules_text(&registry));
+        }
+        return Ok(Outcome::Ok);
+    };
+    let checkpoint = Checkpoint::open(&path)?;
+    let report = audit(&checkpoint, &registry, &policy, &global.progress())?;
+    if global.json {
+        output::print_json("audit", &report);
+    } else {
+        output::print(&text(&report));
+    }
+    Ok(if report.passed { Outcome::Ok } else { Outcome::CheckFailed })
+}
+
+/// The report as a person reads it.
+pub(super) fn text(report: &AuditReport) -> String {
+    let mut text = format!(
+        "{} ({}), {}, {} read\npolicy {}: {} protected\n",
+        clean(report.architecture.name.as_deref().unwrap_or("unknown architecture")),
+        layout_words(&report.layout),
+        plural(report.tensors, "tensor"),
+        bytes(report.bytes),
+        report.policy,
+        plural(report.protected, "tensor")
+    );
+    if !report.findings.is_empty() {
+        let mut findings =
+            table(&["finding", ">count", "needs", "stored", "first of them, why it matters, what to do"]);
+        for f in &report.findings {
+            let mark = if f.severity == Severity::Violation { "VIOLATION" } else { "warning" };
+            let what = f.rule.as_deref().map_or(f.kind.to_string(), |r| format!("{}: {r}", f.kind));
+            findings.add_row([
+                format!("{mark}\n{what}"),
+                f.tensors.len().to_string(),
+                f.required.map(|d| d.to_string()).unwrap_or_default(),
+                f.stored.map(|d| d.to_string()).unwrap_or_default(),
+                clean(&format!("{}\n{} -> {}", f.tensors[0], f.reason, f.fix)),
+            ]);
+        }
+        text += &format!("{findings}\n");
+    }
+    for cost in &report.decay {
+        let heads = plural(cost.heads as usize, "head");
+        let (mean, worst) = (100.0 * cost.mean, 100.0 * cost.worst);
+        text += &match cost.tense {
+            "would" => format!(
+                "A_log ({heads}) carries f32. Stored in bf16 its decay rates exp(A_log) would be wrong by {mean:.2} % on average, {worst:.2} % at worst.\n"
+            ),
+            _ => format!(
+                "A_log ({heads}) has been rounded to bf16. That has made its decay rates exp(A_log) wrong by about {mean:.2} % on average, up to {worst:.2} %.\n"
+            ),
+        };
+    }
+    for note in &report.notes {
+        text += &format!("note: {}\n", clean(note));
+    }
+    let count =
+        |severity| report.findings.iter().filter(|f| f.severity == severity).map(|f| f.tensors.len()).sum();
+    let (violations, warnings) = (count(Severity::Violation), count(Severity::Warning));
+    text += &format!(
+        "{}: {}, {}\n",
+        if report.passed { "PASSED" } else { "FAILED" },
+        plural(violations, "violation"),
+        plural(warnings, "warning")
+    );
+    text
+}
+
+fn rules_text(registry: &Registry) -> String {
+    let mut rules = table(&["rule", "tensors", "needs", "architectures", "policies", "reason"]);
+    for rule in &registry.rules {
+        let tensors: Vec<String> = rule.tensors.iter().map(|t| format!("{}.{}", t.module, t.param)).collect();
+        let includes = |p: &&Policy| p.rules.iter().any(|r| r.id == rule.id);
+        let policies: Vec<&str> =
+            registry.policies.iter().filter(includes).map(|p| p.name.as_str()).collect();
+        rules.add_row([
+            clean(&rule.id),
+            clean(&tensors.join("\n")),
+            rule.dtype.to_string(),
+            clean(&rule.families.join("\n")),
+            clean(&policies.join("\n")),
+            clean(&rule.reason),
+        ]);
+    }
+    let mut policies = table(&["policy", "keeps in F32"]);
+    for policy in &registry.policies {
+        policies.add_row([clean(&policy.name), clean(&policy.description)]);
+    }
+    format!("{rules}\n{policies}\n")
+}

@@ -1,0 +1,246 @@
+//! `ballast convert`
+
+use std::path::PathBuf;
+
+use ballast_checkpoint::convert::{ConvertOptions, ConvertPlan, ConvertReport, execute, plan};
+use ballast_checkpoint::layout::{Form, LayoutRequest, Naming};
+use ballast_checkpoint::verify::Verification;
+use ballast_checkpoint::write::DEFAULT_SHARD_BYTES;
+use ballast_contract::Dtype;
+use clap::{Args, ValueEnum};
+
+use super::inspect::layout_words;
+use super::{Global, PolicyArg, open};
+use crate::exit::Outcome;
+use crate::output::{self, bytes, clean, count, patterns, plural, table};
+
+#[derive(Args)]
+pub(crate) struct ConvertArgs {
+    /// A safetensors file, an index, or a folder.
+    source: PathBuf,
+    /// Folder to write, or a file ending in .safetensors.
+    destination: PathBuf,
+    /// Names to write [default: as the source].
+    #[arg(long, value_name = "LAYOUT")]
+    layout: Option<LayoutArg>,
+    /// dtype of ordinary float tensors; protected ones are F32 whatever this says.
+    #[arg(long, default_value = "keep")]
+    dtype: DtypeArg,
+    #[command(flatten)]
+    policy: PolicyArg,
+    /// Linear-attention input projections as Qwen3.5 (split) or Qwen3-Next (fused) has them.
+    #[arg(long)]
+    projections: Option<FormArg>,
+    /// Experts one by one, or all in one tensor.
+    #[arg(long)]
+    experts: Option<FormArg>,
+    /// Tensor-parallel ranks to write (megatron only).
+    #[arg(long, value_name = "N")]
+    tp: Option<usize>,
+    /// Whether Megatron's out_norm is stored minus one [default: as the file says, else true].
+    #[arg(long, value_name = "BOOL")]
+    zero_centered_gamma: Option<bool>,
+    /// Begin a new shard before this size, e.g. 500MB, 5GB, 2GiB.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    max_shard_size: Option<u64>,
+    /// Allow a protected F64 tensor to become F32.
+    #[arg(long)]
+    narrow_f64: bool,
+    /// Show what would be done, and write nothing.
+    #[arg(long)]
+    dry_run: bool,
+    /// Replace an existing checkpoint at the destination.
+    #[arg(long)]
+    force: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum LayoutArg {
+    Hf,
+    Nemo,
+    Megatron,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum FormArg {
+    Split,
+    Fused,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum DtypeArg {
+    Keep,
+    Bf16,
+    F16,
+    F32,
+}
+
+/// `5GB`, `512MiB`, `1000000`.
+fn parse_size(text: &str) -> Result<u64, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let scale: u64 = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "kib" => 1 << 10,
+        "mib" => 1 << 20,
+        "gib" => 1 << 30,
+        _ => return Err(format!("{unit:?} is not a unit: use B, KB, MB, GB, KiB, MiB or GiB")),
+    };
+    let number: f64 = number.parse().map_err(|_| "not a size, e.g. 5GB".to_string())?;
+    let size = number * scale as f64;
+    if size < 1.0 { Err("a shard cannot be smaller than one byte".into()) } else { Ok(size as u64) }
+}
+
+pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome> {
+    let source = open(&args.source)?;
+    let form = |f: FormArg| match f {
+        FormArg::Split => Form::Split,
+        FormArg::Fused => Form::Fused,
+    };
+    let options = ConvertOptions {
+        layout: LayoutRequest {
+            naming: args.layout.map(|l| match l {
+                LayoutArg::Hf => Naming::Hf,
+                LayoutArg::Nemo => Naming::Nemo,
+                LayoutArg::Megatron => Naming::Megatron,
+            }),
+            projections: args.projections.map(form),
+            experts: args.experts.map(form),
+            ranks: args.tp,
+            zero_centered_gamma: args.zero_centered_gamma,
+        },
+        dtype: match args.dtype {
+            DtypeArg::Keep => None,
+            DtypeArg::Bf16 => Some(Dtype::Bf16),
+            DtypeArg::F16 => Some(Dtype::F16),
+            DtypeArg::F32 => Some(Dtype::F32),
+        },
+        policy: args.policy.load_for(&source)?,
+        narrow_f64: args.narrow_f64,
+        max_shard_bytes: args.max_shard_size.unwrap_or(DEFAULT_SHARD_BYTES),
+        force: args.force,
+    };
+    let plan = plan(&source, &options)?;
+    if args.dry_run {
+        if global.json {
+            output::print_json("convert-plan", &plan);
+        } else {
+            output::print(&plan_text(&plan));
+            output::print("dry run: nothing was written\n");
+        }
+        return Ok(Outcome::Ok);
+    }
+    if !global.json {
+        output::print(&plan_text(&plan));
+    }
+    let report = execute(&source, plan, &args.destination, &options, &global.progress())?;
+    if global.json {
+        output::print_json("convert", &report);
+    } else {
+        output::print(&report_text(&report, &args.destination.display().to_string()));
+    }
+    Ok(Outcome::Ok)
+}
+
+pub(super) fn plan_text(plan: &ConvertPlan) -> String {
+    let mut text = format!(
+        "layout   {} -> {}\ntensors  {}, {}; {} protected\n",
+        layout_words(&plan.from),
+        layout_words(&plan.to),
+        count(plan.tensors as u64),
+        bytes(plan.bytes),
+        count(plan.protected.len() as u64)
+    );
+    if plan.dtype_changes.is_empty() {
+        text += "dtypes   nothing changes\n";
+    } else {
+        let mut changes = table(&["from", "to", ">count", "tensors", "because"]);
+        for change in &plan.dtype_changes {
+            let loss = if change.lossy { " (rounds)" } else { "" };
+            for (pattern, n) in patterns(&change.tensors) {
+                changes.add_row([
+                    change.from.to_string(),
+                    format!("{}{loss}", change.to),
+                    count(n as u64),
+                    pattern,
+                    clean(&change.reason),
+                ]);
+            }
+        }
+        text += &format!("{changes}\n");
+    }
+    for (why, names) in &plan.left_alone {
+        text += &format!("left as they are ({why}): {}\n", listed(names));
+    }
+    if !plan.carried.is_empty() {
+        text += &format!("carried under their own names: {}\n", listed(&plan.carried));
+    }
+    if !plan.shifted.is_empty() {
+        text += &format!("shifted by one in f32 (zero-centred gamma): {}\n", listed(&plan.shifted));
+    }
+    for note in &plan.notes {
+        text += &format!("note: {}\n", clean(note));
+    }
+    text
+}
+
+fn listed(names: &[String]) -> String {
+    let patterns = patterns(names);
+    let shown: Vec<String> =
+        patterns.iter().take(4).map(|(p, n)| if *n > 1 { format!("{p} x{n}") } else { p.clone() }).collect();
+    let more =
+        if patterns.len() > 4 { format!(", and {} more kinds", patterns.len() - 4) } else { String::new() };
+    format!("{} ({}{more})", plural(names.len(), "tensor"), shown.join(", "))
+}
+
+pub(super) fn report_text(report: &ConvertReport, destination: &str) -> String {
+    format!(
+        "wrote    {} in {}, {} carried along, to {}\n{}",
+        bytes(report.plan.bytes),
+        plural(report.files, "safetensors file"),
+        plural(report.sidecars, "other file"),
+        clean(destination),
+        verification_text(&report.verification)
+    )
+}
+
+/// What reading back showed.
+pub(super) fn verification_text(v: &Verification) -> String {
+    let mut parts = vec![format!("{} with the same bits", plural(v.same_bits, "tensor"))];
+    if v.same_values > 0 {
+        parts.push(format!("{} with the same values in a wider dtype", count(v.same_values as u64)));
+    }
+    if v.rounded > 0 {
+        parts.push(format!("{} exactly as rounded", count(v.rounded as u64)));
+    }
+    if !v.moved.is_empty() {
+        parts.push(format!("{} moved by the shift of gamma", count(v.moved.len() as u64)));
+    }
+    let mut text = format!("verified by reading back and comparing with the source: {}\n", parts.join(", "));
+    for m in &v.moved {
+        text += &format!(
+            "  {}: {} of {} values, by at most {:e}\n",
+            clean(&m.tensor),
+            m.values,
+            m.elements,
+            m.max_abs
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_size;
+
+    #[test]
+    fn sizes_are_parsed_with_their_units() {
+        assert_eq!(parse_size("5GB"), Ok(5_000_000_000));
+        assert_eq!(parse_size("1.5 MiB"), Ok(3 << 19));
+        assert_eq!(parse_size("100"), Ok(100));
+        assert!(parse_size("0").is_err() && parse_size("5 parsecs").is_err() && parse_size("GB").is_err());
+    }
+}

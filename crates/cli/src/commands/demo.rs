@@ -1,0 +1,129 @@
+//! `ballast demo`: the tools at work on a small made-up model.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ballast_checkpoint::Checkpoint;
+use ballast_checkpoint::audit::audit;
+use ballast_checkpoint::convert::{ConvertOptions, execute, plan};
+use ballast_checkpoint::diff::diff;
+use ballast_checkpoint::jobs::Silent;
+use ballast_checkpoint::repair::repair;
+use ballast_checkpoint::synthetic::SyntheticModel;
+use ballast_contract::{Dtype, Registry};
+use clap::Args;
+use serde_json::json;
+
+use super::{Global, audit as audit_command, convert, diff as diff_command, repair as repair_command};
+use crate::exit::Outcome;
+use crate::output;
+
+#[derive(Args)]
+pub(crate) struct DemoArgs {
+    /// Keep the four checkpoints in this new folder, to go on with by hand.
+    #[arg(long, value_name = "DIR")]
+    keep: Option<PathBuf>,
+}
+
+pub(crate) fn run(args: DemoArgs, global: &Global) -> anyhow::Result<Outcome> {
+    let temporary = tempfile::tempdir()?;
+    let folder = match &args.keep {
+        Some(folder) => {
+            std::fs::create_dir(folder)
+                .map_err(|e| anyhow::anyhow!("{}: cannot create: {e}", folder.display()))?;
+            folder.as_path()
+        }
+        None => temporary.path(),
+    };
+    let demo = Demo { folder, shown: args.keep.as_deref(), json: global.json };
+    demo.play()
+}
+
+struct Demo<'a> {
+    folder: &'a Path,
+    shown: Option<&'a Path>,
+    json: bool,
+}
+
+impl Demo<'_> {
+    fn play(&self) -> anyhow::Result<Outcome> {
+        let registry = Registry::builtin();
+        let (strict, none) = (registry.policy("strict")?, registry.policy("none")?);
+        self.say("A small Qwen3.5-type hybrid, as its authors would release it: A_log, dt_bias and the GDN output norm in f32.");
+        let original = self.folder.join("original");
+        SyntheticModel::tiny().write(&original, u64::MAX)?;
+        let original = Arc::new(Checkpoint::open_consistent(&original)?);
+
+        self.say(
+            "\n1. What a whole-model cast to bf16 makes of it (here: our own convert with no policy at all).",
+        );
+        self.command("convert original broken --dtype bf16 --policy none");
+        let options = ConvertOptions { dtype: Some(Dtype::Bf16), ..ConvertOptions::new(none) };
+        self.convert(&original, "broken", &options)?;
+
+        self.say("\n2. The audit finds it.");
+        self.command("audit broken");
+        let broken = self.open("broken")?;
+        let before = audit(&broken, registry, &strict, &Silent)?;
+        self.print(&audit_command::text(&before));
+
+        self.say("\n3. Convert makes the dtype right again; the lost bits it cannot bring back, and the audit says so.");
+        self.command("convert broken upcast");
+        let options = ConvertOptions::new(strict.for_architecture(&broken.architecture(registry)?));
+        self.convert(&broken, "upcast", &options)?;
+        self.command("audit upcast");
+        let upcast = self.open("upcast")?;
+        let between = audit(&upcast, registry, &strict, &Silent)?;
+        self.print(&audit_command::text(&between));
+
+        self.say("\n4. With the original at hand, repair puts the f32 bits back, and diff proves it.");
+        self.command("repair upcast repaired --original original");
+        let report =
+            repair(&upcast, &original, Some(&self.folder.join("repaired")), &options.policy, false, &Silent)?;
+        self.print(&repair_command::text(&report));
+        self.command("diff repaired original");
+        let repaired = self.open("repaired")?;
+        let comparison = diff(&repaired, &original, &Silent)?;
+        let differing: Vec<_> = comparison.tensors.iter().filter(|t| t.differs(0.0, false)).collect();
+        self.print(&diff_command::text(&comparison, &differing, 8));
+        let after = audit(&repaired, registry, &strict, &Silent)?;
+        if let Some(folder) = self.shown {
+            self.say(&format!(
+                "\nThe four checkpoints are in {}.",
+                output::clean(&folder.display().to_string())
+            ));
+        }
+        if self.json {
+            let document = json!({ "broken": before, "upcast": between, "repair": report, "repaired": after, "diff": comparison });
+            output::print_json("demo", &document);
+        }
+        let as_told = !before.passed && between.passed && after.passed && differing.is_empty();
+        Ok(if as_told { Outcome::Ok } else { Outcome::CheckFailed })
+    }
+
+    fn open(&self, name: &str) -> anyhow::Result<Arc<Checkpoint>> {
+        Ok(Arc::new(Checkpoint::open_consistent(&self.folder.join(name))?))
+    }
+
+    fn convert(&self, source: &Arc<Checkpoint>, name: &str, options: &ConvertOptions) -> anyhow::Result<()> {
+        let plan = plan(source, options)?;
+        self.print(&convert::plan_text(&plan));
+        let report = execute(source, plan, &self.folder.join(name), options, &Silent)?;
+        self.print(&convert::report_text(&report, name));
+        Ok(())
+    }
+
+    fn say(&self, text: &str) {
+        self.print(&format!("{text}\n"));
+    }
+
+    fn command(&self, text: &str) {
+        self.print(&format!("\n$ ballast {text}\n"));
+    }
+
+    fn print(&self, text: &str) {
+        if !self.json {
+            output::print(text);
+        }
+    }
+}

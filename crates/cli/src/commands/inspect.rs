@@ -1,0 +1,108 @@
+//! `ballast inspect`
+
+use std::path::PathBuf;
+
+use ballast_checkpoint::Checkpoint;
+use ballast_checkpoint::inspect::{InspectReport, inspect};
+use ballast_checkpoint::layout::{Form, Layout, Naming};
+use clap::Args;
+
+use super::{Global, PolicyArg};
+use crate::exit::Outcome;
+use crate::output::{self, bytes, clean, count, plural, table};
+
+#[derive(Args)]
+pub(crate) struct InspectArgs {
+    /// A safetensors file, an index, or a folder.
+    path: PathBuf,
+    /// List every tensor.
+    #[arg(long)]
+    tensors: bool,
+    #[command(flatten)]
+    policy: PolicyArg,
+}
+
+pub(crate) fn run(args: InspectArgs, global: &Global) -> anyhow::Result<Outcome> {
+    let (registry, policy) = args.policy.load()?;
+    let checkpoint = Checkpoint::open(&args.path)?;
+    let mut report = inspect(&checkpoint, &registry, &policy)?;
+    if global.json {
+        if !args.tensors {
+            report.tensors.clear();
+        }
+        output::print_json("inspect", &report);
+    } else {
+        output::print(&text(&report, args.tensors));
+    }
+    Ok(Outcome::Ok)
+}
+
+/// A layout in a few words.
+pub(super) fn layout_words(layout: &Layout) -> String {
+    let form = |f| if f == Form::Fused { "fused" } else { "split" };
+    match layout.naming {
+        Naming::Megatron if layout.ranks > 1 => format!("megatron, {} tensor-parallel ranks", layout.ranks),
+        Naming::Megatron => "megatron, whole".into(),
+        naming => {
+            let name = if naming == Naming::Hf { "hf" } else { "nemo" };
+            let projections =
+                layout.projections.map(|f| format!(", {} projections", form(f))).unwrap_or_default();
+            let experts = layout.experts.map(|f| format!(", {} experts", form(f))).unwrap_or_default();
+            format!("{name}{projections}{experts}")
+        }
+    }
+}
+
+fn text(report: &InspectReport, list_tensors: bool) -> String {
+    let mut text = format!(
+        "architecture  {} (by {})\nlayout        {}\ntensors       {}, {} parameters, {}\n",
+        clean(report.architecture.name.as_deref().unwrap_or("unknown")),
+        report.architecture.source,
+        layout_words(&report.layout),
+        plural(report.total.tensors as usize, "tensor"),
+        count(report.total.parameters),
+        bytes(report.total.bytes)
+    );
+    let mut files = table(&["file", ">tensors", ">size"]);
+    for f in &report.files {
+        files.add_row([clean(&f.file), count(f.tensors as u64), bytes(f.bytes)]);
+    }
+    let mut roles = table(&["role", "dtype", ">tensors", ">parameters", ">size", ">share"]);
+    for (role, dtype, amount) in &report.by_role {
+        let share = 100.0 * amount.bytes as f64 / report.total.bytes.max(1) as f64;
+        let cells =
+            [count(amount.tensors), count(amount.parameters), bytes(amount.bytes), format!("{share:.1} %")];
+        let [tensors, parameters, size, share] = cells;
+        roles.add_row([role.to_string(), dtype.to_string(), tensors, parameters, size, share]);
+    }
+    for (dtype, amount) in &report.by_dtype {
+        let [tensors, parameters, size] =
+            [count(amount.tensors), count(amount.parameters), bytes(amount.bytes)];
+        roles.add_row(["all".to_string(), dtype.to_string(), tensors, parameters, size, String::new()]);
+    }
+    text += &format!("{files}\n{roles}\n");
+    if report.protected.is_empty() {
+        text += "no tensor here is protected by the policy\n";
+    } else {
+        let mut protected = table(&["protected by", "stored as", "first"]);
+        for p in &report.protected {
+            let stored: Vec<String> = p.stored.iter().map(|(dtype, n)| format!("{n} x {dtype}")).collect();
+            protected.add_row([clean(&p.rule), stored.join(", "), clean(&p.first)]);
+        }
+        text += &format!("{protected}\n");
+    }
+    for issue in &report.issues {
+        text += &format!("index: {}\n", clean(issue));
+    }
+    if list_tensors {
+        let mut tensors = table(&["tensor", "dtype", "shape", ">size", "role", "protected by"]);
+        for t in &report.tensors {
+            let rule = t.rule.clone().unwrap_or_default();
+            let cells = [clean(&t.name), t.dtype.to_string(), format!("{:?}", t.shape), bytes(t.bytes)];
+            let [name, dtype, shape, size] = cells;
+            tensors.add_row([name, dtype, shape, size, t.role.to_string(), rule]);
+        }
+        text += &format!("{tensors}\n");
+    }
+    text
+}

@@ -1,0 +1,123 @@
+//! The commands: what was typed (`*Args`), and what is done about it.
+
+mod audit;
+mod convert;
+mod demo;
+mod diff;
+mod inspect;
+mod repair;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context;
+use ballast_checkpoint::Checkpoint;
+use ballast_contract::{Policy, Registry};
+use clap::{Args, Parser, Subcommand};
+
+use crate::exit::Outcome;
+use crate::progress::Progress;
+
+/// Keeps the critical tensors of hybrid Gated-DeltaNet models in f32: inspect, audit, convert, diff and
+/// repair checkpoints.
+///
+/// Exit codes: 0 ok, 1 a check failed, 2 usage, 3 bad or missing input, 4 does not fit, 130 interrupted.
+#[derive(Parser)]
+#[command(name = "ballast", version, max_term_width = 100)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    global: Global,
+}
+
+#[derive(Args)]
+pub(crate) struct Global {
+    /// Print one JSON document instead of tables.
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+    /// No progress.
+    #[arg(long, short, global = true)]
+    pub(crate) quiet: bool,
+    /// Threads to use [default: all cores].
+    #[arg(long, global = true, value_name = "N")]
+    pub(crate) threads: Option<usize>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Make a small checkpoint, break it as frameworks do, and watch the tools find and mend it.
+    Demo(demo::DemoArgs),
+    /// Architecture, layout, files, dtypes and protected tensors of a checkpoint.
+    Inspect(inspect::InspectArgs),
+    /// Check a checkpoint against the precision contract, its index, and its values.
+    Audit(audit::AuditArgs),
+    /// Change layout, dtype or shards; protected tensors stay or become F32.
+    Convert(convert::ConvertArgs),
+    /// Compare two checkpoints across layouts and dtypes.
+    Diff(diff::DiffArgs),
+    /// Put the f32 bits of rounded protected tensors back from the original.
+    Repair(repair::RepairArgs),
+}
+
+impl Cli {
+    pub(crate) fn json(&self) -> bool {
+        self.global.json
+    }
+
+    pub(crate) fn run(self) -> anyhow::Result<Outcome> {
+        if let Some(threads) = self.global.threads {
+            rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build_global()
+                .context("cannot start the threads")?;
+        }
+        let global = &self.global;
+        match self.command {
+            Command::Demo(args) => demo::run(args, global),
+            Command::Inspect(args) => inspect::run(args, global),
+            Command::Audit(args) => audit::run(args, global),
+            Command::Convert(args) => convert::run(args, global),
+            Command::Diff(args) => diff::run(args, global),
+            Command::Repair(args) => repair::run(args, global),
+        }
+    }
+}
+
+impl Global {
+    fn progress(&self) -> Progress {
+        Progress::new(self.quiet)
+    }
+}
+
+/// `--policy`, wherever it is offered.
+#[derive(Args)]
+pub(crate) struct PolicyArg {
+    /// Which tensors must be F32: strict, megatron, nemo, none, or a policy file (.toml).
+    #[arg(long, default_value = "strict", value_name = "POLICY")]
+    policy: String,
+}
+
+impl PolicyArg {
+    /// The registry and policy that were asked for.
+    fn load(&self) -> anyhow::Result<(Registry, Policy)> {
+        let builtin = Registry::builtin();
+        let path = Path::new(&self.policy);
+        if path.extension().is_some_and(|e| e == "toml") {
+            let text =
+                std::fs::read_to_string(path).with_context(|| format!("{}: cannot read", path.display()))?;
+            return builtin.with_policy_file(&text).with_context(|| path.display().to_string());
+        }
+        Ok((builtin.clone(), builtin.policy(&self.policy)?))
+    }
+
+    /// The policy, reduced to the architecture of `checkpoint`.
+    fn load_for(&self, checkpoint: &Checkpoint) -> anyhow::Result<Policy> {
+        let (registry, policy) = self.load()?;
+        Ok(policy.for_architecture(&checkpoint.architecture(&registry)?))
+    }
+}
+
+fn open(path: &Path) -> anyhow::Result<Arc<Checkpoint>> {
+    Ok(Arc::new(Checkpoint::open_consistent(path)?))
+}

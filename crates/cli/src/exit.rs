@@ -1,0 +1,49 @@
+//! Exit codes: 0 ok, 1 a check failed, 2 usage or configuration, 3 bad or missing input, 4 does not fit (in
+//! memory or on the disk), 5 diverged, 130 interrupted.
+
+use std::process::ExitCode;
+
+use ballast_checkpoint::{Error, ErrorKind};
+use ballast_contract::rules::PolicyError;
+
+use crate::output;
+
+/// How a command ended when nothing went wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// Everything is as it should be.
+    Ok,
+    /// The command did its work, and what it checked does not hold.
+    CheckFailed,
+}
+
+/// The exit code of a command; an error is printed on the way.
+pub(crate) fn code(result: anyhow::Result<Outcome>, json: bool) -> ExitCode {
+    let error = match result {
+        Ok(Outcome::Ok) => return ExitCode::SUCCESS,
+        Ok(Outcome::CheckFailed) => return ExitCode::from(1),
+        Err(error) => error,
+    };
+    let code = code_of(&error);
+    if json {
+        output::print_json(
+            "error",
+            &serde_json::json!({ "message": format!("{error:#}"), "exit_code": code }),
+        );
+    }
+    eprintln!("ballast: {}", output::clean(&format!("{error:#}")));
+    ExitCode::from(code)
+}
+
+fn code_of(error: &anyhow::Error) -> u8 {
+    if let Some(error) = error.downcast_ref::<Error>() {
+        return match error.kind() {
+            ErrorKind::Check => 1,
+            ErrorKind::Usage => 2,
+            ErrorKind::Input => 3,
+            ErrorKind::Space => 4,
+            ErrorKind::Interrupted => 130,
+        };
+    }
+    if error.downcast_ref::<PolicyError>().is_some() { 2 } else { 3 }
+}

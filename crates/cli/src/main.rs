@@ -1,0 +1,14 @@
+//! `ballast`: the command line.
+
+mod commands;
+mod exit;
+mod output;
+mod progress;
+
+use clap::Parser;
+
+fn main() -> std::process::ExitCode {
+    let cli = commands::Cli::parse();
+    let json = cli.json();
+    exit::code(cli.run(), json)
+}

@@ -1,0 +1,124 @@
+//! What the commands print: tables that fit the terminal, sizes, JSON with a stable schema.
+
+use std::io::{IsTerminal, Write};
+
+use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
+use serde::Serialize;
+
+/// Width of tables when the output is not a terminal.
+const PLAIN_WIDTH: u16 = 120;
+
+/// Dense: a line around the table and below its headings, none between rows.
+const STYLE: TableStyle = TableStyle::new()
+    .top_border(LineStyle::none().fill('─').junction('─'))
+    .header_separator(LineStyle::none().fill('─').junction('─'))
+    .bottom_border(LineStyle::none().fill('─').junction('─'));
+
+/// Prints text; a closed pipe (`| head`) is not an error.
+pub(crate) fn print(text: &str) {
+    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+}
+
+/// Prints `value` as one JSON document with its schema's name and version.
+pub(crate) fn print_json(command: &str, value: &impl Serialize) {
+    #[derive(Serialize)]
+    struct Document<'a, T> {
+        schema: String,
+        #[serde(flatten)]
+        value: &'a T,
+    }
+    let document = Document { schema: format!("ballast.{command}/1"), value };
+    let text = serde_json::to_string_pretty(&document).expect("reports are plain data");
+    print(&(text + "\n"));
+}
+
+/// An empty table with these headings; headings that start with `>` are right-aligned.
+pub(crate) fn table(headings: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(STYLE).set_content_arrangement(ContentArrangement::Dynamic);
+    if !std::io::stdout().is_terminal() {
+        table.set_width(PLAIN_WIDTH);
+    }
+    table.set_header(headings.iter().map(|h| h.trim_start_matches('>')));
+    for (i, heading) in headings.iter().enumerate() {
+        if heading.starts_with('>')
+            && let Some(column) = table.column_mut(i)
+        {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
+}
+
+/// Names come from files: control characters must not reach the terminal.
+pub(crate) fn clean(text: &str) -> String {
+    let escape =
+        |c: char| if c.is_control() && c != '\n' { c.escape_default().to_string() } else { c.to_string() };
+    text.chars().map(escape).collect()
+}
+
+/// `1.5 GiB`.
+pub(crate) fn bytes(count: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = count as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", units[unit]) }
+}
+
+/// `1234567` as `1,234,567`.
+pub(crate) fn count(n: u64) -> String {
+    let digits = n.to_string();
+    let groups: Vec<&str> =
+        digits.as_bytes().rchunks(3).rev().map(|g| std::str::from_utf8(g).unwrap_or("")).collect();
+    groups.join(",")
+}
+
+/// `n thing` or `n things`.
+pub(crate) fn plural(n: usize, thing: &str) -> String {
+    format!("{} {thing}{}", count(n as u64), if n == 1 { "" } else { "s" })
+}
+
+/// Tensor names with their numbers replaced by `*`, each pattern once with how often it occurs.
+pub(crate) fn patterns<'a>(names: impl IntoIterator<Item = &'a String>) -> Vec<(String, usize)> {
+    let mut found: Vec<(String, usize)> = Vec::new();
+    for name in names {
+        let star = |s: &'a str| if !s.is_empty() && s.bytes().all(|b| b.is_ascii_digit()) { "*" } else { s };
+        let pattern = clean(&name.split('.').map(star).collect::<Vec<_>>().join("."));
+        match found.iter_mut().find(|(p, _)| *p == pattern) {
+            Some((_, n)) => *n += 1,
+            None => found.push((pattern, 1)),
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_counts_are_readable() {
+        assert_eq!(bytes(17), "17 B");
+        assert_eq!(bytes(1536), "1.5 KiB");
+        assert_eq!(bytes(5 << 30), "5.0 GiB");
+        assert_eq!(count(7), "7");
+        assert_eq!(count(1234567), "1,234,567");
+        assert_eq!(plural(1, "tensor"), "1 tensor");
+        assert_eq!(plural(2000, "tensor"), "2,000 tensors");
+    }
+
+    #[test]
+    fn control_characters_never_reach_the_terminal() {
+        assert_eq!(clean("a\u{1b}[31mb\r"), "a\\u{1b}[31mb\\r");
+    }
+
+    #[test]
+    fn names_of_many_layers_become_one_pattern() {
+        let names: Vec<String> = ["l.0.a", "l.1.a", "l.1.b"].map(String::from).to_vec();
+        assert_eq!(patterns(&names), [("l.*.a".to_string(), 2), ("l.*.b".to_string(), 1)]);
+    }
+}

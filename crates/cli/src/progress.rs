@@ -1,0 +1,99 @@
+//! Progress with rate and ETA: a bar on a terminal, a plain line now and then elsewhere. Ctrl-C is noticed here.
+
+use std::io::IsTerminal;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use ballast_checkpoint::jobs::Observer;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::output;
+
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+/// Between two plain lines.
+const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
+
+struct Phase {
+    name: &'static str,
+    total: u64,
+    begun: Instant,
+    last_line: Instant,
+    bar: Option<ProgressBar>,
+}
+
+/// Shows the progress of long work, and stops it on Ctrl-C.
+pub(crate) struct Progress {
+    quiet: bool,
+    done: AtomicU64,
+    phase: Mutex<Option<Phase>>,
+}
+
+impl Progress {
+    /// From now on, the first interrupt or termination signal asks the work to stop and clean up; the second
+    /// ends the process at once.
+    pub(crate) fn new(quiet: bool) -> Progress {
+        // Fails only when a handler is set already, which is this one.
+        let _ = ctrlc::set_handler(|| {
+            if INTERRUPTED.swap(true, Ordering::SeqCst) {
+                std::process::exit(130);
+            }
+        });
+        Progress { quiet, done: AtomicU64::new(0), phase: Mutex::new(None) }
+    }
+
+    fn finish(&self) {
+        if let Ok(mut phase) = self.phase.lock()
+            && let Some(Phase { bar: Some(bar), .. }) = phase.take()
+        {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+impl Observer for Progress {
+    fn phase(&self, name: &'static str, total: u64) {
+        self.finish();
+        self.done.store(0, Ordering::Relaxed);
+        if self.quiet {
+            return;
+        }
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let template = "{msg:10} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta}";
+            let style = ProgressStyle::with_template(template).expect("a constant");
+            ProgressBar::new(total).with_style(style).with_message(name)
+        });
+        let now = Instant::now();
+        if let Ok(mut phase) = self.phase.lock() {
+            *phase = Some(Phase { name, total, begun: now, last_line: now, bar });
+        }
+    }
+
+    fn advance(&self, bytes: u64) {
+        let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        // A busy lock means that somebody else is drawing: nothing is lost.
+        let Ok(mut phase) = self.phase.try_lock() else { return };
+        let Some(phase) = phase.as_mut() else { return };
+        if let Some(bar) = &phase.bar {
+            bar.set_position(done);
+        } else if phase.last_line.elapsed() >= PLAIN_INTERVAL {
+            phase.last_line = Instant::now();
+            let seconds = phase.begun.elapsed().as_secs_f64();
+            let rate = done as f64 / seconds;
+            let eta = phase.total.saturating_sub(done) as f64 / rate.max(1.0);
+            let percent = 100 * done / phase.total.max(1);
+            eprintln!("{}: {percent} %, {}/s, ETA {eta:.0} s", phase.name, output::bytes(rate as u64));
+        }
+    }
+
+    fn cancelled(&self) -> bool {
+        INTERRUPTED.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
