@@ -13,14 +13,14 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The operating system refused.
-    #[error("{}: cannot {action}: {source}", path.display())]
+    #[error("{}: cannot {action}: {cause}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
         /// What was tried.
         action: &'static str,
         /// The system's answer.
-        source: io::Error,
+        cause: io::Error,
     },
     /// A safetensors file is malformed.
     #[error("{}{place}: {problem}", file.display())]
@@ -137,7 +137,7 @@ pub enum ErrorKind {
 impl Error {
     pub(crate) fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Error {
         let path = path.to_path_buf();
-        move |source| Error::Io { path, action, source }
+        move |cause| Error::Io { path, action, cause }
     }
 
     pub(crate) fn tensor(tensor: impl Into<String>, problem: impl Into<String>) -> Error {
@@ -150,7 +150,7 @@ impl Error {
             Error::Verification(_) => ErrorKind::Check,
             Error::Refused(_) => ErrorKind::Usage,
             Error::NoSpace { .. } => ErrorKind::Space,
-            Error::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => ErrorKind::Space,
+            Error::Io { cause, .. } if cause.kind() == io::ErrorKind::StorageFull => ErrorKind::Space,
             Error::Interrupted => ErrorKind::Interrupted,
             _ => ErrorKind::Input,
         }

@@ -195,7 +195,10 @@ pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Resul
             at += rows;
         }
         if recipe.shift != 0 {
-            stripes[0] = f32_for_shift(stripes.remove(0))?.shifted(-recipe.shift);
+            stripes = stripes
+                .into_iter()
+                .map(|s| Ok(f32_for_shift(s)?.shifted(-recipe.shift)))
+                .collect::<Result<_>>()?;
         }
         match &recipe.stripes {
             Stripes::Whole(names) => {
