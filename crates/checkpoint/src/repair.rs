@@ -129,22 +129,27 @@ fn judge(view: &View, original: Option<&View>) -> Result<(Outcome, u64)> {
         return Err(Error::tensor(&view.name, problem));
     }
     let (have, truth) = (read_f32(view)?, read_f32(original)?);
-    let pairs = || {
-        bytemuck::cast_slice::<u8, f32>(have.as_ref())
-            .iter()
-            .zip(bytemuck::cast_slice::<u8, f32>(truth.as_ref()))
-    };
-    if pairs().all(|(a, b)| a.to_bits() == b.to_bits()) && view.dtype == Dtype::F32 {
+    if have == truth && view.dtype == Dtype::F32 {
         return Ok((Outcome::Intact, 0));
     }
-    let trained = pairs().filter(|(a, b)| a.to_bits() != cast::bf16_round(**b).to_bits()).count() as u64;
+    // A gamma that is shifted here may have been rounded in its other form, before the shift.
+    let shift = original.shift as f32;
+    let unshifted = read_f32(&original.clone().shifted(-original.shift))?;
+    let differing = |expected: &dyn Fn(usize) -> u32| {
+        have.iter().enumerate().filter(|(i, bits)| **bits != expected(*i)).count() as u64
+    };
+    let rounded = |bits: u32| cast::bf16_round(f32::from_bits(bits));
+    let here = differing(&|i| rounded(truth[i]).to_bits());
+    let before = differing(&|i| (rounded(unshifted[i]) + shift).to_bits());
+    let trained = here.min(before);
     Ok((if trained == 0 { Outcome::Restored } else { Outcome::Trained }, trained))
 }
 
-fn read_f32(view: &View) -> Result<Buffer> {
+/// All values in f32, as bits.
+fn read_f32(view: &View) -> Result<Vec<u32>> {
     let mut values = Buffer::default();
     view.clone().widened(Dtype::F32).read(0..view.units(), &mut values, &mut Buffer::default())?;
-    Ok(values)
+    Ok(bytemuck::cast_slice(values.as_ref()).to_vec())
 }
 
 fn write(

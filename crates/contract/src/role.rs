@@ -41,14 +41,14 @@ impl Role {
             || has(&["self_attention"]) && has(&gdn_only) && last != "layer_norm_weight"
         {
             Role::LinearAttention
-        } else if has(&["embed_tokens", "embedding", "word_embeddings", "embed_tokens_per_layer"]) {
+        } else if has(&["embed_tokens", "embedding", "word_embeddings"]) || name.contains("per_layer") {
             Role::Embedding
         } else if has(&["lm_head", "output_layer"]) {
             Role::OutputHead
         } else if has(&["indexer"]) {
             Role::Indexer
-        } else if last == "layer_norm_weight"
-            || owner.ends_with("norm") && !has(&["self_attn", "self_attention"])
+        } else if matches!(last, "layer_norm_weight" | "layer_scalar")
+            || owner.contains("norm") && !has(&["self_attn", "self_attention"])
         {
             Role::Norm
         } else if has(&["self_attn", "self_attention"]) {
@@ -108,6 +108,9 @@ mod tests {
             ("model.layers.0.mlp.shared_expert_gate.weight", Role::Experts),
             ("model.layers.0.input_layernorm.weight", Role::Norm),
             ("model.norm.weight", Role::Norm),
+            ("model.layers.0.post_feedforward_layernorm_1.weight", Role::Norm),
+            ("model.layers.0.layer_scalar", Role::Norm),
+            ("model.layers.0.per_layer_projection.weight", Role::Embedding),
             ("lm_head.weight", Role::OutputHead),
             ("mtp.layers.0.self_attn.q_proj.weight", Role::Mtp),
             ("model.visual.blocks.0.norm1.weight", Role::Vision),
