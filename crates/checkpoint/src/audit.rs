@@ -3,7 +3,7 @@
 //! Every header, index and name is checked, and every value is read once. Findings are grouped: one row
 //! per kind and rule, with the first offender and a way out.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use ballast_contract::holder::strip_fp32_holder_key;
@@ -153,41 +153,88 @@ pub fn audit(
     })
 }
 
-/// Findings by kind, rule and dtype.
-#[derive(Default)]
-struct Findings(BTreeMap<(Severity, &'static str, Option<String>, Option<Dtype>), Finding>);
-
-impl Findings {
-    fn add(
-        &mut self,
-        kind: &'static str,
-        severity: Severity,
-        rule: Option<&Rule>,
-        stored: Option<Dtype>,
-        tensor: String,
-        why: &str,
-        fix: &str,
-    ) {
-        let key = (severity, kind, rule.map(|r| r.id.clone()), stored);
-        let finding = self.0.entry(key).or_insert_with(|| Finding {
-            kind,
-            severity,
-            rule: rule.map(|r| r.id.clone()),
-            required: rule.map(|r| r.dtype),
-            stored,
-            tensors: Vec::new(),
-            reason: why.into(),
-            fix: fix.into(),
-        });
-        finding.tensors.push(tensor);
-    }
-
-    fn sorted(self) -> Vec<Finding> {
-        self.0.into_values().collect()
-    }
+/// A kind of finding: its stable name, how bad it is, what it means, what to do.
+struct Kind {
+    name: &'static str,
+    severity: Severity,
+    reason: &'static str,
+    fix: &'static str,
 }
 
-const CONVERT: &str = "ballast convert SRC DST";
+const fn violation(name: &'static str, reason: &'static str, fix: &'static str) -> Kind {
+    Kind { name, severity: Severity::Violation, reason, fix }
+}
+
+/// The rule gives the reason.
+const NOT_F32: Kind = violation("not-f32", "", "ballast convert SRC DST (F64: add --narrow-f64)");
+const MISSING: Kind = violation(
+    "missing",
+    "the layer is there, its protected tensor is not",
+    "take it from the original checkpoint",
+);
+const BARE_AND_ROUTED: Kind = violation(
+    "bare-and-routed",
+    "one tensor under two names, bare and under _fp32_params: which one a loader takes is luck",
+    "remove one of the two",
+);
+const HOLDER_LEAKED: Kind = violation(
+    "holder-leaked",
+    "the run-time holder _fp32_params is in the saved names: other tools will not find the tensor",
+    "ballast convert SRC DST --layout hf",
+);
+const INDEX: Kind = violation(
+    "index",
+    "index and shards disagree: loaders will miss tensors or take the wrong one",
+    "write the checkpoint again, or mend the index",
+);
+const DEAD_HEAD: Kind = violation(
+    "dead-head",
+    "A_log = -inf: A was drawn or rounded to exactly 0; that head never decays and never learns",
+    "take the tensor from the original, or draw A anew in f32",
+);
+const NON_FINITE: Kind = violation(
+    "non-finite",
+    "NaN or infinite values: the model's output will not be finite",
+    "go back to a checkpoint from before the values went bad",
+);
+const IN_NAME_ONLY: Kind = Kind {
+    name: "in-name-only",
+    severity: Severity::Warning,
+    reason: "F32 in name only: every value is exactly a bf16 value, so it was rounded before it was stored (a \
+             whole-model cast, or a source that kept it in BF16)",
+    fix: "ballast repair CKPT DST --original ORIG",
+};
+
+/// Findings, one for each kind, rule and stored dtype.
+#[derive(Default)]
+struct Findings(Vec<Finding>);
+
+impl Findings {
+    fn add(&mut self, kind: &Kind, rule: Option<&Rule>, stored: Option<Dtype>, tensor: String) {
+        let rule_id = rule.map(|r| r.id.as_str());
+        let known =
+            self.0.iter_mut().find(|f| (f.kind, f.rule.as_deref(), f.stored) == (kind.name, rule_id, stored));
+        if let Some(finding) = known {
+            finding.tensors.push(tensor);
+            return;
+        }
+        self.0.push(Finding {
+            kind: kind.name,
+            severity: kind.severity,
+            rule: rule_id.map(str::to_owned),
+            required: rule.map(|r| r.dtype),
+            stored,
+            tensors: vec![tensor],
+            reason: rule.filter(|_| kind.reason.is_empty()).map_or(kind.reason.into(), |r| r.reason.clone()),
+            fix: kind.fix.into(),
+        });
+    }
+
+    fn sorted(mut self) -> Vec<Finding> {
+        self.0.sort_by_key(|f| f.severity);
+        self.0
+    }
+}
 
 fn header_findings(
     checkpoint: &Checkpoint,
@@ -196,13 +243,10 @@ fn header_findings(
     layout: &Layout,
     findings: &mut Findings,
 ) {
-    let violation = Severity::Violation;
     for (t, rule) in checkpoint.tensors.iter().zip(rules) {
-        if let Some(rule) =
-            rule.filter(|r| t.dtype != r.dtype && (t.dtype.is_plain_float() || t.dtype.is_scaled_float()))
-        {
-            let fix = if t.dtype == Dtype::F64 { "convert with --narrow-f64" } else { CONVERT };
-            findings.add("not-f32", violation, Some(rule), Some(t.dtype), t.name.clone(), &rule.reason, fix);
+        let is_float = t.dtype.is_plain_float() || t.dtype.is_scaled_float();
+        if let Some(rule) = rule.filter(|r| t.dtype != r.dtype && is_float) {
+            findings.add(&NOT_F32, Some(rule), Some(t.dtype), t.name.clone());
         }
     }
     for rank in 0..checkpoint.ranks {
@@ -211,16 +255,7 @@ fn header_findings(
         for t in of_rank() {
             for rule in &policy.rules {
                 if let Some(expected) = rule.expected_beside(&t.name).filter(|e| !bare.contains(e)) {
-                    let why = "the layer is there, its protected tensor is not";
-                    findings.add(
-                        "missing",
-                        violation,
-                        Some(rule),
-                        None,
-                        expected,
-                        why,
-                        "take it from the original checkpoint",
-                    );
+                    findings.add(&MISSING, Some(rule), None, expected);
                 }
             }
         }
@@ -234,41 +269,14 @@ fn header_findings(
                 continue;
             }
             if names.contains(&*stripped) {
-                let why = "one tensor under two names: which one a loader takes is luck";
-                findings.add(
-                    "bare-and-routed",
-                    violation,
-                    None,
-                    Some(t.dtype),
-                    stripped.into_owned(),
-                    why,
-                    "remove one of the two",
-                );
+                findings.add(&BARE_AND_ROUTED, None, Some(t.dtype), stripped.into_owned());
             } else if !meant {
-                let why = "the run-time holder _fp32_params is in the saved names: other tools will not find the tensor";
-                findings.add(
-                    "holder-leaked",
-                    violation,
-                    None,
-                    Some(t.dtype),
-                    t.name.clone(),
-                    why,
-                    "ballast convert SRC DST --layout hf",
-                );
+                findings.add(&HOLDER_LEAKED, None, Some(t.dtype), t.name.clone());
             }
         }
     }
     for issue in &checkpoint.issues {
-        let why = "index and shards disagree: loaders will miss tensors or take the wrong one";
-        findings.add(
-            "index",
-            violation,
-            None,
-            None,
-            issue.to_string(),
-            why,
-            "write the checkpoint again, or mend the index",
-        );
+        findings.add(&INDEX, None, None, issue.to_string());
     }
 }
 
@@ -366,50 +374,20 @@ fn value_findings(
 ) -> Vec<DecayCost> {
     let mut costs: HashMap<&'static str, (usize, DecaySum)> = HashMap::new();
     for ((t, rule), scan) in checkpoint.tensors.iter().zip(rules).zip(scans) {
-        let name = || t.name.clone();
         if is_a_log(&t.name) && scan.negative_infinite > 0 {
-            let why =
-                "A_log = -inf: A was drawn or rounded to exactly 0; that head never decays and never learns";
-            let fix = "take the tensor from the original, or draw A anew in f32";
-            findings.add(
-                "dead-head",
-                Severity::Violation,
-                *rule,
-                Some(t.dtype),
-                format!("{} ({} of {} heads)", t.name, scan.negative_infinite, t.elements()),
-                why,
-                fix,
-            );
+            let label = format!("{} ({} of {} heads)", t.name, scan.negative_infinite, t.elements());
+            findings.add(&DEAD_HEAD, *rule, Some(t.dtype), label);
         }
         if scan.non_finite > scan.negative_infinite || scan.non_finite > 0 && !is_a_log(&t.name) {
             let label = format!("{} ({} of {} values)", t.name, scan.non_finite, t.elements());
-            let why = "NaN or infinite values: the model's output will not be finite";
-            findings.add(
-                "non-finite",
-                Severity::Violation,
-                None,
-                Some(t.dtype),
-                label,
-                why,
-                "go back to a checkpoint before the values went bad",
-            );
+            findings.add(&NON_FINITE, None, Some(t.dtype), label);
         }
         let Some(rule) = rule else { continue };
         let rounded = scan.beyond_bf16 == 0 && t.elements() > 0;
         // A constant (all ones, all zeros) is a starting value and says nothing about rounding.
         let constant = scan.range.0 == scan.range.1;
         if t.dtype == Dtype::F32 && rounded && !constant {
-            let why = "F32 in name only: every value is exactly a bf16 value, so it was rounded before it was stored \
-                       (a whole-model cast, or a source that kept it in BF16)";
-            findings.add(
-                "in-name-only",
-                Severity::Warning,
-                Some(rule),
-                Some(t.dtype),
-                name(),
-                why,
-                "ballast repair CKPT DST --original ORIG",
-            );
+            findings.add(&IN_NAME_ONLY, Some(rule), Some(t.dtype), t.name.clone());
         }
         if is_a_log(&t.name) && scan.decay.heads > 0 {
             let tense = if rounded { "has" } else { "would" };

@@ -160,7 +160,7 @@ fn validate(
         }
         tensors.push(TensorInfo { name, dtype, shape: entry.shape, begin, bytes: end - begin });
     }
-    tensors.sort_by(|a, b| (a.begin, a.bytes).cmp(&(b.begin, b.bytes)));
+    tensors.sort_by_key(|t| (t.begin, t.bytes));
     let mut expected = 0;
     for (i, t) in tensors.iter_mut().enumerate() {
         if t.begin < expected {

@@ -160,7 +160,8 @@ fn moved_values(back: &View, expected: &Buffer, got: &Buffer) -> Option<(u64, f3
     for (a, b) in expected.iter().zip(got) {
         let difference = (a - b).abs();
         if a.to_bits() != b.to_bits() && !(a.is_nan() && b.is_nan()) {
-            if !(difference <= resolution * (1.0 + a.abs())) {
+            let within = difference <= resolution * (1.0 + a.abs());
+            if !within {
                 return None;
             }
             moved += 1;

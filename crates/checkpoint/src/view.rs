@@ -28,6 +28,13 @@ enum Node {
     Concat { outer: u64, parts: Vec<(Arc<Node>, u64)> },
 }
 
+/// Bytes of one of a checkpoint's files.
+pub(crate) struct FileRun {
+    pub(crate) checkpoint: Arc<Checkpoint>,
+    pub(crate) file: usize,
+    pub(crate) bytes: Range<u64>,
+}
+
 /// A named tensor made of stored ones.
 #[derive(Clone, Debug)]
 pub struct View {
@@ -161,7 +168,7 @@ impl View {
 
     /// The pieces of files that are the view's bytes, when it is a plain copy of few of them: file,
     /// first byte, length.
-    pub(crate) fn plain_runs(&self) -> Option<Vec<(Arc<Checkpoint>, usize, Range<u64>)>> {
+    pub(crate) fn plain_runs(&self) -> Option<Vec<FileRun>> {
         fn flat(node: &Node) -> bool {
             match node {
                 Node::Stored { .. } => true,
@@ -177,7 +184,8 @@ impl View {
         let done = each_run(&self.node, all, &mut |checkpoint, tensor, range| {
             let t = &checkpoint.tensors[tensor];
             let unit = unit_bytes(t.dtype);
-            runs.push((checkpoint.clone(), t.file, t.begin + range.start * unit..t.begin + range.end * unit));
+            let bytes = t.begin + range.start * unit..t.begin + range.end * unit;
+            runs.push(FileRun { checkpoint: checkpoint.clone(), file: t.file, bytes });
             Ok(())
         });
         done.ok().map(|()| runs)
@@ -317,12 +325,11 @@ fn concat(outer: u64, parts: Vec<(Arc<Node>, u64)>) -> Arc<Node> {
     }
 }
 
+/// Gets a checkpoint, a tensor of it, and a range of that tensor's elements.
+type RunVisitor<'a> = &'a mut dyn FnMut(&Arc<Checkpoint>, usize, Range<u64>) -> Result<()>;
+
 /// Calls `f` with the stored pieces that make up elements `range` of the node, in order.
-fn each_run(
-    node: &Node,
-    range: Range<u64>,
-    f: &mut dyn FnMut(&Arc<Checkpoint>, usize, Range<u64>) -> Result<()>,
-) -> Result<()> {
+fn each_run(node: &Node, range: Range<u64>, f: RunVisitor<'_>) -> Result<()> {
     if range.is_empty() {
         return Ok(());
     }

@@ -200,9 +200,10 @@ impl WritePlan {
             for (number, output) in shard.outputs.iter().enumerate() {
                 let runs = if output.dtype == output.view.dtype { output.view.plain_runs() } else { None };
                 if let Some(runs) = runs {
-                    for (source, file, run) in runs {
-                        let bytes = run.end - run.start;
-                        let piece = Piece::Copy { source, file, from: run.start };
+                    for run in runs {
+                        let bytes = run.bytes.end - run.bytes.start;
+                        let piece =
+                            Piece::Copy { source: run.checkpoint, file: run.file, from: run.bytes.start };
                         push_copy(&mut copies, Job { shard: index, at, bytes, piece });
                         at += bytes;
                     }

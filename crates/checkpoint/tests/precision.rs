@@ -218,10 +218,12 @@ fn repair_works_across_layouts_and_from_bf16_storage() {
     assert!(comparison.tensors.iter().filter(protected).all(|t| t.verdict == Verdict::SameBits));
 }
 
+type Change = Box<dyn Fn(&mut Tensor)>;
+
 #[test]
 fn damage_of_every_kind_is_found() {
     let folder = tempfile::tempdir().unwrap();
-    let cases: [(&str, Box<dyn Fn(&mut Tensor)>, &str, &str); 7] = [
+    let cases: [(&str, Change, &str, &str); 7] = [
         (
             "dead",
             Box::new(|t| {

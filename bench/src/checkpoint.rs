@@ -1,0 +1,181 @@
+//! The checkpoint commands beside `cp` and `cat` on the same files, in one run, as ratios.
+//!
+//! ```text
+//! cargo build --release && cargo run --release -p ballast-bench --bin bench-checkpoint
+//! ```
+//!
+//! A checkpoint of more than 4 GiB is made, and every round runs each contestant once, one after the other,
+//! from a warm page cache; medians over the rounds are compared. `convert` flushes what it writes and reads
+//! it back, which `cp` does not do, so both are shown: `cp` alone, and `cp` followed by a flush of its files.
+//! The peak memory is what the system counts for the process (VmHWM).
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use ballast_checkpoint::synthetic::SyntheticModel;
+use ballast_contract::Dtype;
+use clap::Parser;
+
+#[derive(Parser)]
+struct Args {
+    /// Rounds; the median counts.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Decoder layers: 14 make about 4.4 GiB.
+    #[arg(long, default_value_t = 14)]
+    layers: u64,
+    /// Where to work: needs three times the checkpoint's size.
+    #[arg(long)]
+    folder: Option<PathBuf>,
+    /// The binary to measure.
+    #[arg(long, default_value = "target/release/ballast")]
+    ballast: PathBuf,
+}
+
+/// One contestant of a round.
+struct Contestant {
+    name: &'static str,
+    command: Vec<String>,
+    /// Removed before every run.
+    output: Option<PathBuf>,
+    /// Flush the output as part of the time.
+    flush: bool,
+    times: Vec<Duration>,
+    peak_bytes: u64,
+}
+
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let ballast = args.ballast.canonicalize().context("build the binary first: cargo build --release")?;
+    let folder = match &args.folder {
+        Some(folder) => tempfile::tempdir_in(folder)?,
+        None => tempfile::tempdir()?,
+    };
+    let source = folder.path().join("source");
+    let model = SyntheticModel {
+        layers: args.layers,
+        hidden_size: 2048,
+        intermediate_size: 6144,
+        vocab_size: 65536,
+        heads: 16,
+        kv_heads: 2,
+        head_dim: 256,
+        linear_key_heads: 16,
+        linear_value_heads: 32,
+        linear_head_dim: 128,
+        dtype: Dtype::F32,
+        seed: 1,
+    };
+    eprintln!("making the checkpoint");
+    model.write(&source, 1_000_000_000)?;
+    let bytes: u64 = files(&source)?.iter().map(|(_, size)| size).sum();
+    println!("checkpoint: {:.2} GiB in {} files", bytes as f64 / (1u64 << 30) as f64, files(&source)?.len());
+
+    let path = |name: &str| folder.path().join(name);
+    let text = |path: &Path| path.display().to_string();
+    let tool = |words: &[&str]| -> Vec<String> {
+        std::iter::once(text(&ballast)).chain(words.iter().map(ToString::to_string)).collect()
+    };
+    let (src, copy, kept, cast) = (text(&source), path("copy"), path("kept"), path("cast"));
+    let contestant = |name, command, output: Option<&PathBuf>, flush| Contestant {
+        name,
+        command,
+        output: output.cloned(),
+        flush,
+        times: Vec::new(),
+        peak_bytes: 0,
+    };
+    let cat = format!("cat {src}/*.safetensors > /dev/null");
+    let mut contestants = [
+        contestant("cp", vec!["cp".into(), "-r".into(), src.clone(), text(&copy)], Some(&copy), false),
+        contestant(
+            "cp, flushed",
+            vec!["cp".into(), "-r".into(), src.clone(), text(&copy)],
+            Some(&copy),
+            true,
+        ),
+        contestant("convert", tool(&["convert", &src, &text(&kept), "-q"]), Some(&kept), false),
+        contestant(
+            "convert --dtype bf16",
+            tool(&["convert", &src, &text(&cast), "--dtype", "bf16", "-q"]),
+            Some(&cast),
+            false,
+        ),
+        contestant("cat", vec!["sh".into(), "-c".into(), cat], None, false),
+        contestant("audit", tool(&["audit", &src, "-q"]), None, false),
+    ];
+    // Round 0 is not counted: it touches fresh blocks of the disk, which later rounds reuse.
+    for round in 0..=args.rounds {
+        for c in &mut contestants {
+            // The next contestant starts with the source in the cache and nothing to be written back.
+            run(&["sh", "-c", &format!("sync; cat {src}/* > /dev/null")].map(String::from))?;
+            let begin = Instant::now();
+            c.peak_bytes = c.peak_bytes.max(run(&c.command)?);
+            if let (true, Some(output)) = (c.flush, &c.output) {
+                run(&["sh".into(), "-c".into(), format!("sync {0}/* {0}", output.display())])?;
+            }
+            let elapsed = begin.elapsed();
+            if round > 0 {
+                c.times.push(elapsed);
+            }
+            if let Some(output) = &c.output {
+                std::fs::remove_dir_all(output)?;
+            }
+            eprintln!("round {round}/{}: {} {:.2} s", args.rounds, c.name, elapsed.as_secs_f64());
+        }
+    }
+    let median = |name: &str| {
+        let c = contestants.iter().find(|c| c.name == name).expect("named above");
+        let mut times = c.times.clone();
+        times.sort();
+        times[times.len() / 2].as_secs_f64()
+    };
+    println!("{:22} {:>9} {:>9} {:>12}", "median", "seconds", "GiB/s", "peak memory");
+    for c in &contestants {
+        let seconds = median(c.name);
+        let rate = bytes as f64 / seconds / (1u64 << 30) as f64;
+        println!(
+            "{:22} {seconds:9.2} {rate:9.2} {:8.1} MiB",
+            c.name,
+            c.peak_bytes as f64 / (1u64 << 20) as f64
+        );
+    }
+    println!("\n{:44} {:>7} {:>7}", "ratio (more is better)", "got", "target");
+    for (what, peer, target) in [
+        ("convert", "cp", "0.8"),
+        ("convert", "cp, flushed", "0.8"),
+        ("convert --dtype bf16", "cp", "0.6"),
+        ("convert --dtype bf16", "cp, flushed", "0.6"),
+        ("audit", "cat", "0.8"),
+    ] {
+        println!("{:44} {:6.2}x {target:>6}x", format!("{what} against {peer}"), median(peer) / median(what));
+    }
+    Ok(())
+}
+
+/// Runs a command to its end; returns its peak resident memory.
+fn run(command: &[String]) -> anyhow::Result<u64> {
+    let mut child = Command::new(&command[0]).args(&command[1..]).stdout(Stdio::null()).spawn()?;
+    let status_file = format!("/proc/{}/status", child.id());
+    let mut peak = 0;
+    loop {
+        if let Ok(status) = std::fs::read_to_string(&status_file)
+            && let Some(line) = status.lines().find(|l| l.starts_with("VmHWM:"))
+        {
+            let kib: u64 = line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
+            peak = peak.max(kib * 1024);
+        }
+        if let Some(status) = child.try_wait()? {
+            ensure!(status.success(), "{command:?} failed: {status}");
+            return Ok(peak);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn files(folder: &Path) -> anyhow::Result<Vec<(PathBuf, u64)>> {
+    let entries = std::fs::read_dir(folder)?;
+    entries.map(|e| e.and_then(|e| Ok((e.path(), e.metadata()?.len()))).map_err(Into::into)).collect()
+}
