@@ -166,7 +166,8 @@ const fn violation(name: &'static str, reason: &'static str, fix: &'static str) 
 }
 
 /// The rule gives the reason.
-const NOT_F32: Kind = violation("not-f32", "", "ballast convert SRC DST (F64: add --narrow-f64)");
+const NOT_F32: Kind = violation("not-f32", "", "ballast convert SRC DST");
+const F64_NOT_F32: Kind = violation("not-f32", "", "ballast convert SRC DST --narrow-f64");
 const MISSING: Kind = violation(
     "missing",
     "the layer is there, its protected tensor is not",
@@ -246,7 +247,8 @@ fn header_findings(
     for (t, rule) in checkpoint.tensors.iter().zip(rules) {
         let is_float = t.dtype.is_plain_float() || t.dtype.is_scaled_float();
         if let Some(rule) = rule.filter(|r| t.dtype != r.dtype && is_float) {
-            findings.add(&NOT_F32, Some(rule), Some(t.dtype), t.name.clone());
+            let kind = if t.dtype == Dtype::F64 { &F64_NOT_F32 } else { &NOT_F32 };
+            findings.add(kind, Some(rule), Some(t.dtype), t.name.clone());
         }
     }
     for rank in 0..checkpoint.ranks {

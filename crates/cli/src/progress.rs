@@ -12,6 +12,9 @@ use crate::output;
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
+/// Work that is done sooner than this shows nothing.
+const PATIENCE: Duration = Duration::from_millis(300);
+
 /// Between two plain lines.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -52,6 +55,12 @@ impl Progress {
     }
 }
 
+fn bar(name: &'static str, total: u64, begun: Instant) -> ProgressBar {
+    let template = "{msg:10} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta}";
+    let style = ProgressStyle::with_template(template).expect("a constant");
+    ProgressBar::new(total).with_style(style).with_message(name).with_elapsed(begun.elapsed())
+}
+
 impl Observer for Progress {
     fn phase(&self, name: &'static str, total: u64) {
         self.finish();
@@ -59,14 +68,9 @@ impl Observer for Progress {
         if self.quiet {
             return;
         }
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let template = "{msg:10} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta}";
-            let style = ProgressStyle::with_template(template).expect("a constant");
-            ProgressBar::new(total).with_style(style).with_message(name)
-        });
         let now = Instant::now();
         if let Ok(mut phase) = self.phase.lock() {
-            *phase = Some(Phase { name, total, begun: now, last_line: now, bar });
+            *phase = Some(Phase { name, total, begun: now, last_line: now, bar: None });
         }
     }
 
@@ -75,8 +79,11 @@ impl Observer for Progress {
         // A busy lock means that somebody else is drawing: nothing is lost.
         let Ok(mut phase) = self.phase.try_lock() else { return };
         let Some(phase) = phase.as_mut() else { return };
-        if let Some(bar) = &phase.bar {
-            bar.set_position(done);
+        if phase.begun.elapsed() < PATIENCE {
+            return;
+        }
+        if std::io::stderr().is_terminal() {
+            phase.bar.get_or_insert_with(|| bar(phase.name, phase.total, phase.begun)).set_position(done);
         } else if phase.last_line.elapsed() >= PLAIN_INTERVAL {
             phase.last_line = Instant::now();
             let seconds = phase.begun.elapsed().as_secs_f64();
