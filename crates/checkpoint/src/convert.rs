@@ -14,6 +14,7 @@ use crate::jobs::Observer;
 use crate::layout::{Form, Layout, LayoutRequest, Naming, is_carried, metadata, relayout, stored_views};
 use crate::open::Checkpoint;
 use crate::staging::Staging;
+use crate::transfer::{Prepare, write_verified};
 use crate::verify::{self, Verification};
 use crate::view::View;
 use crate::write::{DEFAULT_SHARD_BYTES, Output, WritePlan};
@@ -275,17 +276,10 @@ pub fn execute(
         options.max_shard_bytes,
     )?;
     staging.check_space(files.file_bytes())?;
-    files.write(observer)?;
     let sidecars = if single_file { 0 } else { copy_sidecars(source, staging.folder(), options.dtype)? };
-
-    // The disk is busy with the flush while the processor compares.
-    let verification = std::thread::scope(|scope| {
-        let flush = scope.spawn(|| files.flush());
-        let verification = verify::against_source(source, &plan.from, &staging.staged(), &plan.to, observer);
-        observer.phase("flushing", 0);
-        flush.join().unwrap_or_else(|_| Err(Error::Refused("the flush failed".into())))?;
-        verification
-    })?;
+    let prepare = if plan.to.ranks == 1 { Prepare::Early } else { Prepare::Late };
+    let pairs = || verify::pairs_with_source(source, &plan.from, &staging.staged(), &plan.to);
+    let verification = write_verified(&files, prepare, pairs, observer)?;
     for file in &source.files {
         file.check_unchanged()?;
     }

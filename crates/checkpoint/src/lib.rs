@@ -14,6 +14,7 @@ pub mod open;
 pub mod repair;
 pub mod staging;
 pub mod synthetic;
+mod transfer;
 pub mod verify;
 pub mod view;
 pub mod write;

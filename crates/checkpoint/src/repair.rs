@@ -13,13 +13,14 @@ use ballast_contract::{Dtype, Policy};
 use serde::Serialize;
 
 use crate::cast::{self, Buffer};
-use crate::convert::{copy_sidecars, stored_by_name};
+use crate::convert::copy_sidecars;
 use crate::error::{Error, Result};
 use crate::jobs::Observer;
 use crate::layout::{Layout, relayout, stored_views};
 use crate::open::Checkpoint;
 use crate::staging::Staging;
-use crate::verify::{self, Pair, Verification};
+use crate::transfer::{Prepare, write_verified};
+use crate::verify::{self, Verification};
 use crate::view::View;
 use crate::write::{DEFAULT_SHARD_BYTES, Output, WritePlan};
 
@@ -163,27 +164,15 @@ fn write(
     let single_file = destination.extension().is_some_and(|e| e == "safetensors");
     let staging = Staging::new(destination, single_file, force, &[&checkpoint.root, &original.root])?;
     let name = destination.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    let meant: Vec<(usize, View)> = ranks
-        .iter()
-        .enumerate()
-        .flat_map(|(rank, o)| o.iter().map(move |o| (rank, o.view.clone())))
-        .collect();
+    let meant: Vec<Vec<View>> = ranks.iter().map(|o| o.iter().map(|o| o.view.clone()).collect()).collect();
     let single = single_file.then_some(name.as_str());
     let files = WritePlan::new(staging.folder(), single, ranks, &checkpoint.metadata, DEFAULT_SHARD_BYTES)?;
     staging.check_space(files.file_bytes())?;
-    files.write(observer)?;
     if !single_file {
         copy_sidecars(checkpoint, staging.folder(), None)?;
     }
-    files.flush()?;
-    let written = Arc::new(Checkpoint::open_consistent(&staging.staged())?);
-    let mut back = stored_by_name(&written);
-    let pairs = meant.into_iter().map(|(rank, source)| {
-        let missing = || Error::Verification(format!("{} is not in the destination", source.name));
-        let back = back.remove(&(rank, source.name.clone())).ok_or_else(missing)?;
-        Ok(Pair { source, back })
-    });
-    let verification = verify::check(pairs.collect::<Result<_>>()?, observer)?;
+    let pairs = || verify::pairs_with_meant(meant.clone(), &staging.staged());
+    let verification = write_verified(&files, Prepare::Early, pairs, observer)?;
     for file in checkpoint.files.iter().chain(&original.files) {
         file.check_unchanged()?;
     }

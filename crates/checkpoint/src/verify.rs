@@ -4,6 +4,7 @@
 //! the new dtype; where a gamma was shifted by one, to within the rounding of that shift, and those that
 //! moved are counted.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use serde::Serialize;
 use crate::cast::{self, Buffer};
 use crate::convert::stored_by_name;
 use crate::error::{Error, Result};
-use crate::jobs::{self, CHUNK_BYTES, Observer};
+use crate::jobs::{self, CHUNK_BYTES, Workspace};
 use crate::layout::{Layout, relayout};
 use crate::open::Checkpoint;
 use crate::view::View;
@@ -50,14 +51,14 @@ pub(crate) struct Pair {
     pub(crate) back: View,
 }
 
-/// Compares the checkpoint at `staged`, written in layout `to`, with `source`, which is in layout `from`.
-pub fn against_source(
+/// Pairs every tensor of `source`, which is in layout `from`, with itself as it reads back from the checkpoint at
+/// `staged`, which is in layout `to`.
+pub(crate) fn pairs_with_source(
     source: &Arc<Checkpoint>,
     from: &Layout,
     staged: &Path,
     to: &Layout,
-    observer: &dyn Observer,
-) -> Result<Verification> {
+) -> Result<Vec<Pair>> {
     let written = Arc::new(Checkpoint::open_consistent(staged)?);
     let detected = Layout::detect(&written);
     if &detected != to && detected.naming != to.naming {
@@ -85,25 +86,78 @@ pub fn against_source(
     if let Some((_, name)) = expected.keys().next() {
         return Err(Error::Verification(format!("{name} is in the source, but not in the destination")));
     }
-    check(pairs, observer)
+    Ok(pairs)
 }
 
-/// Compares every pair, value by value.
-pub(crate) fn check(pairs: Vec<Pair>, observer: &dyn Observer) -> Result<Verification> {
-    observer.phase("verifying", pairs.iter().map(|p| p.source.bytes()).sum());
-    let work: Vec<(usize, std::ops::Range<u64>)> = pairs
-        .iter()
-        .enumerate()
-        .flat_map(|(i, p)| {
-            let widest = p.source.unit_bytes().max(p.back.unit_bytes());
-            jobs::pieces(p.source.units(), widest, CHUNK_BYTES).map(move |range| (i, range))
-        })
-        .collect();
-    let bytes = |(i, range): &(usize, std::ops::Range<u64>)| {
-        (range.end - range.start) * pairs[*i].source.unit_bytes()
-    };
-    let moved = jobs::run(&work, observer, bytes, |(i, range), w| {
-        let Pair { source, back } = &pairs[*i];
+/// Pairs every tensor that was meant to be written, by rank, with itself as it reads back from `staged`.
+pub(crate) fn pairs_with_meant(meant: Vec<Vec<View>>, staged: &Path) -> Result<Vec<Pair>> {
+    let written = Arc::new(Checkpoint::open_consistent(staged)?);
+    let mut back = stored_by_name(&written);
+    let mut pairs = Vec::new();
+    for (rank, views) in meant.into_iter().enumerate() {
+        for source in views {
+            let Some(back) = back.remove(&(rank, source.name.clone())) else {
+                return Err(Error::Verification(format!("{} is not in the destination", source.name)));
+            };
+            pairs.push(Pair { source, back });
+        }
+    }
+    Ok(pairs)
+}
+
+/// A piece of a pair.
+pub(crate) struct Chunk {
+    pair: usize,
+    range: Range<u64>,
+}
+
+/// How many values of a chunk moved, and by how much at most.
+pub(crate) struct Moved {
+    pair: usize,
+    values: u64,
+    max_abs: f32,
+}
+
+/// The pairs of a verification, chunk by chunk.
+pub(crate) struct Verifier {
+    pairs: Vec<Pair>,
+}
+
+impl Verifier {
+    pub(crate) fn new(pairs: Vec<Pair>) -> Verifier {
+        Verifier { pairs }
+    }
+
+    /// Bytes of all source tensors.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.pairs.iter().map(|p| p.source.bytes()).sum()
+    }
+
+    /// The files of the destination that hold pair number `pair`.
+    pub(crate) fn files(&self, pair: usize) -> Vec<&Path> {
+        self.pairs[pair].back.source_files()
+    }
+
+    pub(crate) fn pair_count(&self) -> usize {
+        self.pairs.len()
+    }
+
+    /// The chunks of pair number `pair`.
+    pub(crate) fn chunks(&self, pair: usize) -> impl Iterator<Item = Chunk> {
+        let Pair { source, back } = &self.pairs[pair];
+        let widest = source.unit_bytes().max(back.unit_bytes());
+        jobs::pieces(source.units(), widest, CHUNK_BYTES).map(move |range| Chunk { pair, range })
+    }
+
+    /// Source bytes of a chunk.
+    pub(crate) fn chunk_bytes(&self, chunk: &Chunk) -> u64 {
+        (chunk.range.end - chunk.range.start) * self.pairs[chunk.pair].source.unit_bytes()
+    }
+
+    /// Compares one chunk, value by value.
+    pub(crate) fn check(&self, chunk: &Chunk, w: &mut Workspace) -> Result<Moved> {
+        let Chunk { pair, range } = chunk;
+        let Pair { source, back } = &self.pairs[*pair];
         source.read(range.clone(), &mut w.a, &mut w.scratch)?;
         back.read(range.clone(), &mut w.b, &mut w.scratch)?;
         let mut expected = &w.a;
@@ -112,33 +166,37 @@ pub(crate) fn check(pairs: Vec<Pair>, observer: &dyn Observer) -> Result<Verific
             expected = &w.scratch;
         }
         if expected.as_ref() == w.b.as_ref() {
-            return Ok((0, 0f32));
+            return Ok(Moved { pair: *pair, values: 0, max_abs: 0.0 });
         }
         // Only a shifted gamma may differ, and only by the rounding of the shift.
         match moved_values(back, expected, &w.b) {
-            Some(moved) => Ok(moved),
+            Some((values, max_abs)) => Ok(Moved { pair: *pair, values, max_abs }),
             None => Err(Error::Verification(format!("{} does not read back as it was", source.name))),
         }
-    })?;
+    }
 
-    let mut counts = vec![(0, 0f32); pairs.len()];
-    for ((i, _), (values, max_abs)) in work.iter().zip(moved) {
-        counts[*i] = (counts[*i].0 + values, counts[*i].1.max(max_abs));
-    }
-    let mut verification = Verification::default();
-    for (Pair { source, back }, (values, max_abs)) in pairs.into_iter().zip(counts) {
-        if values > 0 {
-            let elements = source.elements();
-            verification.moved.push(MovedValues { tensor: source.name, values, elements, max_abs });
-        } else if source.dtype == back.dtype {
-            verification.same_bits += 1;
-        } else if source.dtype.widens_exactly_to(back.dtype) {
-            verification.same_values += 1;
-        } else {
-            verification.rounded += 1;
+    /// The verdict, from the results of all chunks.
+    pub(crate) fn finish(self, results: &[Moved]) -> Verification {
+        let mut counts = vec![(0, 0f32); self.pairs.len()];
+        for moved in results {
+            let (values, max_abs) = &mut counts[moved.pair];
+            (*values, *max_abs) = (*values + moved.values, max_abs.max(moved.max_abs));
         }
+        let mut verification = Verification::default();
+        for (Pair { source, back }, (values, max_abs)) in self.pairs.into_iter().zip(counts) {
+            if values > 0 {
+                let elements = source.elements();
+                verification.moved.push(MovedValues { tensor: source.name, values, elements, max_abs });
+            } else if source.dtype == back.dtype {
+                verification.same_bits += 1;
+            } else if source.dtype.widens_exactly_to(back.dtype) {
+                verification.same_values += 1;
+            } else {
+                verification.rounded += 1;
+            }
+        }
+        verification
     }
-    Ok(verification)
 }
 
 /// How many values of a shifted tensor moved and by how much at most; `None` when that is not the

@@ -9,6 +9,7 @@
 //! shape takes columns of the matrix [prod(shape[..d]), prod(shape[d..])].
 
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 use ballast_contract::Dtype;
@@ -154,9 +155,19 @@ impl View {
 
     /// The stored tensors behind the view, in order, each as often as it is used.
     pub fn sources(&self) -> Vec<&StoredTensor> {
-        fn collect<'a>(node: &'a Node, found: &mut Vec<&'a StoredTensor>) {
+        self.leaves().into_iter().map(|(checkpoint, tensor)| &checkpoint.tensors[tensor]).collect()
+    }
+
+    /// The files that hold them.
+    pub(crate) fn source_files(&self) -> Vec<&Path> {
+        let file = |c: &Checkpoint, tensor: usize| c.tensors[tensor].file;
+        self.leaves().into_iter().map(|(c, tensor)| c.files[file(c, tensor)].path.as_path()).collect()
+    }
+
+    fn leaves(&self) -> Vec<(&Checkpoint, usize)> {
+        fn collect<'a>(node: &'a Node, found: &mut Vec<(&'a Checkpoint, usize)>) {
             match node {
-                Node::Stored { checkpoint, tensor } => found.push(&checkpoint.tensors[*tensor]),
+                Node::Stored { checkpoint, tensor } => found.push((checkpoint, *tensor)),
                 Node::Slice { of, .. } => collect(of, found),
                 Node::Concat { parts, .. } => parts.iter().for_each(|(part, _)| collect(part, found)),
             }

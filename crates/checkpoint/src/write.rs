@@ -17,7 +17,7 @@ use crate::cast::{self, Buffer};
 use crate::error::{Error, Result};
 use crate::header::{Header, TensorInfo};
 use crate::index::Index;
-use crate::jobs::{self, CHUNK_BYTES, Observer};
+use crate::jobs::{self, CHUNK_BYTES, Workspace};
 use crate::open::{Checkpoint, ShardFile, rank_folder};
 use crate::view::View;
 
@@ -124,107 +124,87 @@ impl WritePlan {
         shards + self.indexes.iter().map(|(_, text)| text.len() as u64).sum::<u64>()
     }
 
-    /// Writes all files. They are not flushed: see [`WritePlan::flush`].
-    pub fn write(&self, observer: &dyn Observer) -> Result<()> {
-        observer.phase("writing", self.tensor_bytes);
-        let mut files = Vec::new();
-        for shard in &self.shards {
+    /// Creates all files in their full size, with headers and indexes but without data.
+    pub(crate) fn create(&self) -> Result<Vec<File>> {
+        let create = |shard: &Shard| {
             let folder = shard.path.parent().expect("a shard lies in a folder");
             fs::create_dir_all(folder).map_err(Error::io(folder, "create"))?;
             let file = File::create_new(&shard.path).map_err(Error::io(&shard.path, "create"))?;
-            file.set_len(shard.header.len() as u64 + shard.data_bytes())
-                .map_err(Error::io(&shard.path, "size"))?;
+            let bytes = shard.header.len() as u64 + shard.data_bytes();
+            file.set_len(bytes).map_err(Error::io(&shard.path, "size"))?;
             file.write_all_at(&shard.header, 0).map_err(Error::io(&shard.path, "write"))?;
-            files.push(file);
-        }
-        let work = self.jobs();
-        jobs::run(
-            &work,
-            observer,
-            |job| job.bytes,
-            |job, workspace| {
-                let (shard, file) = (&self.shards[job.shard], &files[job.shard]);
-                let write =
-                    |data: &[u8], at| file.write_all_at(data, at).map_err(Error::io(&shard.path, "write"));
-                match &job.piece {
-                    Piece::Copy { source, file: index, from } => copy(
-                        &source.files[*index],
-                        *from,
-                        file,
-                        &shard.path,
-                        job.at,
-                        job.bytes,
-                        &mut workspace.a,
-                    ),
-                    Piece::Stream { output, range } => {
-                        let output = &shard.outputs[*output];
-                        output.view.read(range.clone(), &mut workspace.a, &mut workspace.scratch)?;
-                        if output.dtype == output.view.dtype {
-                            return write(workspace.a.as_ref(), job.at);
-                        }
-                        let target = workspace.b.resize(job.bytes as usize);
-                        let overflowed =
-                            cast::convert(workspace.a.as_ref(), output.view.dtype, target, output.dtype);
-                        if overflowed > 0 {
-                            let problem = format!(
-                                "{overflowed} or more values lie outside the range of {} and would become infinite; \
-                             choose another dtype",
-                                output.dtype
-                            );
-                            return Err(Error::tensor(&output.view.name, problem));
-                        }
-                        write(target, job.at)
-                    }
-                }
-            },
-        )?;
+            Ok(file)
+        };
+        let files = self.shards.iter().map(create).collect::<Result<_>>()?;
         for (path, text) in &self.indexes {
             fs::write(path, text).map_err(Error::io(path, "write"))?;
-        }
-        Ok(())
-    }
-
-    /// Makes the written files durable.
-    pub fn flush(&self) -> Result<()> {
-        for path in self.shards.iter().map(|s| &s.path).chain(self.indexes.iter().map(|(path, _)| path)) {
             File::open(path).and_then(|f| f.sync_all()).map_err(Error::io(path, "flush"))?;
         }
-        Ok(())
+        Ok(files)
     }
 
-    fn jobs(&self) -> Vec<Job> {
-        let mut jobs: Vec<Job> = Vec::new();
-        for (index, shard) in self.shards.iter().enumerate() {
-            let mut at = shard.header.len() as u64;
-            let mut copies: Vec<Job> = Vec::new();
-            for (number, output) in shard.outputs.iter().enumerate() {
-                let runs = if output.dtype == output.view.dtype { output.view.plain_runs() } else { None };
-                if let Some(runs) = runs {
-                    for run in runs {
-                        let bytes = run.bytes.end - run.bytes.start;
-                        let piece =
-                            Piece::Copy { source: run.checkpoint, file: run.file, from: run.bytes.start };
-                        push_copy(&mut copies, Job { shard: index, at, bytes, piece });
-                        at += bytes;
-                    }
-                    continue;
-                }
-                let stored_unit = output.dtype.bytes().unwrap_or(1);
-                let widest = stored_unit.max(output.view.unit_bytes());
-                for range in jobs::pieces(output.view.units(), widest, CHUNK_BYTES) {
-                    let bytes = (range.end - range.start) * stored_unit;
-                    let at = at + range.start * stored_unit;
-                    jobs.push(Job {
-                        shard: index,
-                        at,
-                        bytes,
-                        piece: Piece::Stream { output: number, range },
-                    });
-                }
-                at += output.bytes();
+    /// Where shard number `shard` is written.
+    pub(crate) fn shard_path(&self, shard: usize) -> &Path {
+        &self.shards[shard].path
+    }
+
+    /// Does one job; `file` is the job's shard.
+    pub(crate) fn do_job(&self, job: &Job, file: &File, workspace: &mut Workspace) -> Result<()> {
+        let shard = &self.shards[job.shard];
+        let write = |data: &[u8]| file.write_all_at(data, job.at).map_err(Error::io(&shard.path, "write"));
+        let output = match &job.piece {
+            Piece::Copy { source, file: index, from } => {
+                let source = &source.files[*index];
+                return copy(source, *from, file, &shard.path, job.at, job.bytes, &mut workspace.a);
             }
-            jobs.extend(copies.into_iter().flat_map(divided));
+            Piece::Stream { output, range } => {
+                let output = &shard.outputs[*output];
+                output.view.read(range.clone(), &mut workspace.a, &mut workspace.scratch)?;
+                output
+            }
+        };
+        if output.dtype == output.view.dtype {
+            return write(workspace.a.as_ref());
         }
+        let target = workspace.b.resize(job.bytes as usize);
+        let overflowed = cast::convert(workspace.a.as_ref(), output.view.dtype, target, output.dtype);
+        if overflowed > 0 {
+            let problem = format!(
+                "{overflowed} or more values lie outside the range of {} and would become infinite; choose another dtype",
+                output.dtype
+            );
+            return Err(Error::tensor(&output.view.name, problem));
+        }
+        write(target)
+    }
+
+    /// The jobs that fill shard number `index` with data.
+    pub(crate) fn jobs(&self, index: usize) -> Vec<Job> {
+        let shard = &self.shards[index];
+        let mut jobs: Vec<Job> = Vec::new();
+        let mut copies: Vec<Job> = Vec::new();
+        let mut at = shard.header.len() as u64;
+        for (number, output) in shard.outputs.iter().enumerate() {
+            let runs = if output.dtype == output.view.dtype { output.view.plain_runs() } else { None };
+            if let Some(runs) = runs {
+                for run in runs {
+                    let bytes = run.bytes.end - run.bytes.start;
+                    let piece = Piece::Copy { source: run.checkpoint, file: run.file, from: run.bytes.start };
+                    push_copy(&mut copies, Job { shard: index, at, bytes, piece });
+                    at += bytes;
+                }
+                continue;
+            }
+            let stored_unit = output.dtype.bytes().unwrap_or(1);
+            let widest = stored_unit.max(output.view.unit_bytes());
+            for range in jobs::pieces(output.view.units(), widest, CHUNK_BYTES) {
+                let bytes = (range.end - range.start) * stored_unit;
+                let at = at + range.start * stored_unit;
+                jobs.push(Job { shard: index, at, bytes, piece: Piece::Stream { output: number, range } });
+            }
+            at += output.bytes();
+        }
+        jobs.extend(copies.into_iter().flat_map(divided));
         jobs
     }
 }
@@ -258,12 +238,12 @@ fn shard(path: PathBuf, mut outputs: Vec<Output>, metadata: &[(String, String)])
     Ok(Shard { path, header: header.to_bytes(), outputs })
 }
 
-/// A piece of a shard.
-struct Job {
-    shard: usize,
+/// A piece of a shard's data.
+pub(crate) struct Job {
+    pub(crate) shard: usize,
     /// First byte in the shard's file.
     at: u64,
-    bytes: u64,
+    pub(crate) bytes: u64,
     piece: Piece,
 }
 
