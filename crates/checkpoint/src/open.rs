@@ -322,12 +322,9 @@ impl Checkpoint {
 }
 
 fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
+    require_file(path)?;
     let handle = File::open(path).map_err(Error::io(path, "open"))?;
     let metadata = handle.metadata().map_err(Error::io(path, "look at"))?;
-    if !metadata.is_file() {
-        let problem = "not a file".into();
-        return Err(Error::NoCheckpoint { path: path.into(), problem });
-    }
     let bytes = metadata.len();
     let file = ShardFile { path: path.into(), bytes, modified: metadata.modified().ok(), handle };
     let mut first = [0; 8];
@@ -337,6 +334,14 @@ fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
     file.read_at(&mut json, 8)?;
     let header = Header::parse(path, bytes, &json)?;
     Ok((file, header))
+}
+
+/// An error unless `path` is a plain file. Asked before it is opened: opening a pipe waits for its writer.
+fn require_file(path: &Path) -> Result<()> {
+    if fs::metadata(path).map_err(Error::io(path, "open"))?.is_file() {
+        return Ok(());
+    }
+    Err(Error::NoCheckpoint { path: path.into(), problem: "not a file".into() })
 }
 
 /// `mp_rank_00`, `mp_rank_01`, ... of `folder`; empty when it has none.
@@ -397,11 +402,11 @@ fn sidecars(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 fn read_config(path: &Path) -> Result<Option<Value>> {
-    let text = match fs::read(path) {
-        Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(Error::io(path, "read")(e)),
-    };
+    if !path.try_exists().map_err(Error::io(path, "look at"))? {
+        return Ok(None);
+    }
+    require_file(path)?;
+    let text = fs::read(path).map_err(Error::io(path, "read"))?;
     let fail = |problem| Error::Config { file: path.into(), problem };
     let config: Value = serde_json::from_slice(&text).map_err(|e| fail(format!("not valid JSON: {e}")))?;
     if !config.is_object() {
