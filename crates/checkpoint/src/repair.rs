@@ -85,7 +85,7 @@ pub fn repair(
                 continue;
             }
             let found = originals.get(&(rank, plain_name(&view.name)));
-            let (outcome, trained_values) = judge(&view, found)?;
+            let (outcome, trained_values) = judge(&view, found).map_err(|e| e.of(&checkpoint.root))?;
             let (tensor, was, elements) = (view.name.clone(), view.dtype, view.elements());
             tensors.push(RepairedTensor { tensor, was, outcome, trained_values, elements });
             let source = match (outcome, found) {
