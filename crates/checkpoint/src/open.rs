@@ -4,7 +4,7 @@
 //! Tensors are read by position, never mapped: a mapped file that shrinks kills the process with a
 //! signal, a positional read returns an error. A checkpoint is never held in memory.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -297,13 +297,14 @@ impl Checkpoint {
 
     fn add_files(&mut self, paths: &[PathBuf], rank: usize) -> Result<()> {
         let mut holders: HashMap<String, String> = HashMap::new();
+        let mut known: HashSet<String> = self.metadata.iter().map(|(key, _)| key.clone()).collect();
         for path in paths {
             let (file, header) = open_shard(path)?;
             let shard = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let index = self.files.len();
             self.files.push(file);
             for (key, value) in header.metadata {
-                if !self.metadata.iter().any(|(k, _)| *k == key) {
+                if known.insert(key.clone()) {
                     self.metadata.push((key, value));
                 }
             }

@@ -1,5 +1,6 @@
 //! What the commands print: tables that fit the terminal, sizes, JSON with a stable schema.
 
+use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
 
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
@@ -98,10 +99,12 @@ pub(crate) fn plural(n: usize, thing: &str) -> String {
 /// Tensor names with their numbers replaced by `*`, each pattern once with how often it occurs.
 pub(crate) fn patterns<'a>(names: impl IntoIterator<Item = &'a String>) -> Vec<(String, usize)> {
     let mut found: Vec<(String, usize)> = Vec::new();
+    let mut places: HashMap<String, usize> = HashMap::new();
     for name in names {
         let star = |s: &'a str| if !s.is_empty() && s.bytes().all(|b| b.is_ascii_digit()) { "*" } else { s };
         let pattern = clean(&name.split('.').map(star).collect::<Vec<_>>().join("."));
-        match found.iter_mut().find(|(p, _)| *p == pattern) {
+        let place = *places.entry(pattern.clone()).or_insert(found.len());
+        match found.get_mut(place) {
             Some((_, n)) => *n += 1,
             None => found.push((pattern, 1)),
         }
