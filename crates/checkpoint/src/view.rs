@@ -19,6 +19,10 @@ use crate::error::{Error, Result};
 use crate::header::elements;
 use crate::open::{Checkpoint, StoredTensor};
 
+/// Only of a tensor with elements does the file's size bound every dimension; an empty one may claim 2^63
+/// experts.
+const EMPTY: &str = "it has no elements, so it cannot be cut up or joined";
+
 #[derive(Clone, Debug)]
 enum Node {
     /// All of one stored tensor.
@@ -99,6 +103,9 @@ impl View {
                 self.shape
             ));
         }
+        if self.elements() == 0 {
+            return refuse(EMPTY.into());
+        }
         if self.dtype.bytes().is_none() || self.dtype.is_scaled_float() {
             return refuse(format!(
                 "{} tensors are tied to a scale and cannot be cut up or joined",
@@ -119,6 +126,9 @@ impl View {
         let Some(first) = parts.first() else {
             return Err(Error::tensor(name, "nothing to join"));
         };
+        if let Some(empty) = parts.iter().find(|p| p.elements() == 0) {
+            return Err(Error::tensor(&empty.name, EMPTY));
+        }
         let mut shape = first.shape.clone();
         let mut dtype = first.dtype;
         for part in &parts[1..] {
