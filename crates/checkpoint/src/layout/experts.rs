@@ -61,7 +61,11 @@ pub(super) fn fuse(views: Vec<View>) -> Result<Vec<View>> {
         let (mut gate_up, mut down) = (Vec::new(), Vec::new());
         for e in 0..count {
             let mut take = |leaf: &str| pool.take(&format!("{module}{e}.{leaf}.weight"), &module);
-            let both = View::concat(&module, 0, &[take("gate_proj")?, take("up_proj")?])?;
+            let both = View::concat(
+                format!("{module}{e}.gate_up_proj"),
+                0,
+                &[take("gate_proj")?, take("up_proj")?],
+            )?;
             for (view, list) in [(both, &mut gate_up), (take("down_proj")?, &mut down)] {
                 let shape = [&[1], &view.shape[..]].concat();
                 list.push(view.reshaped(&shape)?);
