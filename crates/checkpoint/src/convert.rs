@@ -263,7 +263,7 @@ pub fn execute(
             "several ranks do not fit into one file; give a folder as destination".into(),
         ));
     }
-    let staging = Staging::new(destination, single_file, options.force, &[&source.root])?;
+    let staging = Staging::new(destination, single_file, options.force, &source.paths())?;
     let mut file_metadata: Vec<(String, String)> =
         source.metadata.iter().filter(|(k, _)| !metadata::ALL.contains(&k.as_str())).cloned().collect();
     file_metadata.extend(plan.to.describe());

@@ -176,6 +176,13 @@ impl Checkpoint {
         self.files.len() == 1 && self.files[0].path == self.root
     }
 
+    /// The root and every file; a file may be a link to elsewhere.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        let sidecars = self.sidecars.iter().map(|name| self.root.join(name));
+        let files = self.files.iter().map(|f| f.path.clone());
+        std::iter::once(self.root.clone()).chain(files).chain(sidecars).collect()
+    }
+
     /// Sum of all tensors' bytes.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensors.iter().map(|t| t.bytes).sum()

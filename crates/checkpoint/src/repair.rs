@@ -162,7 +162,8 @@ fn write(
     observer: &dyn Observer,
 ) -> Result<Verification> {
     let single_file = destination.extension().is_some_and(|e| e == "safetensors");
-    let staging = Staging::new(destination, single_file, force, &[&checkpoint.root, &original.root])?;
+    let staging =
+        Staging::new(destination, single_file, force, &[checkpoint.paths(), original.paths()].concat())?;
     let name = destination.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let meant: Vec<Vec<View>> = ranks.iter().map(|o| o.iter().map(|o| o.view.clone()).collect()).collect();
     let single = single_file.then_some(name.as_str());
