@@ -186,7 +186,7 @@ fn a_file_that_may_not_be_read_is_refused() {
         return;
     }
     let model = scratch.path("src/model.safetensors");
-    fs::set_permissions(model, fs::Permissions::from_mode(0)).unwrap();
+    fs::set_permissions(model, fs::Permissions::from_mode(0o000)).unwrap();
     scratch.every_command_refuses(&["src/model.safetensors: cannot open: Permission denied"]);
 }
 

@@ -225,7 +225,7 @@ pub(crate) fn f32_bytes(values: &[f32]) -> Vec<u8> {
 pub(crate) fn permissions_do_not_bind(folder: &Path) -> bool {
     let path = folder.join("permission-probe");
     fs::write(&path, "x").expect("a file");
-    fs::set_permissions(&path, fs::Permissions::from_mode(0)).expect("own file");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o000)).expect("own file");
     let readable = fs::File::open(&path).is_ok();
     fs::remove_file(&path).expect("own file");
     readable
