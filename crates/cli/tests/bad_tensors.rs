@@ -119,16 +119,38 @@ fn a_projection_without_its_sibling_is_refused() {
     scratch.convert_refuses(&["--projections", "fused"], 3, &words);
 }
 
+/// Two experts of 2 x 2, except that the tensor called `name` has this shape.
+fn experts_with(name: &str, shape: &[u64]) -> Scratch {
+    let names: Vec<String> = (0..2)
+        .flat_map(|e| ["gate", "up", "down"].map(|leaf| format!("m.mlp.experts.{e}.{leaf}_proj.weight")))
+        .collect();
+    let data = vec![0; 2 * shape.iter().product::<u64>() as usize];
+    let mut tensors: Vec<(&str, &str, &[u64], &[u8])> = Vec::new();
+    for n in &names {
+        tensors.push(if n == name { (n, "BF16", shape, &data) } else { (n, "BF16", &[2, 2], &[0; 8]) });
+    }
+    hybrid(&tensors)
+}
+
 #[test]
-fn experts_that_cannot_be_joined_are_refused() {
-    let expert = |e: u32, leaf: &str| format!("model.layers.0.mlp.experts.{e}.{leaf}_proj.weight");
-    let names: Vec<String> =
-        (0..2).flat_map(|e| ["gate", "up", "down"].map(|leaf| expert(e, leaf))).collect();
-    let mut tensors: Vec<(&str, &str, &[u64], &[u8])> =
-        names.iter().map(|n| (n.as_str(), "BF16", &[2u64, 2][..], &[0u8; 8][..])).collect();
-    tensors[3] = (&names[3], "BF16", &[2, 3], &[0; 12]);
-    let scratch = hybrid(&tensors);
-    scratch.convert_refuses(&["--experts", "fused"], 3, &["src", "model.layers.0.mlp.experts", "[2, 3]"]);
+fn an_expert_whose_gate_and_up_differ_in_rows_is_refused() {
+    let scratch = experts_with("m.mlp.experts.1.up_proj.weight", &[3, 2]);
+    let words = ["src", "m.mlp.experts.1.gate_proj.weight", "[2, 2] does not go with up_proj's [3, 2]"];
+    scratch.convert_refuses(&["--experts", "fused"], 3, &words);
+}
+
+#[test]
+fn experts_of_different_shapes_are_refused() {
+    let scratch = experts_with("m.mlp.experts.1.down_proj.weight", &[3, 2]);
+    let words = ["src", "m.mlp.experts.down_proj", "[1, 3, 2]", "cannot be joined with [1, 2, 2]"];
+    scratch.convert_refuses(&["--experts", "fused"], 3, &words);
+}
+
+#[test]
+fn a_missing_expert_is_refused() {
+    let scratch = hybrid(&[("m.mlp.experts.1.up_proj.weight", "BF16", &[2, 2], &[0; 8])]);
+    let words = ["src", "m.mlp.experts.0.gate_proj.weight", "it is missing"];
+    scratch.convert_refuses(&["--experts", "fused"], 3, &words);
 }
 
 #[test]
@@ -137,7 +159,7 @@ fn empty_experts_without_end_are_refused_when_they_are_split() {
         ["gate_up_proj", "down_proj"].map(|leaf| format!("model.layers.0.mlp.experts.{leaf}"));
     for shape in [[1 << 60, 2, 0], [1 << 40, 1 << 40, 0]] {
         let scratch = hybrid(&[(&gate_up, "BF16", &shape, b""), (&down, "BF16", &shape, b"")]);
-        let words = ["src", &gate_up, "it has no elements, so it cannot be cut up"];
+        let words = ["src", &gate_up, "has no elements, so it cannot be cut up"];
         scratch.convert_refuses(&["--experts", "split"], 3, &words);
     }
 }
@@ -148,7 +170,7 @@ fn empty_experts_without_end_are_refused_when_they_are_joined() {
     let names = ["gate", "up", "down"].map(expert);
     let empty = |name| -> (&str, &str, &[u64], &[u8]) { (name, "BF16", &[1 << 63, 0], b"") };
     let scratch = hybrid(&[empty(&names[0]), empty(&names[1]), empty(&names[2])]);
-    let words = ["src", &names[0], "it has no elements, so it cannot be cut up or joined"];
+    let words = ["src", &names[0], "has no elements, so it cannot be cut up or joined"];
     scratch.convert_refuses(&["--experts", "fused"], 3, &words);
 }
 

@@ -101,6 +101,7 @@ fn sections<const N: usize>(view: &View, heads: u64, rows: [u64; N]) -> Result<[
 }
 
 fn check_rows(view: &View, rows: u64) -> Result<()> {
+    view.require_elements()?;
     if view.shape.first() == Some(&rows) {
         return Ok(());
     }
