@@ -92,7 +92,7 @@ fn a_disk_that_is_too_small_keeps_the_old_destination() {
 
 #[test]
 fn a_disk_without_room_for_another_file_is_an_error_that_leaves_nothing() {
-    // For the disk's own folder, the hidden folder, and three shards.
+    // For the disk's own folder, the hidden folder, config.json, and two shards.
     let size = "size=64m,nr_inodes=5";
     on_small_disk("a_disk_without_room_for_another_file_is_an_error_that_leaves_nothing", size, |disk| {
         let scratch = scratch_with_model();
@@ -100,7 +100,7 @@ fn a_disk_without_room_for_another_file_is_an_error_that_leaves_nothing() {
         let (source, target) = (scratch.src(), disk.join("dst"));
         let args =
             ["convert", source.to_str().unwrap(), target.to_str().unwrap(), "--max-shard-size", "100KB"];
-        let words = ["/model-00004-of-", ": cannot create: No space left on device"];
+        let words = ["/model-0000", "-of-", ".safetensors: cannot create: No space left on device"];
         run(&mut ballast(args)).exits(4).says(&words);
         assert_eq!(names_on(disk), Vec::<PathBuf>::new());
         assert!(scratch.snapshot() == before, "the source changed");
@@ -108,9 +108,9 @@ fn a_disk_without_room_for_another_file_is_an_error_that_leaves_nothing() {
 }
 
 #[test]
-fn a_disk_that_is_full_after_the_weights_is_an_error_that_leaves_nothing() {
+fn a_disk_without_room_for_the_other_files_is_an_error_that_leaves_nothing() {
     on_small_disk(
-        "a_disk_that_is_full_after_the_weights_is_an_error_that_leaves_nothing",
+        "a_disk_without_room_for_the_other_files_is_an_error_that_leaves_nothing",
         "size=4m",
         |disk| {
             let scratch = scratch_with_model();
