@@ -277,7 +277,7 @@ pub fn execute(
         options.max_shard_bytes,
     )
     .map_err(|e| e.of(&source.root))?;
-    staging.check_space(files.file_bytes())?;
+    staging.check_space(files.file_bytes() + source.sidecar_bytes())?;
     let sidecars = if single_file { 0 } else { copy_sidecars(source, staging.folder(), options.dtype)? };
     let prepare = if plan.to.ranks == 1 { Prepare::Early } else { Prepare::Late };
     let pairs = || verify::pairs_with_source(source, &plan.from, &staging.staged(), &plan.to);

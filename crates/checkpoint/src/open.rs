@@ -188,6 +188,11 @@ impl Checkpoint {
         self.tensors.iter().map(|t| t.bytes).sum()
     }
 
+    /// Bytes of the files that travel along.
+    pub fn sidecar_bytes(&self) -> u64 {
+        self.sidecars.iter().filter_map(|name| fs::metadata(self.root.join(name)).ok()).map(|m| m.len()).sum()
+    }
+
     /// The architecture, by config.json, or by the tensors' names when there is none.
     pub fn architecture(&self, registry: &Registry) -> Result<Architecture> {
         let Some(config) = &self.config else {

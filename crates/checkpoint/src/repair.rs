@@ -168,7 +168,7 @@ fn write(
     let meant: Vec<Vec<View>> = ranks.iter().map(|o| o.iter().map(|o| o.view.clone()).collect()).collect();
     let single = single_file.then_some(name.as_str());
     let files = WritePlan::new(staging.folder(), single, ranks, &checkpoint.metadata, DEFAULT_SHARD_BYTES)?;
-    staging.check_space(files.file_bytes())?;
+    staging.check_space(files.file_bytes() + checkpoint.sidecar_bytes())?;
     if !single_file {
         copy_sidecars(checkpoint, staging.folder(), None)?;
     }

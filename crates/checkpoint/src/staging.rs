@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
+/// The end of the name under which an old destination waits where two paths cannot be exchanged at once.
+const OLD: &str = "-old";
+
 /// The destination of a write, until [`Staging::commit`].
 pub struct Staging {
     target: PathBuf,
@@ -59,7 +62,7 @@ impl Staging {
         let created = CreatedFolders(missing);
         fs::create_dir_all(&parent).map_err(Error::io(&parent, "create"))?;
         let prefix = format!(".{}.ballast-partial-", name.to_string_lossy());
-        remove_leftovers(&parent, &prefix);
+        remove_leftovers(&parent, &prefix, &target);
         let folder = parent.join(format!("{prefix}{}", std::process::id()));
         // A leftover with our own process number would be from another boot; it was just removed.
         fs::create_dir(&folder).map_err(Error::io(&folder, "create"))?;
@@ -105,7 +108,7 @@ impl Staging {
             // hidden folder, and goes with it.
             Ok(_) if exchange(&staged, &self.target).is_ok() => {}
             Ok(existing) => {
-                let old = PathBuf::from(format!("{}-old", self.folder.display()));
+                let old = PathBuf::from(format!("{}{OLD}", self.folder.display()));
                 fs::rename(&self.target, &old)
                     .and_then(|()| fs::rename(&staged, &self.target))
                     .map_err(rename)?;
@@ -185,14 +188,19 @@ fn check_replaceable(target: &Path, force: bool) -> Result<()> {
     }
 }
 
-/// Removes hidden folders of runs that died: nobody holds their lock.
-fn remove_leftovers(parent: &Path, prefix: &str) {
+/// Removes hidden folders of runs that died: nobody holds their lock. One that died between moving the old
+/// destination away and moving the new one in gets the old one back.
+fn remove_leftovers(parent: &Path, prefix: &str, target: &Path) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
-        if entry.file_name().to_string_lossy().starts_with(prefix)
-            && File::open(entry.path()).is_ok_and(|folder| folder.try_lock().is_ok())
-        {
-            let _ = fs::remove_dir_all(entry.path());
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if !name.starts_with(prefix) || !File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok()) {
+            continue;
+        }
+        if name.ends_with(OLD) && !target.exists() {
+            let _ = fs::rename(entry.path(), target);
+        } else {
+            let _ = fs::remove_dir_all(entry.path()).or_else(|_| fs::remove_file(entry.path()));
         }
     }
 }
@@ -221,4 +229,24 @@ fn exchange(a: &Path, b: &Path) -> io::Result<()> {
 #[cfg(not(target_os = "linux"))]
 fn exchange(_: &Path, _: &Path) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_destination_that_was_moved_away_comes_back_and_other_leftovers_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("out");
+        for (name, file) in
+            [(".out.ballast-partial-7-old", "old.safetensors"), (".out.ballast-partial-7", "new")]
+        {
+            fs::create_dir(folder.path().join(name)).unwrap();
+            fs::write(folder.path().join(name).join(file), "x").unwrap();
+        }
+        remove_leftovers(folder.path(), ".out.ballast-partial-", &target);
+        assert!(target.join("old.safetensors").exists());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
 }
