@@ -117,7 +117,7 @@ fn a_disk_without_room_for_the_other_files_is_an_error_that_leaves_nothing() {
             scratch.put("src/tokenizer.json", vec![b' '; 4 << 20]);
             let target = disk.join("dst");
             let args = [Path::new("convert"), &scratch.src(), &target];
-            run(&mut ballast(args)).exits(4).says(&["tokenizer.json", "No space left on device"]);
+            run(&mut ballast(args)).exits(4).says(&["dst: not enough disk space", "nothing was written"]);
             assert_eq!(names_on(disk), Vec::<PathBuf>::new());
         },
     );
