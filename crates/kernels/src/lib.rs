@@ -12,8 +12,10 @@
 
 pub mod element;
 pub mod error;
+pub mod gated_delta_rule;
 pub mod matmul;
 pub mod scratch;
+mod shared;
 pub mod simd;
 
 pub use element::Element;
