@@ -31,7 +31,8 @@ pub struct Grads<'a, T> {
 pub fn backward_scratch(dims: Dims, options: &Options) -> usize {
     let c = options.chunk;
     let Dims { key_dim, value_dim, .. } = dims;
-    let states = if options.states_every > 1 { options.states_every * dims.group() * dims.state_len() } else { 0 };
+    let states =
+        if options.states_every > 1 { options.states_every * dims.group() * dims.state_len() } else { 0 };
     Keys::len(dims, c)
         + Head::len(dims, c)
         + Work::len(dims, c)
@@ -88,7 +89,8 @@ pub fn gated_delta_rule_backward<T: Element>(
         dh0: grads.dh0.map(Shared::new),
     };
     let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };
-    let tasks: Vec<(usize, usize)> = (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
+    let tasks: Vec<(usize, usize)> =
+        (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
     tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
         scratch.with(backward_scratch(dims, options), |slot| {
             task.run(sequence, key_head, first_kept[sequence], slot);
@@ -132,14 +134,12 @@ struct Work<'s> {
     /// d (Vn dS'^T): [c, dk]
     dk1: &'s mut [f32],
     /// [c]
-    dg: &'s mut [f32],
-    /// [c]
     dbeta: &'s mut [f32],
 }
 
 impl<'s> Work<'s> {
     fn len(dims: Dims, c: usize) -> usize {
-        4 * c * dims.value_dim + 5 * c * c + c * dims.key_dim + 2 * c
+        4 * c * dims.value_dim + 5 * c * c + c * dims.key_dim + c
     }
 
     fn take(slot: &mut &'s mut [f32], dims: Dims, c: usize) -> Work<'s> {
@@ -150,7 +150,6 @@ impl<'s> Work<'s> {
             hn: take(slot, 2 * c * c),
             n: take(slot, c * c),
             dk1: take(slot, c * dims.key_dim),
-            dg: take(slot, c),
             dbeta: take(slot, c),
         }
     }
@@ -210,7 +209,18 @@ impl<T: Element> Task<'_, '_, T> {
                 for j in 0..group {
                     let state = &states[j * len..(j + 1) * len];
                     let d_state = &mut d_states[j * len..(j + 1) * len];
-                    self.chunk(dkq, d_state, &keys, &mut head, &mut work, row, state, first_head + j, first, c);
+                    self.chunk(
+                        dkq,
+                        d_state,
+                        &keys,
+                        &mut head,
+                        &mut work,
+                        row,
+                        state,
+                        first_head + j,
+                        first,
+                        c,
+                    );
                 }
                 self.store_keys(dkq, &keys, key_head, first, c);
             }
@@ -290,15 +300,17 @@ impl<T: Element> Task<'_, '_, T> {
         // d (Vn dS'^T) while dS' is still the state's that leaves
         let dk1 = &mut work.dk1[..c * dk];
         matmul(dk1, 1.0, vn, Mat::dense(d_state, dk, dv).t());
-        let mut last = e_c * dot(state, d_state);
+        // dG in f64: what one token adds another takes away, and only what is left counts.
+        let mut dg = [0f64; 256];
+        let mut last = (e_c * dot(state, d_state)) as f64;
         for i in 0..c {
             scale(&mut dk1[i * dk..(i + 1) * dk], head.d[i]);
             let t = dot(&dk1[i * dk..(i + 1) * dk], &keys.kq[i * dk..(i + 1) * dk]);
             axpy(&mut dkq[i * dk..(i + 1) * dk], 1.0, &dk1[i * dk..(i + 1) * dk]);
-            work.dg[i] = -t;
-            last += t;
+            dg[i] = -t as f64;
+            last += t as f64;
         }
-        work.dg[c - 1] += last;
+        dg[c - 1] += last;
 
         // row by row: dV, M, Y and their share of dbeta and dG
         let (m, y) = work.my[..2 * c * dv].split_at_mut(c * dv);
@@ -313,11 +325,11 @@ impl<T: Element> Task<'_, '_, T> {
             scale_into(m, -beta * e, dr);
             scale_into(y, s * e, d_out);
             work.dbeta[i] = dot(dr, &head.x[rows.clone()]);
-            work.dg[i] += dot(m, &head.kqs[rows]) + dot(y, &head.kqs[(c + i) * dv..(c + i + 1) * dv]);
+            dg[i] += (dot(m, &head.kqs[rows]) + dot(y, &head.kqs[(c + i) * dv..(c + i + 1) * dv])) as f64;
         }
 
         // the c x c part
-        triangle(work, &keys.products[..2 * c * c], head, s, c);
+        triangle(work, &mut dg, &keys.products[..2 * c * c], head, s, c);
         let my = Mat::dense(&work.my[..2 * c * dv], 2 * c, dv);
         matmul_add(dkq, 1.0, my, Mat::dense(state, dk, dv).t());
         let (d_keys, d_queries) = dkq.split_at_mut(c * dk);
@@ -327,7 +339,7 @@ impl<T: Element> Task<'_, '_, T> {
 
         let mut sum = 0f64;
         for i in (0..c).rev() {
-            sum += work.dg[i] as f64;
+            sum += dg[i];
             let at = (first + i) * heads + value_head;
             // SAFETY: a token of this sequence and this value head belongs to this task alone.
             unsafe {
@@ -358,41 +370,58 @@ impl<T: Element> Task<'_, '_, T> {
 }
 
 /// dL and dP from Z, and what follows from them: N, [H + H^T | N^T], and their share of dbeta and dG.
-fn triangle(work: &mut Work<'_>, products: &[f32], head: &Head<'_>, s: f32, c: usize) {
+fn triangle(work: &mut Work<'_>, dg: &mut [f64; 256], products: &[f32], head: &Head<'_>, s: f32, c: usize) {
     let (kk, qk) = products.split_at(c * c);
-    work.hn[..2 * c * c].fill(0.0);
+    let mut pull = [0f32; 256];
     for i in 0..c {
         let rows = i * c..(i + 1) * c;
-        let decay = &head.decay[rows.clone()];
-        let beta = head.beta[i];
-        // H_ij into Z's upper half in place, with sums over the row
-        let sum_l = weigh(&mut work.z[rows.clone()], decay, &kk[rows.clone()], -1.0, i);
-        work.dbeta[i] += sum_l;
-        work.dg[i] += beta * sum_l;
-        let z_p = (c + i) * c..(c + i + 1) * c;
-        let sum_p = weigh(&mut work.z[z_p.clone()], decay, &qk[rows.clone()], s, i + 1);
-        work.dg[i] += sum_p;
-        for j in 0..=i {
-            let h = beta * work.z[i * c + j];
-            let n = work.z[z_p.start + j];
-            work.dg[j] -= h * kk[i * c + j] + n * qk[i * c + j];
-            work.hn[i * 2 * c + j] += h;
-            work.hn[j * 2 * c + i] += h;
-            work.hn[j * 2 * c + c + i] = n;
+        let (decay, beta) = (&head.decay[rows.clone()], head.beta[i]);
+        let (kk, qk) = (&kk[rows.clone()], &qk[rows.clone()]);
+        let (z_l, z_p) = work.z.split_at_mut(c * c);
+        let (h, n) = (&mut z_l[rows.clone()], &mut z_p[rows.clone()]);
+        // dL_ij D_ij, then H_ij
+        weigh(h, decay, -1.0, i);
+        work.dbeta[i] += dot(h, kk);
+        scale(h, beta);
+        weigh(n, decay, s, i + 1);
+        pulls(&mut pull[..c], h, kk, n, qk);
+        let mut sum = 0f64;
+        for (dg, w) in dg.iter_mut().zip(&pull[..=i]) {
+            *dg -= *w as f64;
+            sum += *w as f64;
         }
-        work.n[rows].copy_from_slice(&work.z[z_p]);
+        dg[i] += sum;
+        work.n[rows].copy_from_slice(n);
+    }
+    // [H + H^T | N^T]
+    let (h, n) = work.z[..2 * c * c].split_at(c * c);
+    for i in 0..c {
+        let (left, right) = work.hn[i * 2 * c..(i + 1) * 2 * c].split_at_mut(c);
+        left.copy_from_slice(&h[i * c..(i + 1) * c]);
+        for j in i + 1..c {
+            left[j] = h[j * c + i];
+        }
+        for (j, x) in right.iter_mut().enumerate() {
+            *x = n[j * c + i];
+        }
     }
 }
 
 simd_fn! {
-    /// row = by * row * decay in the first `n` places, zero behind; returns the sum of row * products.
-    fn weigh(row: &mut [f32], decay: &[f32], products: &[f32], by: f32, n: usize) -> f32 {
-        let mut lanes = [0f32; 16];
-        for (j, ((x, d), p)) in row[..n].iter_mut().zip(decay).zip(products).enumerate() {
+    /// row = by * row * decay in the first `n` places, zero behind.
+    fn weigh(row: &mut [f32], decay: &[f32], by: f32, n: usize) {
+        for (x, d) in row[..n].iter_mut().zip(decay) {
             *x = by * *x * *d;
-            lanes[j % 16] += *x * *p;
         }
         row[n..].fill(0.0);
-        crate::simd::sum_lanes(lanes)
+    }
+}
+
+simd_fn! {
+    /// H_ij k_i.k_j + N_ij q_i.k_j: what token i's decay gets from token j, and token j's loses.
+    fn pulls(pull: &mut [f32], h: &[f32], kk: &[f32], n: &[f32], qk: &[f32]) {
+        for ((((x, h), kk), n), qk) in pull.iter_mut().zip(h).zip(kk).zip(n).zip(qk) {
+            *x = *h * *kk + *n * *qk;
+        }
     }
 }

@@ -203,7 +203,14 @@ pub(super) fn substitute(x: &mut [f32], l: &[f32], c: usize, width: usize) {
         let (done, rest) = x.split_at_mut(begin * width);
         if begin > 0 {
             let l_left = Mat::new(&l[begin * c..], rows, begin, c);
-            matmul_strided(&mut rest[..rows * width], width, 1.0, -1.0, l_left, Mat::dense(done, begin, width));
+            matmul_strided(
+                &mut rest[..rows * width],
+                width,
+                1.0,
+                -1.0,
+                l_left,
+                Mat::dense(done, begin, width),
+            );
         }
         for i in 1..rows {
             let (above, here) = rest.split_at_mut(i * width);

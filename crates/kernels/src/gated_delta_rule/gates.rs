@@ -5,9 +5,9 @@
 //! dA_log = sum dg g                          ddt_bias = sum da
 //! ```
 
+use crate::Element;
 use crate::error::{Result, check_len};
 use crate::simd::{exp_f32, sigmoid_f32, simd_fn, softplus_f32};
-use crate::Element;
 
 /// g, beta [tokens, heads] from a, b [tokens, heads] and A_log, dt_bias [heads].
 pub fn gates_forward<T: Element>(
@@ -58,7 +58,9 @@ pub fn gates_backward<T: Element>(
     dt_bias: &[f32],
 ) -> Result {
     let heads = a_log.len();
-    for (name, len) in [("da", da.len()), ("db", db.len()), ("dg", dg.len()), ("dbeta", dbeta.len()), ("b", b.len())] {
+    for (name, len) in
+        [("da", da.len()), ("db", db.len()), ("dg", dg.len()), ("dbeta", dbeta.len()), ("b", b.len())]
+    {
         crate::error::check(len == a.len(), || format!("{name} has {len} elements where a has {}", a.len()))?;
     }
     check_len("dt_bias", dt_bias, heads)?;

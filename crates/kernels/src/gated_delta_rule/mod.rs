@@ -160,7 +160,8 @@ pub fn saved_bytes<T: Element>(dims: Dims, options: &Options, cu_seqlens: &[usiz
     let tokens = cu_seqlens.last().copied().unwrap_or(0);
     let kept: usize = cu_seqlens.windows(2).map(|w| kept_chunks(w[1] - w[0], options)).sum();
     let rstd = if options.l2norm == L2Norm::Off { 0 } else { 2 * tokens * dims.key_heads };
-    let copies = if options.l2norm == L2Norm::Outside { 2 * tokens * dims.key_heads * dims.key_dim } else { 0 };
+    let copies =
+        if options.l2norm == L2Norm::Outside { 2 * tokens * dims.key_heads * dims.key_dim } else { 0 };
     (rstd + kept * dims.value_heads * dims.state_len()) * size_of::<f32>() + copies * size_of::<T>()
 }
 

@@ -33,8 +33,10 @@ pub struct Results {
 
 /// x / sqrt(sum x^2 + eps) row by row, and the factors.
 fn l2norm(x: &[f64], width: usize) -> (Vec<f64>, Vec<f64>) {
-    let rstd: Vec<f64> =
-        x.chunks(width).map(|row| 1.0 / (row.iter().map(|x| x * x).sum::<f64>() + L2NORM_EPS as f64).sqrt()).collect();
+    let rstd: Vec<f64> = x
+        .chunks(width)
+        .map(|row| 1.0 / (row.iter().map(|x| x * x).sum::<f64>() + L2NORM_EPS as f64).sqrt())
+        .collect();
     (x.iter().enumerate().map(|(i, x)| x * rstd[i / width]).collect(), rstd)
 }
 
@@ -85,14 +87,17 @@ impl Reference {
                     let (v, beta) = (&self.v[value(t)..value(t) + dv], self.beta[gate(t)]);
                     state.iter_mut().for_each(|x| *x *= self.g[gate(t)].exp());
                     let decayed = state.clone();
-                    let error: Vec<f64> = (0..dv).map(|j| v[j] - (0..dk).map(|i| state[i * dv + j] * k[i]).sum::<f64>()).collect();
+                    let error: Vec<f64> = (0..dv)
+                        .map(|j| v[j] - (0..dk).map(|i| state[i * dv + j] * k[i]).sum::<f64>())
+                        .collect();
                     for i in 0..dk {
                         for j in 0..dv {
                             state[i * dv + j] += k[i] * beta * error[j];
                         }
                     }
                     for j in 0..dv {
-                        r.o[value(t) + j] = self.scale * (0..dk).map(|i| state[i * dv + j] * q[i]).sum::<f64>();
+                        r.o[value(t) + j] =
+                            self.scale * (0..dk).map(|i| state[i * dv + j] * q[i]).sum::<f64>();
                     }
                     kept.push((decayed, error, state.clone()));
                 }
@@ -109,14 +114,16 @@ impl Reference {
                             ds[i * dv + j] += self.scale * q[i] * d_out[j];
                         }
                     }
-                    let d_delta: Vec<f64> = (0..dv).map(|j| (0..dk).map(|i| ds[i * dv + j] * k[i]).sum()).collect();
+                    let d_delta: Vec<f64> =
+                        (0..dv).map(|j| (0..dk).map(|i| ds[i * dv + j] * k[i]).sum()).collect();
                     for j in 0..dv {
                         r.dv[value(t) + j] = beta * d_delta[j];
                         r.dbeta[gate(t)] += d_delta[j] * error[j];
                     }
                     for i in 0..dk {
                         for j in 0..dv {
-                            r.dk[key(t) + i] += ds[i * dv + j] * beta * error[j] - decayed[i * dv + j] * beta * d_delta[j];
+                            r.dk[key(t) + i] +=
+                                ds[i * dv + j] * beta * error[j] - decayed[i * dv + j] * beta * d_delta[j];
                             ds[i * dv + j] -= k[i] * beta * d_delta[j];
                         }
                     }

@@ -35,7 +35,9 @@ pub fn gated_delta_rule_step<T: Element>(
     check_len("v", v, value_heads * dv)?;
     check_len("g", g, value_heads)?;
     check_len("beta", beta, value_heads)?;
-    crate::error::check(scratch.len() >= step_scratch(dims), || "scratch is shorter than step_scratch says".into())?;
+    crate::error::check(scratch.len() >= step_scratch(dims), || {
+        "scratch is shorter than step_scratch says".into()
+    })?;
     let s = options.scale.unwrap_or((dk as f32).powf(-0.5));
     let (qk, rest) = scratch.split_at_mut(2 * key_heads * dk);
     let (q_wide, k_wide) = qk.split_at_mut(key_heads * dk);
@@ -48,7 +50,8 @@ pub fn gated_delta_rule_step<T: Element>(
         }
     }
     let (q_wide, k_wide) = (&*q_wide, &*k_wide);
-    let heads = o.par_chunks_mut(dv).zip(state.par_chunks_mut(dk * dv)).zip(rest.par_chunks_mut(2 * dv)).enumerate();
+    let heads =
+        o.par_chunks_mut(dv).zip(state.par_chunks_mut(dk * dv)).zip(rest.par_chunks_mut(2 * dv)).enumerate();
     heads.with_min_len(4).for_each(|(h, ((o, state), work))| {
         let key = h / dims.group() * dk..(h / dims.group() + 1) * dk;
         let (q, k) = (&q_wide[key.clone()], &k_wide[key]);
