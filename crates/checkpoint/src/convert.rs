@@ -128,7 +128,8 @@ pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<Conver
     for views in ranks {
         let mut outputs = Vec::new();
         for view in views {
-            let (dtype, reason) = decide_dtype(&view, options, has_scaled, &mut plan)?;
+            let (dtype, reason) =
+                decide_dtype(&view, options, has_scaled, &mut plan).map_err(|e| e.of(&source.root))?;
             note_changes(&mut changes, &view, dtype, reason);
             if view.shift != 0 {
                 plan.shifted.push(view.name.clone());
@@ -262,7 +263,7 @@ pub fn execute(
             "several ranks do not fit into one file; give a folder as destination".into(),
         ));
     }
-    let staging = Staging::new(destination, single_file, options.force, &[&source.root])?;
+    let staging = Staging::new(destination, single_file, options.force, &source.paths())?;
     let mut file_metadata: Vec<(String, String)> =
         source.metadata.iter().filter(|(k, _)| !metadata::ALL.contains(&k.as_str())).cloned().collect();
     file_metadata.extend(plan.to.describe());
@@ -274,12 +275,13 @@ pub fn execute(
         outputs,
         &file_metadata,
         options.max_shard_bytes,
-    )?;
-    staging.check_space(files.file_bytes())?;
+    )
+    .map_err(|e| e.of(&source.root))?;
+    staging.check_space(files.file_bytes() + source.sidecar_bytes())?;
     let sidecars = if single_file { 0 } else { copy_sidecars(source, staging.folder(), options.dtype)? };
     let prepare = if plan.to.ranks == 1 { Prepare::Early } else { Prepare::Late };
     let pairs = || verify::pairs_with_source(source, &plan.from, &staging.staged(), &plan.to);
-    let verification = write_verified(&files, prepare, pairs, observer)?;
+    let verification = write_verified(&files, prepare, pairs, observer).map_err(|e| e.of(&source.root))?;
     for file in &source.files {
         file.check_unchanged()?;
     }

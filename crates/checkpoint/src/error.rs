@@ -70,8 +70,10 @@ pub enum Error {
         problem: String,
     },
     /// A tensor cannot be used as asked: missing, misshapen, or of a dtype that must not be cast.
-    #[error("{tensor}: {problem}")]
+    #[error("{}tensor {tensor:?}: {problem}", in_front(checkpoint))]
     Tensor {
+        /// The checkpoint, where it is known.
+        checkpoint: Option<PathBuf>,
         /// The tensor.
         tensor: String,
         /// What is wrong with it.
@@ -119,6 +121,10 @@ impl fmt::Display for Place {
     }
 }
 
+fn in_front(checkpoint: &Option<PathBuf>) -> String {
+    checkpoint.as_ref().map(|root| format!("{}, ", root.display())).unwrap_or_default()
+}
+
 /// What kind of failure an error is: the caller's exit code depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
@@ -141,7 +147,17 @@ impl Error {
     }
 
     pub(crate) fn tensor(tensor: impl Into<String>, problem: impl Into<String>) -> Error {
-        Error::Tensor { tensor: tensor.into(), problem: problem.into() }
+        Error::Tensor { checkpoint: None, tensor: tensor.into(), problem: problem.into() }
+    }
+
+    /// The same error; one about a tensor says that the tensor is of the checkpoint at `root`.
+    pub(crate) fn of(self, root: &Path) -> Error {
+        match self {
+            Error::Tensor { checkpoint: None, tensor, problem } => {
+                Error::Tensor { checkpoint: Some(root.into()), tensor, problem }
+            }
+            other => other,
+        }
     }
 
     /// What kind of failure this is.

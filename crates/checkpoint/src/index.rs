@@ -110,8 +110,11 @@ impl Index {
     pub fn to_text(&self) -> String {
         let weight_map: serde_json::Map<_, _> =
             self.weight_map.iter().map(|(tensor, shard)| (tensor.clone(), shard.clone().into())).collect();
-        let index =
-            serde_json::json!({ "metadata": { "total_size": self.total_size }, "weight_map": weight_map });
+        let metadata = match self.total_size {
+            Some(total_size) => serde_json::json!({ "total_size": total_size }),
+            None => serde_json::json!({}),
+        };
+        let index = serde_json::json!({ "metadata": metadata, "weight_map": weight_map });
         format!("{index:#}\n")
     }
 
@@ -151,7 +154,9 @@ mod tests {
             parse(r#"{"metadata":{"total_size":1e3},"weight_map":{"a":"b"}}"#).unwrap().total_size,
             Some(1000)
         );
-        assert_eq!(parse(r#"{"weight_map":{"a":"b"}}"#).unwrap().total_size, None);
+        let sizeless = parse(r#"{"weight_map":{"a":"b"}}"#).unwrap();
+        assert_eq!(sizeless.total_size, None);
+        assert_eq!(parse(&sizeless.to_text()).unwrap(), sizeless);
     }
 
     #[test]

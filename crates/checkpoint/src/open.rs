@@ -4,7 +4,7 @@
 //! Tensors are read by position, never mapped: a mapped file that shrinks kills the process with a
 //! signal, a positional read returns an error. A checkpoint is never held in memory.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -176,9 +176,21 @@ impl Checkpoint {
         self.files.len() == 1 && self.files[0].path == self.root
     }
 
+    /// The root and every file; a file may be a link to elsewhere.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        let sidecars = self.sidecars.iter().map(|name| self.root.join(name));
+        let files = self.files.iter().map(|f| f.path.clone());
+        std::iter::once(self.root.clone()).chain(files).chain(sidecars).collect()
+    }
+
     /// Sum of all tensors' bytes.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensors.iter().map(|t| t.bytes).sum()
+    }
+
+    /// Bytes of the files that travel along.
+    pub fn sidecar_bytes(&self) -> u64 {
+        self.sidecars.iter().filter_map(|name| fs::metadata(self.root.join(name)).ok()).map(|m| m.len()).sum()
     }
 
     /// The architecture, by config.json, or by the tensors' names when there is none.
@@ -297,13 +309,14 @@ impl Checkpoint {
 
     fn add_files(&mut self, paths: &[PathBuf], rank: usize) -> Result<()> {
         let mut holders: HashMap<String, String> = HashMap::new();
+        let mut known: HashSet<String> = self.metadata.iter().map(|(key, _)| key.clone()).collect();
         for path in paths {
             let (file, header) = open_shard(path)?;
             let shard = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let index = self.files.len();
             self.files.push(file);
             for (key, value) in header.metadata {
-                if !self.metadata.iter().any(|(k, _)| *k == key) {
+                if known.insert(key.clone()) {
                     self.metadata.push((key, value));
                 }
             }
@@ -322,12 +335,9 @@ impl Checkpoint {
 }
 
 fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
+    require_file(path)?;
     let handle = File::open(path).map_err(Error::io(path, "open"))?;
     let metadata = handle.metadata().map_err(Error::io(path, "look at"))?;
-    if !metadata.is_file() {
-        let problem = "not a file".into();
-        return Err(Error::NoCheckpoint { path: path.into(), problem });
-    }
     let bytes = metadata.len();
     let file = ShardFile { path: path.into(), bytes, modified: metadata.modified().ok(), handle };
     let mut first = [0; 8];
@@ -337,6 +347,14 @@ fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
     file.read_at(&mut json, 8)?;
     let header = Header::parse(path, bytes, &json)?;
     Ok((file, header))
+}
+
+/// An error unless `path` is a plain file. Asked before it is opened: opening a pipe waits for its writer.
+fn require_file(path: &Path) -> Result<()> {
+    if fs::metadata(path).map_err(Error::io(path, "open"))?.is_file() {
+        return Ok(());
+    }
+    Err(Error::NoCheckpoint { path: path.into(), problem: "not a file".into() })
 }
 
 /// `mp_rank_00`, `mp_rank_01`, ... of `folder`; empty when it has none.
@@ -397,11 +415,11 @@ fn sidecars(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 fn read_config(path: &Path) -> Result<Option<Value>> {
-    let text = match fs::read(path) {
-        Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(Error::io(path, "read")(e)),
-    };
+    if !path.try_exists().map_err(Error::io(path, "look at"))? {
+        return Ok(None);
+    }
+    require_file(path)?;
+    let text = fs::read(path).map_err(Error::io(path, "read"))?;
     let fail = |problem| Error::Config { file: path.into(), problem };
     let config: Value = serde_json::from_slice(&text).map_err(|e| fail(format!("not valid JSON: {e}")))?;
     if !config.is_object() {

@@ -85,7 +85,7 @@ pub fn repair(
                 continue;
             }
             let found = originals.get(&(rank, plain_name(&view.name)));
-            let (outcome, trained_values) = judge(&view, found)?;
+            let (outcome, trained_values) = judge(&view, found).map_err(|e| e.of(&checkpoint.root))?;
             let (tensor, was, elements) = (view.name.clone(), view.dtype, view.elements());
             tensors.push(RepairedTensor { tensor, was, outcome, trained_values, elements });
             let source = match (outcome, found) {
@@ -162,12 +162,13 @@ fn write(
     observer: &dyn Observer,
 ) -> Result<Verification> {
     let single_file = destination.extension().is_some_and(|e| e == "safetensors");
-    let staging = Staging::new(destination, single_file, force, &[&checkpoint.root, &original.root])?;
+    let staging =
+        Staging::new(destination, single_file, force, &[checkpoint.paths(), original.paths()].concat())?;
     let name = destination.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let meant: Vec<Vec<View>> = ranks.iter().map(|o| o.iter().map(|o| o.view.clone()).collect()).collect();
     let single = single_file.then_some(name.as_str());
     let files = WritePlan::new(staging.folder(), single, ranks, &checkpoint.metadata, DEFAULT_SHARD_BYTES)?;
-    staging.check_space(files.file_bytes())?;
+    staging.check_space(files.file_bytes() + checkpoint.sidecar_bytes())?;
     if !single_file {
         copy_sidecars(checkpoint, staging.folder(), None)?;
     }

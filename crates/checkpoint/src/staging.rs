@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
+/// The end of the name under which an old destination waits where two paths cannot be exchanged at once.
+const OLD: &str = "-old";
+
 /// The destination of a write, until [`Staging::commit`].
 pub struct Staging {
     target: PathBuf,
@@ -18,18 +21,30 @@ pub struct Staging {
     /// Whether the target is one file rather than a folder.
     single_file: bool,
     _lock: File,
+    // Dropped after the hidden folder was removed from them.
+    _created: CreatedFolders,
+}
+
+/// Folders that did not exist before, innermost first; those that are still empty at the end go again.
+struct CreatedFolders(Vec<PathBuf>);
+
+impl Drop for CreatedFolders {
+    fn drop(&mut self) {
+        for folder in &self.0 {
+            let _ = fs::remove_dir(folder);
+        }
+    }
 }
 
 impl Staging {
     /// Prepares to write `target`, which must not exist unless `force` is set; even then only something
-    /// that looks like a checkpoint is ever replaced. `sources` must not be in the way.
-    pub fn new(target: &Path, single_file: bool, force: bool, sources: &[&Path]) -> Result<Staging> {
-        let parent = parent_of(target);
-        fs::create_dir_all(&parent).map_err(Error::io(&parent, "create"))?;
-        let parent = parent.canonicalize().map_err(Error::io(&parent, "resolve"))?;
+    /// that looks like a checkpoint is ever replaced. `sources` must not be in the way. Nothing is created
+    /// before all of that is known.
+    pub fn new(target: &Path, single_file: bool, force: bool, sources: &[PathBuf]) -> Result<Staging> {
         let Some(name) = target.file_name() else {
             return Err(Error::Refused(format!("{}: not a name that can be written to", target.display())));
         };
+        let parent = resolved(&parent_of(target))?;
         let target = parent.join(name);
         for source in sources {
             let source = source.canonicalize().map_err(Error::io(source, "resolve"))?;
@@ -43,14 +58,17 @@ impl Staging {
             }
         }
         check_replaceable(&target, force)?;
+        let missing = parent.ancestors().take_while(|p| !p.exists()).map(PathBuf::from).collect();
+        let created = CreatedFolders(missing);
+        fs::create_dir_all(&parent).map_err(Error::io(&parent, "create"))?;
         let prefix = format!(".{}.ballast-partial-", name.to_string_lossy());
-        remove_leftovers(&parent, &prefix);
+        remove_leftovers(&parent, &prefix, &target);
         let folder = parent.join(format!("{prefix}{}", std::process::id()));
         // A leftover with our own process number would be from another boot; it was just removed.
         fs::create_dir(&folder).map_err(Error::io(&folder, "create"))?;
         let lock = File::open(&folder).map_err(Error::io(&folder, "open"))?;
         lock.lock().map_err(Error::io(&folder, "lock"))?;
-        Ok(Staging { target, folder, single_file, _lock: lock })
+        Ok(Staging { target, folder, single_file, _lock: lock, _created: created })
     }
 
     /// The hidden folder to write into.
@@ -90,7 +108,7 @@ impl Staging {
             // hidden folder, and goes with it.
             Ok(_) if exchange(&staged, &self.target).is_ok() => {}
             Ok(existing) => {
-                let old = PathBuf::from(format!("{}-old", self.folder.display()));
+                let old = PathBuf::from(format!("{}{OLD}", self.folder.display()));
                 fs::rename(&self.target, &old)
                     .and_then(|()| fs::rename(&staged, &self.target))
                     .map_err(rename)?;
@@ -118,22 +136,48 @@ fn parent_of(path: &Path) -> PathBuf {
     }
 }
 
+/// The path without links and `..`; what does not exist yet stands at its end as given.
+fn resolved(path: &Path) -> Result<PathBuf> {
+    match path.canonicalize() {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => match path.file_name() {
+            Some(name) => Ok(resolved(&parent_of(path))?.join(name)),
+            None => Err(Error::io(path, "resolve")(e)),
+        },
+        result => result.map_err(Error::io(path, "resolve")),
+    }
+}
+
 fn check_replaceable(target: &Path, force: bool) -> Result<()> {
     let existing = match fs::symlink_metadata(target) {
         Ok(existing) => existing,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(e) => return Err(Error::io(target, "look at")(e)),
     };
-    let names: Vec<String> = if existing.is_dir() {
-        let entries = fs::read_dir(target).map_err(Error::io(target, "list"))?;
-        entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect()
+    let is_rank = |n: &String| n.starts_with("mp_rank_");
+    let mut names = Vec::new();
+    let mut foreign = Vec::new();
+    if existing.is_dir() {
+        for entry in fs::read_dir(target).map_err(Error::io(target, "list"))?.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if entry.path().is_dir() && !is_rank(&name) {
+                foreign.push(name.clone());
+            }
+            names.push(name);
+        }
     } else {
-        vec![target.to_string_lossy().into_owned()]
-    };
+        names.push(target.to_string_lossy().into_owned());
+    }
     if names.is_empty() {
         return Ok(());
     }
-    let weights = |n: &String| n.ends_with(".safetensors") || n.starts_with("mp_rank_");
+    let weights = |n: &String| n.ends_with(".safetensors") || is_rank(n);
+    if let (true, Some(folder)) = (force, foreign.first()) {
+        return Err(Error::Refused(format!(
+            "{} holds the folder {folder:?}, which would be lost with it: not even --force replaces it; move \
+             that folder away, or write somewhere else",
+            target.display()
+        )));
+    }
     match (force, names.iter().any(weights)) {
         (false, _) => Err(Error::Refused(format!("{} exists; add --force to replace it", target.display()))),
         (true, false) => Err(Error::Refused(format!(
@@ -144,14 +188,19 @@ fn check_replaceable(target: &Path, force: bool) -> Result<()> {
     }
 }
 
-/// Removes hidden folders of runs that died: nobody holds their lock.
-fn remove_leftovers(parent: &Path, prefix: &str) {
+/// Removes hidden folders of runs that died: nobody holds their lock. One that died between moving the old
+/// destination away and moving the new one in gets the old one back.
+fn remove_leftovers(parent: &Path, prefix: &str, target: &Path) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
-        if entry.file_name().to_string_lossy().starts_with(prefix)
-            && File::open(entry.path()).is_ok_and(|folder| folder.try_lock().is_ok())
-        {
-            let _ = fs::remove_dir_all(entry.path());
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if !name.starts_with(prefix) || !File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok()) {
+            continue;
+        }
+        if name.ends_with(OLD) && !target.exists() {
+            let _ = fs::rename(entry.path(), target);
+        } else {
+            let _ = fs::remove_dir_all(entry.path()).or_else(|_| fs::remove_file(entry.path()));
         }
     }
 }
@@ -180,4 +229,24 @@ fn exchange(a: &Path, b: &Path) -> io::Result<()> {
 #[cfg(not(target_os = "linux"))]
 fn exchange(_: &Path, _: &Path) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_destination_that_was_moved_away_comes_back_and_other_leftovers_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("out");
+        for (name, file) in
+            [(".out.ballast-partial-7-old", "old.safetensors"), (".out.ballast-partial-7", "new")]
+        {
+            fs::create_dir(folder.path().join(name)).unwrap();
+            fs::write(folder.path().join(name).join(file), "x").unwrap();
+        }
+        remove_leftovers(folder.path(), ".out.ballast-partial-", &target);
+        assert!(target.join("old.safetensors").exists());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
 }

@@ -87,6 +87,15 @@ impl View {
         self.dtype.bytes_for(self.elements()).expect("checked when the header was parsed")
     }
 
+    /// An error when there are no elements: only where there are some does the file's size bound the shape.
+    pub(crate) fn require_elements(&self) -> Result<()> {
+        if self.elements() > 0 {
+            return Ok(());
+        }
+        let problem = format!("shape {:?} has no elements, so it cannot be cut up or joined", self.shape);
+        Err(Error::tensor(&self.name, problem))
+    }
+
     /// `range` of dimension `dim`.
     pub fn slice(&self, dim: usize, range: Range<u64>) -> Result<View> {
         let refuse = |problem: String| Err(Error::tensor(&self.name, problem));
@@ -98,6 +107,9 @@ impl View {
                 "rows {range:?} of dimension {dim} were expected, but its shape is {:?}",
                 self.shape
             ));
+        }
+        if !is_countable(&self.shape) {
+            return refuse(format!("shape {:?} is too large to be cut up", self.shape));
         }
         if self.dtype.bytes().is_none() || self.dtype.is_scaled_float() {
             return refuse(format!(
@@ -125,14 +137,15 @@ impl View {
             let fits = part.shape.len() == shape.len()
                 && part.shift == first.shift
                 && (0..shape.len()).all(|d| d == dim || part.shape[d] == shape[d]);
-            if !fits || dim >= shape.len() {
+            let joined = shape.get(dim).and_then(|size| size.checked_add(*part.shape.get(dim)?));
+            let (true, Some(joined)) = (fits, joined) else {
                 let problem = format!(
                     "{:?} ({}) cannot be joined with {:?} ({}) along dimension {dim}",
                     part.shape, part.name, shape, first.name
                 );
                 return Err(Error::tensor(name, problem));
-            }
-            shape[dim] += part.shape[dim];
+            };
+            shape[dim] = joined;
             dtype = match dtype.promote(part.dtype) {
                 Some(dtype) => dtype,
                 None if dtype == part.dtype => dtype,
@@ -146,6 +159,9 @@ impl View {
         if parts.len() > 1 && (dtype.bytes().is_none() || dtype.is_scaled_float()) {
             let problem = format!("{dtype} tensors are tied to a scale and cannot be cut up or joined");
             return Err(Error::tensor(name, problem));
+        }
+        if !is_countable(&shape) {
+            return Err(Error::tensor(name, format!("shape {shape:?} is too large to be joined")));
         }
         let outer: u64 = shape[..dim].iter().product();
         let inner: u64 = shape[dim + 1..].iter().product();
@@ -257,6 +273,12 @@ impl View {
         debug_assert!(self.dtype.widens_exactly_to(dtype));
         View { dtype, ..self }
     }
+}
+
+/// Whether every product of some of the dimensions fits. The elements of an empty tensor always do; its
+/// other dimensions need not.
+fn is_countable(shape: &[u64]) -> bool {
+    shape.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim.max(1))).is_some()
 }
 
 fn unit_bytes(dtype: Dtype) -> u64 {

@@ -144,6 +144,6 @@ fn impossible_views_are_errors_that_name_the_tensor() {
         View::concat("x", 0, &[view.clone(), view.slice(1, 0..1).unwrap()]).unwrap_err(),
         View::concat("x", 0, &[]).unwrap_err(),
     ] {
-        assert!(error.to_string().starts_with("x: "), "{error}");
+        assert!(error.to_string().starts_with("tensor \"x\": "), "{error}");
     }
 }

@@ -31,7 +31,10 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, json: bool) -> ExitCode {
             &serde_json::json!({ "message": format!("{error:#}"), "exit_code": code }),
         );
     }
-    eprintln!("ballast: {}", output::clean(&format!("{error:#}")));
+    let message = format!("{error:#}");
+    // The parser of policy files shows the line concerned below its message; all others are one line.
+    let lines = error.downcast_ref::<PolicyError>().is_some();
+    eprintln!("ballast: {}", if lines { output::clean_lines(&message) } else { output::clean(&message) });
     ExitCode::from(code)
 }
 

@@ -1,5 +1,6 @@
 //! What the commands print: tables that fit the terminal, sizes, JSON with a stable schema.
 
+use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
 
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
@@ -50,11 +51,24 @@ pub(crate) fn table(headings: &[&str]) -> Table {
     table
 }
 
-/// Names come from files: control characters must not reach the terminal.
+/// Names come from files: what could command the terminal, turn the reading direction or begin a line of its
+/// own is shown escaped.
 pub(crate) fn clean(text: &str) -> String {
-    let escape =
-        |c: char| if c.is_control() && c != '\n' { c.escape_default().to_string() } else { c.to_string() };
+    let turns = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let separates = |c| matches!(c, '\u{2028}' | '\u{2029}');
+    let escape = |c: char| {
+        if c.is_control() || turns(c) || separates(c) {
+            c.escape_default().to_string()
+        } else {
+            c.to_string()
+        }
+    };
     text.chars().map(escape).collect()
+}
+
+/// [`clean`] for text whose line breaks are our own.
+pub(crate) fn clean_lines(text: &str) -> String {
+    text.split('\n').map(clean).collect::<Vec<_>>().join("\n")
 }
 
 /// `1.5 GiB`.
@@ -85,10 +99,12 @@ pub(crate) fn plural(n: usize, thing: &str) -> String {
 /// Tensor names with their numbers replaced by `*`, each pattern once with how often it occurs.
 pub(crate) fn patterns<'a>(names: impl IntoIterator<Item = &'a String>) -> Vec<(String, usize)> {
     let mut found: Vec<(String, usize)> = Vec::new();
+    let mut places: HashMap<String, usize> = HashMap::new();
     for name in names {
         let star = |s: &'a str| if !s.is_empty() && s.bytes().all(|b| b.is_ascii_digit()) { "*" } else { s };
         let pattern = clean(&name.split('.').map(star).collect::<Vec<_>>().join("."));
-        match found.iter_mut().find(|(p, _)| *p == pattern) {
+        let place = *places.entry(pattern.clone()).or_insert(found.len());
+        match found.get_mut(place) {
             Some((_, n)) => *n += 1,
             None => found.push((pattern, 1)),
         }
@@ -113,7 +129,9 @@ mod tests {
 
     #[test]
     fn control_characters_never_reach_the_terminal() {
-        assert_eq!(clean("a\u{1b}[31mb\r"), "a\\u{1b}[31mb\\r");
+        assert_eq!(clean("a\u{1b}[31mb\r\u{202e}"), "a\\u{1b}[31mb\\r\\u{202e}");
+        assert_eq!(clean("a\nb"), "a\\nb");
+        assert_eq!(clean_lines("a\nb\r"), "a\nb\\r");
     }
 
     #[test]

@@ -26,6 +26,7 @@ pub(super) fn split(views: Vec<View>) -> Result<Vec<View>> {
     for module in modules {
         let gate_up = pool.take(&format!("{module}gate_up_proj"), &module)?;
         let down = pool.take(&format!("{module}down_proj"), &module)?;
+        gate_up.require_elements()?;
         let (&[count, rows, hidden], &[down_count, out, inner]) = (&gate_up.shape[..], &down.shape[..])
         else {
             return Err(Error::tensor(gate_up.name, "fused experts have three dimensions"));
@@ -61,8 +62,14 @@ pub(super) fn fuse(views: Vec<View>) -> Result<Vec<View>> {
         let (mut gate_up, mut down) = (Vec::new(), Vec::new());
         for e in 0..count {
             let mut take = |leaf: &str| pool.take(&format!("{module}{e}.{leaf}.weight"), &module);
-            let both = View::concat(&module, 0, &[take("gate_proj")?, take("up_proj")?])?;
-            for (view, list) in [(both, &mut gate_up), (take("down_proj")?, &mut down)] {
+            let (gate, up, down_proj) = (take("gate_proj")?, take("up_proj")?, take("down_proj")?);
+            gate.require_elements()?;
+            if gate.shape != up.shape {
+                let problem = format!("shape {:?} does not go with up_proj's {:?}", gate.shape, up.shape);
+                return Err(Error::tensor(gate.name, problem));
+            }
+            let both = View::concat(format!("{module}{e}.gate_up_proj"), 0, &[gate, up])?;
+            for (view, list) in [(both, &mut gate_up), (down_proj, &mut down)] {
                 let shape = [&[1], &view.shape[..]].concat();
                 list.push(view.reshaped(&shape)?);
             }

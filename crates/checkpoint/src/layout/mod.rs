@@ -193,6 +193,10 @@ pub fn stored_views(checkpoint: &Arc<Checkpoint>) -> Vec<Vec<View>> {
 
 /// The tensors of `checkpoint`, which is in layout `from`, as layout `to` has them, by rank.
 pub fn relayout(checkpoint: &Arc<Checkpoint>, from: &Layout, to: &Layout) -> Result<Vec<Vec<View>>> {
+    rearranged(checkpoint, from, to).map_err(|e| e.of(&checkpoint.root))
+}
+
+fn rearranged(checkpoint: &Arc<Checkpoint>, from: &Layout, to: &Layout) -> Result<Vec<Vec<View>>> {
     let keys = checkpoint.tensors.iter().filter(|t| t.rank == 0).map(|t| t.name.as_str());
     if let Some((key, bare)) = find_holder_collision(keys) {
         let problem = format!("the checkpoint holds it twice, bare and as {key}; remove one of them");

@@ -7,7 +7,7 @@
 //! ```
 
 use super::{Geometry, Pool, is_carried};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::view::View;
 
 const QKVZ: &str = ".linear_attn.in_proj_qkvz.weight";
@@ -62,6 +62,11 @@ pub(super) fn fuse(views: Vec<View>, g: &Geometry) -> Result<Vec<View>> {
         let b = pool.take(&name("in_proj_b"), &name("in_proj_ba"))?;
         let a = pool.take(&name("in_proj_a"), &name("in_proj_ba"))?;
         let (qk_rows, v_rows) = (g.qk_rows(), g.v_rows());
+        for (view, rows) in
+            [(&qkv, 2 * qk_rows + v_rows), (&z, v_rows), (&b, g.value_heads), (&a, g.value_heads)]
+        {
+            check_rows(view, rows)?;
+        }
         let q = qkv.slice(0, 0..qk_rows)?;
         let k = qkv.slice(0, qk_rows..2 * qk_rows)?;
         let v = qkv.slice(0, 2 * qk_rows..2 * qk_rows + v_rows)?;
@@ -83,6 +88,7 @@ pub(super) fn fuse(views: Vec<View>, g: &Geometry) -> Result<Vec<View>> {
 
 /// For a tensor whose rows repeat `heads` times a pattern of `N` sections: each section's pieces, head by head.
 fn sections<const N: usize>(view: &View, heads: u64, rows: [u64; N]) -> Result<[Vec<View>; N]> {
+    check_rows(view, heads * rows.iter().sum::<u64>())?;
     let mut pieces = [const { Vec::new() }; N];
     let mut at = 0;
     for _ in 0..heads {
@@ -91,9 +97,14 @@ fn sections<const N: usize>(view: &View, heads: u64, rows: [u64; N]) -> Result<[
             at += rows;
         }
     }
-    if view.shape[0] != at {
-        let problem = format!("it has {} rows where config.json's head counts make {at}", view.shape[0]);
-        return Err(crate::error::Error::tensor(&view.name, problem));
-    }
     Ok(pieces)
+}
+
+fn check_rows(view: &View, rows: u64) -> Result<()> {
+    view.require_elements()?;
+    if view.shape.first() == Some(&rows) {
+        return Ok(());
+    }
+    let problem = format!("its shape is {:?}, where config.json's head counts make {rows} rows", view.shape);
+    Err(Error::tensor(&view.name, problem))
 }

@@ -10,7 +10,7 @@ use clap::Args;
 use super::inspect::layout_words;
 use super::{Global, PolicyArg};
 use crate::exit::Outcome;
-use crate::output::{self, bytes, clean, plural, table};
+use crate::output::{self, bytes, clean, clean_lines, plural, table};
 
 #[derive(Args)]
 pub(crate) struct AuditArgs {
@@ -53,7 +53,7 @@ pub(super) fn text(report: &AuditReport) -> String {
         layout_words(&report.layout),
         plural(report.tensors, "tensor"),
         bytes(report.bytes),
-        report.policy,
+        clean(&report.policy),
         plural(report.protected, "tensor")
     );
     if !report.findings.is_empty() {
@@ -61,13 +61,13 @@ pub(super) fn text(report: &AuditReport) -> String {
             table(&["finding", ">count", "needs", "stored", "first of them, why it matters, what to do"]);
         for f in &report.findings {
             let mark = if f.severity == Severity::Violation { "VIOLATION" } else { "warning" };
-            let what = f.rule.as_deref().map_or(f.kind.to_string(), |r| format!("{}: {r}", f.kind));
+            let what = f.rule.as_deref().map_or(f.kind.to_string(), |r| format!("{}: {}", f.kind, clean(r)));
             findings.add_row([
                 format!("{mark}\n{what}"),
                 f.tensors.len().to_string(),
                 f.required.map(|d| d.to_string()).unwrap_or_default(),
                 f.stored.map(|d| d.to_string()).unwrap_or_default(),
-                clean(&format!("{}\n{} -> {}", f.tensors[0], f.reason, f.fix)),
+                format!("{}\n{} -> {}", clean(&f.tensors[0]), clean(&f.reason), clean(&f.fix)),
             ]);
         }
         text += &format!("{findings}\n");
@@ -108,10 +108,10 @@ fn rules_text(registry: &Registry) -> String {
             registry.policies.iter().filter(includes).map(|p| p.name.as_str()).collect();
         rules.add_row([
             clean(&rule.id),
-            clean(&tensors.join("\n")),
+            clean_lines(&tensors.join("\n")),
             rule.dtype.to_string(),
-            clean(&rule.families.join("\n")),
-            clean(&policies.join("\n")),
+            clean_lines(&rule.families.join("\n")),
+            clean_lines(&policies.join("\n")),
             clean(&rule.reason),
         ]);
     }

@@ -1,0 +1,258 @@
+//! A disk that changes under the work: it is too small, fills up half-way, or a shard on it shrinks. That is an
+//! error like any other.
+
+mod common;
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ballast_checkpoint::audit::audit;
+use ballast_checkpoint::convert::{ConvertOptions, execute, plan};
+use ballast_checkpoint::diff::diff;
+use ballast_checkpoint::jobs::{Observer, Silent};
+use ballast_checkpoint::synthetic::SyntheticModel;
+use ballast_checkpoint::{Checkpoint, Error, ErrorKind};
+use ballast_contract::{Dtype, Registry};
+use common::{Scratch, ballast, run, snapshot};
+
+/// A checkpoint of some 3 MB in one shard at `src`.
+fn scratch_with_model() -> Scratch {
+    let scratch = Scratch::new();
+    fs::remove_dir(scratch.src()).unwrap();
+    let model = SyntheticModel { vocab_size: 16384, ..SyntheticModel::tiny() };
+    model.write(&scratch.src(), u64::MAX).unwrap();
+    scratch
+}
+
+/// Where the small disk is, in the process that has one.
+const SMALL_DISK: &str = "BALLAST_TEST_SMALL_DISK";
+
+/// Calls `body` with the path of a disk of its own, of this size. That takes a mount namespace: the test called
+/// `test` is run again inside one. Where the system allows none, the test says so and does nothing.
+fn on_small_disk(test: &str, size: &str, body: impl FnOnce(&Path)) {
+    if let Some(disk) = std::env::var_os(SMALL_DISK) {
+        return body(Path::new(&disk));
+    }
+    let disk = tempfile::tempdir().unwrap();
+    for namespace in ["-m", "-rm"] {
+        let script = "mount -t tmpfs -o \"$1\" tmpfs \"$2\" || exit 99; shift 2; exec \"$@\"";
+        let mut command = Command::new("unshare");
+        command.arg(namespace).args(["sh", "-c", script, "sh", size]).arg(disk.path());
+        command.arg(std::env::current_exe().unwrap()).args(["--exact", test, "--nocapture"]);
+        let result = command.env(SMALL_DISK, disk.path()).stdin(Stdio::null()).output();
+        let Ok(output) = result else { continue };
+        let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        match output.status.code() {
+            Some(0) if text.contains("1 passed") => return,
+            // 101 is what a failed test exits with; 0 without a test means a wrong name.
+            Some(0 | 101) => panic!("on the small disk:\n{text}"),
+            _ => {}
+        }
+    }
+    eprintln!("skipped {test}: no mount namespace can be had here");
+}
+
+fn names_on(disk: &Path) -> Vec<PathBuf> {
+    snapshot(disk).into_keys().collect()
+}
+
+#[test]
+fn a_disk_that_is_too_small_is_refused_before_anything_is_written() {
+    on_small_disk("a_disk_that_is_too_small_is_refused_before_anything_is_written", "size=1m", |disk| {
+        let scratch = scratch_with_model();
+        let before = scratch.snapshot();
+        let target = disk.join("dst");
+        let words =
+            ["/dst: not enough disk space: ", " bytes needed, 1048576 available", "nothing was written"];
+        let (source, target) = (scratch.src(), target.as_path());
+        run(&mut ballast([Path::new("convert"), &source, target])).exits(4).says(&words);
+        let repair = [Path::new("repair"), &source, target, Path::new("--original"), &source];
+        run(&mut ballast(repair)).exits(4).says(&words);
+        assert_eq!(names_on(disk), Vec::<PathBuf>::new());
+        assert!(scratch.snapshot() == before, "the source changed");
+    });
+}
+
+#[test]
+fn a_disk_that_is_too_small_keeps_the_old_destination() {
+    on_small_disk("a_disk_that_is_too_small_keeps_the_old_destination", "size=1m", |disk| {
+        let scratch = scratch_with_model();
+        SyntheticModel::tiny().write(&disk.join("dst"), u64::MAX).unwrap();
+        let before = snapshot(disk);
+        let target = disk.join("dst");
+        let args = [Path::new("convert"), &scratch.src(), &target, Path::new("--force")];
+        run(&mut ballast(args)).exits(4).says(&["/dst: not enough disk space"]);
+        assert!(snapshot(disk) == before, "the old destination changed");
+    });
+}
+
+#[test]
+fn a_disk_without_room_for_another_file_is_an_error_that_leaves_nothing() {
+    // For the disk's own folder, the hidden folder, config.json, and two shards.
+    let size = "size=64m,nr_inodes=5";
+    on_small_disk("a_disk_without_room_for_another_file_is_an_error_that_leaves_nothing", size, |disk| {
+        let scratch = scratch_with_model();
+        let before = scratch.snapshot();
+        let (source, target) = (scratch.src(), disk.join("dst"));
+        let args =
+            ["convert", source.to_str().unwrap(), target.to_str().unwrap(), "--max-shard-size", "100KB"];
+        let words = ["/model-0000", "-of-", ".safetensors: cannot create: No space left on device"];
+        run(&mut ballast(args)).exits(4).says(&words);
+        assert_eq!(names_on(disk), Vec::<PathBuf>::new());
+        assert!(scratch.snapshot() == before, "the source changed");
+    });
+}
+
+#[test]
+fn a_disk_without_room_for_the_other_files_is_an_error_that_leaves_nothing() {
+    on_small_disk(
+        "a_disk_without_room_for_the_other_files_is_an_error_that_leaves_nothing",
+        "size=4m",
+        |disk| {
+            let scratch = scratch_with_model();
+            scratch.put("src/tokenizer.json", vec![b' '; 4 << 20]);
+            let target = disk.join("dst");
+            let args = [Path::new("convert"), &scratch.src(), &target];
+            run(&mut ballast(args)).exits(4).says(&["tokenizer.json", "No space left on device"]);
+            assert_eq!(names_on(disk), Vec::<PathBuf>::new());
+        },
+    );
+}
+
+/// Does something once, when the first piece of work is done.
+struct AfterTheFirstPiece<F: Fn() + Sync> {
+    done: AtomicBool,
+    action: F,
+}
+
+impl<F: Fn() + Sync> AfterTheFirstPiece<F> {
+    fn new(action: F) -> Self {
+        AfterTheFirstPiece { done: AtomicBool::new(false), action }
+    }
+}
+
+impl<F: Fn() + Sync> Observer for AfterTheFirstPiece<F> {
+    fn advance(&self, _: u64) {
+        if !self.done.swap(true, Ordering::SeqCst) {
+            (self.action)();
+        }
+    }
+}
+
+fn options(dtype: Option<Dtype>) -> ConvertOptions {
+    ConvertOptions { dtype, ..ConvertOptions::new(Registry::builtin().policy("strict").unwrap()) }
+}
+
+/// A conversion in one thread: the first piece is then surely not the last.
+fn convert(
+    source: &Path,
+    target: &Path,
+    dtype: Option<Dtype>,
+    observer: &(dyn Observer + Sync),
+) -> Result<(), Error> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+    pool.install(|| {
+        let source = Arc::new(Checkpoint::open_consistent(source)?);
+        let options = options(dtype);
+        execute(&source, plan(&source, &options)?, target, &options, observer).map(|_| ())
+    })
+}
+
+#[test]
+fn a_disk_that_fills_up_while_it_is_written_is_an_error_that_leaves_nothing() {
+    on_small_disk(
+        "a_disk_that_fills_up_while_it_is_written_is_an_error_that_leaves_nothing",
+        "size=64m",
+        |disk| {
+            for dtype in [None, Some(Dtype::F32)] {
+                // Two shards: a copy inside the kernel takes one piece for each.
+                let folder = tempfile::tempdir().unwrap();
+                let source = folder.path().join("src");
+                SyntheticModel { vocab_size: 65536, ..SyntheticModel::tiny() }
+                    .write(&source, 8 << 20)
+                    .unwrap();
+                let before = snapshot(&source);
+                let filler = disk.join("filler");
+                let fill = AfterTheFirstPiece::new(|| {
+                    let mut file = File::create_new(&filler).unwrap();
+                    while file.write(&[1; 4096]).is_ok_and(|n| n > 0) {}
+                });
+                let error = convert(&source, &disk.join("dst"), dtype, &fill).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Space, "{error}");
+                assert!(error.to_string().contains("cannot write: No space left on device"), "{error}");
+                assert_eq!(names_on(disk), [PathBuf::from("filler")]);
+                assert!(snapshot(&source) == before, "the source changed");
+                fs::remove_file(&filler).unwrap();
+            }
+        },
+    );
+}
+
+/// Cuts the one shard of `src` down to its first `bytes` bytes.
+fn shrink(scratch: &Scratch, bytes: u64) {
+    let shard = scratch.path("src/model.safetensors");
+    File::options().write(true).open(shard).unwrap().set_len(bytes).unwrap();
+}
+
+#[track_caller]
+fn assert_shrunk(error: Error) {
+    let message = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::Input, "{message}");
+    assert!(
+        message.contains("src/model.safetensors, byte ") && message.contains("has it been changed?"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_shard_that_shrank_after_it_was_opened_is_an_error_of_the_audit() {
+    let scratch = scratch_with_model();
+    let checkpoint = Checkpoint::open(&scratch.src()).unwrap();
+    shrink(&scratch, 1 << 20);
+    let registry = Registry::builtin();
+    assert_shrunk(audit(&checkpoint, registry, &registry.policy("strict").unwrap(), &Silent).unwrap_err());
+}
+
+#[test]
+fn a_shard_that_shrank_after_it_was_opened_is_an_error_of_the_diff() {
+    let scratch = scratch_with_model();
+    let checkpoint = Arc::new(Checkpoint::open(&scratch.src()).unwrap());
+    shrink(&scratch, 1 << 20);
+    assert_shrunk(diff(&checkpoint, &checkpoint, &Silent).unwrap_err());
+}
+
+#[test]
+fn a_shard_that_shrinks_while_it_is_converted_is_an_error_that_leaves_nothing() {
+    for dtype in [None, Some(Dtype::F32)] {
+        let scratch = scratch_with_model();
+        let checkpoint = Arc::new(Checkpoint::open(&scratch.src()).unwrap());
+        let options = options(dtype);
+        let plan = plan(&checkpoint, &options).unwrap();
+        // Before the first piece for copies, which may all be one piece.
+        if dtype.is_none() {
+            shrink(&scratch, 1 << 20);
+        }
+        let observer = AfterTheFirstPiece::new(|| shrink(&scratch, 1 << 20));
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        let result = pool.install(|| execute(&checkpoint, plan, &scratch.dst(), &options, &observer));
+        assert_shrunk(result.err().unwrap());
+        assert_eq!(fs::read_dir(scratch.path("")).unwrap().count(), 1, "only src is there");
+    }
+}
+
+#[test]
+fn a_shard_that_was_touched_while_it_was_converted_is_an_error_that_leaves_nothing() {
+    let scratch = scratch_with_model();
+    let shard = scratch.path("src/model.safetensors");
+    let observer = AfterTheFirstPiece::new(|| {
+        let file = File::options().write(true).open(&shard).unwrap();
+        file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+    });
+    let error = convert(&scratch.src(), &scratch.dst(), None, &observer).unwrap_err().to_string();
+    assert!(error.contains("src/model.safetensors: the file was changed while it was read"), "{error}");
+    assert_eq!(fs::read_dir(scratch.path("")).unwrap().count(), 1, "only src is there");
+}
