@@ -5,10 +5,7 @@ use std::collections::BTreeMap;
 use half::bf16;
 use proptest::prelude::*;
 
-use super::backward::backward_scratch;
-use super::forward::forward_scratch;
 use super::reference::{Reference, Results};
-use super::step::step_scratch;
 use super::*;
 use crate::Scratch;
 
