@@ -7,8 +7,8 @@
 use std::time::Instant;
 
 use ballast_kernels::gated_delta_rule::{
-    Dims, Grads, Input, L2Norm, Options, Output, backward_scratch, forward_scratch, gated_delta_rule_backward,
-    gated_delta_rule_forward,
+    Dims, Grads, Input, L2Norm, Options, Output, Saved, backward_scratch, forward_scratch,
+    gated_delta_rule_backward, gated_delta_rule_forward,
 };
 use ballast_kernels::{Element, Scratch};
 use clap::{Parser, Subcommand, ValueEnum};
@@ -101,10 +101,19 @@ fn values(n: usize, seed: u64) -> Vec<f32> {
     (0..n).map(|_| next()).collect()
 }
 
-fn gdn<T: Element>(tokens: usize, dims: Dims, options: &Options, backward: bool, repetitions: usize) -> anyhow::Result<f64> {
+fn gdn<T: Element>(
+    tokens: usize,
+    dims: Dims,
+    options: &Options,
+    backward: bool,
+    repetitions: usize,
+) -> anyhow::Result<f64> {
     let stored = |n: usize, seed| -> Vec<T> { values(n, seed).into_iter().map(T::from_f32).collect() };
-    let (keys, vals, gates) =
-        (tokens * dims.key_heads * dims.key_dim, tokens * dims.value_heads * dims.value_dim, tokens * dims.value_heads);
+    let (keys, vals, gates) = (
+        tokens * dims.key_heads * dims.key_dim,
+        tokens * dims.value_heads * dims.value_dim,
+        tokens * dims.value_heads,
+    );
     let (q, k, v, d_o) = (stored(keys, 1), stored(keys, 2), stored(vals, 3), stored(vals, 4));
     let g: Vec<f32> = values(gates, 5).into_iter().map(|x| -0.1 * x.abs()).collect();
     let beta: Vec<f32> = values(gates, 6).into_iter().map(f32::abs).collect();
@@ -112,11 +121,13 @@ fn gdn<T: Element>(tokens: usize, dims: Dims, options: &Options, backward: bool,
     let input = Input { q: &q, k: &k, v: &v, g: &g, beta: &beta, h0: None, cu_seqlens: &cu_seqlens };
     let scratch = Scratch::new(forward_scratch(dims, options).max(backward_scratch(dims, options)));
     let mut o = vec![T::default(); vals];
-    let (mut dq, mut dk, mut dv) = (vec![T::default(); keys], vec![T::default(); keys], vec![T::default(); vals]);
+    let (mut dq, mut dk, mut dv) =
+        (vec![T::default(); keys], vec![T::default(); keys], vec![T::default(); vals]);
     let (mut dg, mut dbeta) = (vec![0.0; gates], vec![0.0; gates]);
+    let mut saved = Saved::default();
     median(repetitions, || {
         let output = Output { o: &mut o, ht: None };
-        let saved = gated_delta_rule_forward(output, &input, dims, options, backward, &scratch)?;
+        gated_delta_rule_forward(output, backward.then_some(&mut saved), &input, dims, options, &scratch)?;
         if backward {
             let grads =
                 Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dg: &mut dg, dbeta: &mut dbeta, dh0: None };
