@@ -43,7 +43,6 @@ pub fn backward_scratch(dims: Dims, options: &Options) -> usize {
 }
 
 /// All gradients from `d_o` [tokens, Hv, dv] and `dht` [sequences, Hv, dk, dv] (`None` is zero).
-#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn gated_delta_rule_backward<T: Element>(
     grads: Grads<'_, T>,
     d_o: &[T],
@@ -244,7 +243,6 @@ impl<T: Element> Task<'_, '_, T> {
     }
 
     /// The states that enter the chunks of a segment, from the one that was kept.
-    #[allow(clippy::too_many_arguments)]
     fn make_states(
         &self,
         made: &mut [f32],
@@ -273,7 +271,6 @@ impl<T: Element> Task<'_, '_, T> {
     }
 
     /// One chunk of one value head: see the module's header for the formulas.
-    #[allow(clippy::too_many_arguments)]
     fn chunk(
         &self,
         dkq: &mut [f32],

@@ -134,7 +134,6 @@ impl<'s> Head<'s> {
 
     /// Gates, L, P, [K;Q]S and Vn of tokens `first..first + c` of value head `head`, given the state that enters.
     /// Returns E_C.
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn load<T: Element>(
         &mut self,
         dims: Dims,

@@ -93,7 +93,6 @@ struct Targets<'a, T> {
     save: bool,
 }
 
-#[allow(clippy::too_many_arguments)]
 fn run<T: Element>(
     targets: &Targets<'_, T>,
     input: &Input<'_, T>,
