@@ -10,14 +10,18 @@
 //! - the same bits for any number of threads: work is divided by the shape alone, and no sum depends on an
 //!   order that threads decide.
 
+pub mod attention;
 pub mod element;
 pub mod error;
 pub mod gated_delta_rule;
 pub mod matmul;
+pub mod packing;
+pub mod precision;
 pub mod scratch;
 mod shared;
 pub mod simd;
 
 pub use element::Element;
 pub use error::{KernelError, Result};
+pub use precision::Precision;
 pub use scratch::Scratch;
