@@ -14,6 +14,7 @@ pub mod attention;
 pub mod element;
 pub mod error;
 pub mod gated_delta_rule;
+pub mod indexer;
 pub mod matmul;
 pub mod packing;
 pub mod precision;

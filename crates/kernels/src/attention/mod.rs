@@ -35,7 +35,7 @@ mod backward;
 mod decode;
 mod forward;
 pub mod reference;
-mod tile;
+pub(crate) mod tile;
 
 #[cfg(test)]
 mod tests;
@@ -84,12 +84,12 @@ pub struct Options {
 }
 
 impl Options {
-    fn scale(&self, dims: Dims) -> f32 {
+    pub(crate) fn scale(&self, dims: Dims) -> f32 {
         self.scale.unwrap_or((dims.head_dim as f32).powf(-0.5))
     }
 
     /// Keys that the query at `position` may see by mask and window.
-    fn visible(&self, position: usize) -> std::ops::Range<usize> {
+    pub(crate) fn visible(&self, position: usize) -> std::ops::Range<usize> {
         let begin = self.window.map_or(0, |w| (position + 1).saturating_sub(w));
         begin..position + 1
     }
@@ -168,7 +168,7 @@ fn check_extras(dims: Dims, sinks: Option<&[f32]>, selected: Option<Selected<'_>
     Ok(())
 }
 
-fn check_input<T>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result<usize> {
+pub(crate) fn check_input<T>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result<usize> {
     check_dims(dims, options)?;
     let tokens = check_cu_seqlens(input.cu_seqlens)?;
     check_len("q", input.q, tokens * dims.heads * dims.head_dim)?;

@@ -112,12 +112,12 @@ impl Reference {
                     let dp = dot(d_out, &self.v[v_at(*j)..v_at(*j) + vd]);
                     let slope = options.soft_cap.map_or(1.0, |cap| 1.0 - (x / cap as f64).powi(2));
                     let dx = scale * p * (dp - d) * slope;
-                    for c in 0..vd {
-                        r.dv[v_at(*j) + c] += p * d_out[c];
+                    for (c, d_out) in d_out.iter().enumerate() {
+                        r.dv[v_at(*j) + c] += p * d_out;
                     }
-                    for c in 0..hd {
+                    for (c, q) in q.iter().enumerate() {
                         r.dq[q_at + c] += dx * self.k[k_at(*j) + c];
-                        r.dk[k_at(*j) + c] += dx * q[c];
+                        r.dk[k_at(*j) + c] += dx * q;
                     }
                 }
                 if let Some(sink) = sink {
