@@ -127,7 +127,6 @@ pub fn indexer_loss<T: Element>(
         .with_max_len(1)
         .map(|&(span, lane)| scratch.with(len, |slot| job.run(span, lane, slot)))
         .collect();
-    drop(targets);
     if let Some(dk) = &mut dk {
         for span in &all {
             sum_lanes_of_dk(dk, buffer, *span, lanes(span), tokens, dims.dim);

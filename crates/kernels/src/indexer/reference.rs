@@ -110,14 +110,14 @@ impl Reference {
             dw: vec![0.0; self.w.len()],
         };
         for w in self.cu_seqlens.windows(2) {
-            for t in w[0]..w[1] {
+            for (t, target) in targets.iter().enumerate().take(w[1]).skip(w[0]) {
                 let scores: Vec<f64> =
-                    targets[t].iter().map(|(u, _)| self.score(dims, options, t, w[0] + u)).collect();
+                    target.iter().map(|(u, _)| self.score(dims, options, t, w[0] + u)).collect();
                 let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let sum: f64 = scores.iter().map(|x| (x - max).exp()).sum();
                 let s: Vec<f64> = scores.iter().map(|x| (x - max).exp() / sum).collect();
-                let all: f64 = s.iter().zip(&targets[t]).map(|(s, (_, p))| p * s / (s + EPS)).sum();
-                for (s, (u, p)) in s.iter().zip(&targets[t]) {
+                let all: f64 = s.iter().zip(target).map(|(s, (_, p))| p * s / (s + EPS)).sum();
+                for (s, (u, p)) in s.iter().zip(target) {
                     r.loss += factor * p * ((p + EPS).ln() - (s + EPS).ln());
                     let dscore = factor * (s * all - p * s / (s + EPS));
                     for h in 0..heads {
