@@ -3,7 +3,8 @@
 use rayon::prelude::*;
 
 use super::tile::{
-    KEYS, Keys, Problem, Span, block_rows, block_tokens, key_rows, key_rows_len, load_rows, spans,
+    KEYS, Keys, Problem, Span, block_rows, block_tokens, exp_minus_one, key_rows, key_rows_len, load_rows,
+    spans,
 };
 use super::{Dims, Input, Options, Saved, Selected, check_input};
 use crate::error::{Result, check, check_len};
@@ -137,8 +138,8 @@ fn sinks_backward(dsinks: &mut [f32], sinks: &[f32], d: &[f32], saved: &Saved, o
             let p = match options.logits {
                 Precision::F32 => exp_f32::<false>(sinks[head] - saved.lse[at]),
                 logits => {
-                    let difference = logits.round(logits.round(sinks[head]) - saved.max_sum[2 * at]);
-                    logits.round(exp_f32::<false>(difference)) / saved.max_sum[2 * at + 1]
+                    let e = exp_minus_one(logits.round(sinks[head]), saved.max_sum[2 * at], logits);
+                    e / saved.max_sum[2 * at + 1]
                 }
             };
             sum += p as f64 * d[at] as f64;

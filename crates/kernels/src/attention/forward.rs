@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::tile::{
     KEYS, Keys, Problem, Span, block_rows, block_tokens, divide, exp_minus_lowered, exp_minus_one,
-    exp_minus_sum, key_rows, key_rows_len, load_rows, maximum, scale, spans,
+    exp_minus_sum, key_rows, key_rows_len, load_rows, maximum, scale, spans, tiles,
 };
 use super::{Dims, Input, Options, Saved, check_input};
 use crate::error::{Result, check_len};
@@ -122,9 +122,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
         match self.problem.selected {
             None => {
                 self.begin(span, first, tokens, kv_head);
-                let keys = self.problem.block_keys(span, first, tokens);
-                let tile = move |at: usize| Keys::Range { first: at, count: KEYS.min(keys.end - at) };
-                let tiles = self.problem.block_keys(span, first, tokens).step_by(KEYS).map(tile);
+                let tiles = tiles(self.problem.block_keys(span, first, tokens));
                 self.attend(tiles, span, first, tokens, kv_head);
                 self.finish(targets, span, first, tokens, kv_head);
             }

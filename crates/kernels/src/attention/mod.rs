@@ -24,7 +24,8 @@
 //! dv_j += p_j do           dp_j = do.v_j          dx_j = p_j (dp_j - D) (1 - (x_j/cap)^2)
 //! dq   += s dx_j k_j       dk_j += s dx_j q       dz_h -= exp(z_h - lse) D
 //! ```
-//! Rounding has derivative 1. Kept ([`Saved`]): lse; m and l as well where `logits` is lowered. The caller keeps o.
+//! Rounding has derivative 1. Forward and backward have the same tiles, so x comes out in the same bits and a lowered
+//! site rounds it to the same side. Kept ([`Saved`]): lse; m and l as well where `logits` is lowered. The caller keeps o.
 //!
 //! Forward divides the work by blocks of queries. Backward divides a sequence into equal blocks of queries and keys
 //! and takes the pairs (query block a, key block b) diagonal by diagonal, a - b = 0, 1, 2, ...: no two pairs of a

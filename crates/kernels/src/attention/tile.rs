@@ -15,9 +15,11 @@ const ROWS: usize = 256;
 /// Keys of a tile.
 pub(crate) const KEYS: usize = 256;
 
-/// Tokens of a block of queries.
+/// Tokens of a block of queries: a power of two, so that blocks fill the blocks of [`KEYS`] tokens that backward
+/// works on.
 pub(crate) fn block_tokens(dims: Dims) -> usize {
-    (ROWS / dims.group()).clamp(1, 128)
+    let tokens = (ROWS / dims.group()).clamp(1, 128);
+    1 << tokens.ilog2()
 }
 
 /// Rows of a block of queries.
@@ -56,6 +58,16 @@ impl Keys<'_> {
             Keys::List(list) => list.len(),
         }
     }
+}
+
+/// The tiles of a range of keys, cut at multiples of [`KEYS`]. Forward and backward cut queries and keys at the same
+/// places: every product is made anew by the same operations and has the same bits.
+pub(crate) fn tiles<'k>(keys: Range<usize>) -> impl Iterator<Item = Keys<'k>> + Clone {
+    let numbers = keys.start / KEYS..if keys.is_empty() { 0 } else { keys.end.div_ceil(KEYS) };
+    numbers.map(move |number| {
+        let first = keys.start.max(number * KEYS);
+        Keys::Range { first, count: keys.end.min((number + 1) * KEYS) - first }
+    })
 }
 
 /// f32 that [`key_rows`] needs beside the data for `width` columns of a tile.

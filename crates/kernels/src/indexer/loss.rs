@@ -6,7 +6,10 @@ use rayon::prelude::*;
 
 use super::score::Scorer;
 use super::{Dims, EPS, Input, LANES, Options, block_tokens, check_input};
-use crate::attention::tile::{KEYS, Keys, Problem, Span, key_rows, key_rows_len, load_rows, spans};
+use crate::attention::tile::{
+    KEYS, Keys, Problem, Span, divide, exp_minus_sum, key_rows, key_rows_len, load_rows, maximum, scale,
+    spans, tiles,
+};
 use crate::attention::{self, Saved};
 use crate::error::{Result, check, check_len};
 use crate::matmul::{Mat, matmul_add};
@@ -185,16 +188,10 @@ pub fn attention_distribution<T: Element>(
     Ok(())
 }
 
-/// The tiles of a range of keys.
-fn tiles<'k>(keys: Range<usize>) -> impl Iterator<Item = Keys<'k>> + Clone {
-    let end = keys.end;
-    keys.step_by(KEYS).map(move |first| Keys::Range { first, count: KEYS.min(end - first) })
-}
-
 /// a becomes p.
 fn normalise(a: &mut [f32]) {
     let sum = a.iter().map(|a| *a as f64).sum::<f64>() + EPS;
-    crate::attention::tile::scale(a, (1.0 / sum) as f32);
+    scale(a, (1.0 / sum) as f32);
 }
 
 /// Scratch for the attention's probabilities.
@@ -434,9 +431,9 @@ fn divergence(scores: &mut [f32], p: &mut [f32], factor: f32) -> f64 {
         return 0.0;
     }
     normalise(p);
-    let max = crate::attention::tile::maximum(scores);
-    let sum = crate::attention::tile::exp_minus_sum(scores, max);
-    crate::attention::tile::divide(scores, sum);
+    let max = maximum(scores);
+    let sum = exp_minus_sum(scores, max);
+    divide(scores, sum);
     let (mut kl, mut all) = (0.0, 0.0);
     for (s, p) in scores.iter().zip(&*p) {
         let (s, p) = (*s as f64, *p as f64);

@@ -1,5 +1,8 @@
 //! The kernel against the plain twin, the twin against finite differences, and what must hold exactly.
 
+mod decode;
+mod lowered;
+
 use half::bf16;
 use proptest::prelude::*;
 
@@ -274,9 +277,9 @@ fn the_plain_twin_agrees_with_finite_differences() {
 
 #[test]
 fn packed_sequences_are_the_same_bits_as_one_by_one() {
-    for (window, topk, sinks) in [(None, None, false), (Some(40), None, false), (None, Some(9), false)] {
+    for (window, topk) in [(None, None), (Some(40), None), (None, Some(9))] {
         let options = Options { window, ..Options::default() };
-        let p = Problem { options, topk, sinks, ..Problem::of(DIMS, &[37, 1, 300, 5]) };
+        let p = Problem { options, topk, ..Problem::of(DIMS, &[37, 1, 300, 5]) };
         let (r, d_o) = p.build();
         let (packed, _) = kernel::<f32>(&r, DIMS, &options, &d_o);
         for w in r.cu_seqlens.windows(2) {
@@ -402,198 +405,4 @@ fn bad_shapes_are_errors_that_name_the_argument() {
     bad(run(ok, options, 32, &[0, 2], 4, 5), "selected has 5 elements");
     bad(run(ok, options, 32, &[0, 2, 1], 4, 6), "must not fall");
     assert_eq!(run(ok, options, 32, &[0, 2], 4, 6), None);
-}
-
-/// Inputs whose products and logits are whole numbers that bf16 holds.
-fn exact_products() -> (Problem, Reference, Vec<f64>) {
-    let p = Problem { sinks: true, ..Problem::of(DIMS, &[300, 20]) };
-    let (mut r, d_o) = p.build();
-    let signs = |x: &mut Vec<f64>| x.iter_mut().for_each(|x| *x = x.signum());
-    signs(&mut r.q);
-    signs(&mut r.k);
-    (p, r, d_o)
-}
-
-#[test]
-fn a_lowered_product_changes_nothing_where_every_product_is_exact() {
-    let (p, r, d_o) = exact_products();
-    let (f32s, _) = kernel::<f32>(&r, DIMS, &p.options, &d_o);
-    for qk_product in [Precision::Bf16, Precision::F16] {
-        let (lowered, _) = kernel::<f32>(&r, DIMS, &Options { qk_product, ..p.options }, &d_o);
-        same_bits(&lowered, &f32s, "only the product is rounded");
-    }
-}
-
-#[test]
-fn a_lowered_product_differs_by_what_its_rounding_predicts() {
-    let p = Problem::of(DIMS, &[200]);
-    let (mut r, d_o) = p.build();
-    // Logits around 100, where half an ulp of bf16 is 1/4.
-    r.q.iter_mut().for_each(|x| *x *= 30.0);
-    let exact = r.run(DIMS, &p.options, &d_o);
-    let largest = exact.lse.iter().fold(0f64, |m, x| m.max(x.abs()));
-    let mut previous = 0.0;
-    for (qk_product, half_ulp) in [(Precision::F16, 2f64.powi(-11)), (Precision::Bf16, 2f64.powi(-8))] {
-        let options = Options { qk_product, ..p.options };
-        let (got, _) = kernel::<f32>(&r, DIMS, &options, &d_o);
-        // Logits off by at most b move lse by at most b.
-        let bound = largest * half_ulp;
-        let error = got.lse.iter().zip(&exact.lse).fold(0f64, |m, (a, b)| m.max((a - b).abs()));
-        println!("{qk_product:?}: lse off by {error:e}, at most {bound:e}");
-        assert!(error <= bound && error > bound / 20.0 && error > previous);
-        previous = error;
-        // The twin rounds at the same place.
-        let expected = r.run(DIMS, &options, &d_o);
-        let error = got.lse.iter().zip(&expected.lse).filter(|(a, b)| (*a - *b).abs() > 1e-4).count();
-        assert!(error * 100 < got.lse.len(), "{error} rows differ, more than the odd tie");
-    }
-}
-
-#[test]
-fn lowered_logits_agree_with_the_twin_that_rounds_at_the_same_places() {
-    let (p, r, d_o) = exact_products();
-    for logits in [Precision::Bf16, Precision::F16] {
-        for soft_cap in [None, Some(2.0)] {
-            let options = Options { logits, qk_product: logits, soft_cap, ..p.options };
-            let expected = r.run(DIMS, &options, &d_o);
-            let (got, saved) = kernel::<f32>(&r, DIMS, &options, &d_o);
-            assert_eq!(saved.bytes(), 3 * 320 * 4 * 4);
-            compare(&got, &expected, &r, DIMS, 1e-5, "lowered logits");
-            let (f32s, _) = kernel::<f32>(&r, DIMS, &Options { logits: Precision::F32, ..options }, &d_o);
-            let (difference, _) = ratio(&got.o, &f32s.o);
-            assert!(difference > 1e-5, "{logits:?}: rounding must show");
-        }
-    }
-}
-
-#[test]
-fn a_sum_in_bf16_stops_growing_at_256() {
-    let dims = Dims { heads: 1, kv_heads: 1, head_dim: 1, value_dim: 1 };
-    let r = Reference {
-        q: vec![0.0; 1000],
-        k: vec![0.0; 1000],
-        v: vec![1.0; 1000],
-        sinks: None,
-        selected: None,
-        cu_seqlens: vec![0, 1000],
-    };
-    let run =
-        |logits| kernel::<f32>(&r, dims, &Options { logits, ..Options::default() }, &vec![0.0; 1000]).0.o;
-    assert_eq!(run(Precision::F32)[999], 1.0);
-    assert_eq!(run(Precision::F16)[999], 1.0);
-    assert_eq!(run(Precision::Bf16)[255], 1.0);
-    assert_eq!(run(Precision::Bf16)[999], 1000.0 / 256.0);
-}
-
-#[test]
-fn in_f16_a_product_of_70000_is_infinite_and_its_row_not_a_number_where_bf16_is_finite() {
-    let dims = Dims { heads: 1, kv_heads: 1, head_dim: 1, value_dim: 1 };
-    let with = |k: f64| Reference {
-        q: vec![1.0, 1.0, 1000.0, 1.0],
-        k: vec![k, 1.0, 2.0, 3.0],
-        v: vec![1.0, 2.0, 3.0, 4.0],
-        sinks: None,
-        selected: None,
-        cu_seqlens: vec![0, 4],
-    };
-    let run = |k, qk_product| {
-        kernel_forward(&with(k), dims, &Options { scale: Some(1.0), qk_product, ..Options::default() })
-    };
-    for precision in [Precision::F32, Precision::Bf16] {
-        assert!(run(70.0, precision).iter().all(|x| x.is_finite()), "{precision:?}");
-    }
-    let o = run(70.0, Precision::F16);
-    // inf - inf in row 2 alone; rows whose own products fit are untouched.
-    assert_eq!(o.iter().map(|x| x.is_nan()).collect::<Vec<_>>(), [false, false, true, false]);
-    // A product of -70000 is a weight of zero, which is right.
-    assert_eq!(run(-70.0, Precision::F16)[2], run(-70.0, Precision::F32)[2]);
-}
-
-fn kernel_forward(r: &Reference, dims: Dims, options: &Options) -> Vec<f32> {
-    let (q, k, v) = (cast::<f32>(&r.q), cast::<f32>(&r.k), cast::<f32>(&r.v));
-    let input = Input { q: &q, k: &k, v: &v, sinks: None, selected: None, cu_seqlens: &r.cu_seqlens };
-    let mut o = vec![0.0; q.len() / dims.head_dim * dims.value_dim];
-    let scratch = Scratch::new(forward_scratch::<f32>(dims, None));
-    let saved = attention_forward(&mut o, &input, dims, options, false, &scratch).unwrap();
-    assert_eq!(saved.bytes(), 0, "nothing is kept unless asked for");
-    o
-}
-
-/// o of the last `n` of the first `len` tokens, from a cache with room for more.
-fn decode<T: Element>(r: &Reference, p: &Problem, len: usize, n: usize) -> Vec<f64> {
-    let d = p.dims;
-    let (q, mut k, mut v) = (cast::<T>(&r.q), cast::<T>(&r.k), cast::<T>(&r.v));
-    // What lies beyond `len` is not there yet.
-    k[len * d.kv_heads * d.head_dim..].fill(T::from_f32(f32::NAN));
-    v[len * d.kv_heads * d.value_dim..].fill(T::from_f32(f32::NAN));
-    let sinks: Option<Vec<f32>> = r.sinks.as_deref().map(cast);
-    let selected = r
-        .selected
-        .as_ref()
-        .map(|(keys, topk)| Selected { keys: &keys[(len - n) * topk..len * topk], topk: *topk });
-    let mut o = vec![T::default(); n * d.heads * d.value_dim];
-    let scratch = Scratch::new(forward_scratch::<T>(d, p.topk));
-    let planned = scratch.bytes();
-    let q = &q[(len - n) * d.heads * d.head_dim..len * d.heads * d.head_dim];
-    let cache = Cache { k: &k, v: &v, len };
-    attention_decode(&mut o, q, &cache, sinks.as_deref(), selected, d, &p.options, &scratch).unwrap();
-    assert_eq!(scratch.bytes(), planned);
-    wide(&o)
-}
-
-#[test]
-fn decoding_on_a_cache_is_the_full_forward_at_every_position() {
-    let plain = Problem::of(DIMS, &[280]);
-    let options = Options { window: Some(33), soft_cap: Some(3.0), ..Options::default() };
-    for p in [
-        plain.clone(),
-        Problem { options, sinks: true, ..plain.clone() },
-        Problem { topk: Some(20), sinks: true, ..plain },
-    ] {
-        let (r, d_o) = p.build();
-        let (whole, _) = kernel::<f32>(&r, DIMS, &p.options, &d_o);
-        for len in 1..=280 {
-            let got = decode::<f32>(&r, &p, len, 1);
-            let (error, count) = ratio(&got, &whole.o[(len - 1) * 96..len * 96]);
-            assert!(count == 96 && error < 1e-5, "position {len}: {error:e}");
-        }
-        for (len, n) in [(280, 280), (280, 7), (279, 150), (100, 99), (40, 0)] {
-            let got = decode::<f32>(&r, &p, len, n);
-            let (error, count) = ratio(&got, &whole.o[(len - n) * 96..len * 96]);
-            assert!(count == n * 96 && error < 1e-5, "{n} tokens up to {len}: {error:e}");
-        }
-    }
-}
-
-#[test]
-fn decoding_rounds_where_the_full_forward_does() {
-    let (p, mut r, d_o) = exact_products();
-    r.cu_seqlens = vec![0, 320];
-    for logits in [Precision::F32, Precision::Bf16, Precision::F16] {
-        let p =
-            Problem { options: Options { qk_product: Precision::Bf16, logits, ..p.options }, ..p.clone() };
-        let (whole, _) = kernel::<f32>(&r, DIMS, &p.options, &d_o);
-        for len in (1..=320).step_by(29) {
-            let (error, count) = ratio(&decode::<f32>(&r, &p, len, 1), &whole.o[(len - 1) * 96..len * 96]);
-            assert!(count == 96 && error < 1e-5, "{logits:?}, position {len}: {error:e}");
-        }
-        let (whole, _) = kernel::<bf16>(&r, DIMS, &p.options, &d_o);
-        let (error, _) = ratio(&decode::<bf16>(&r, &p, 300, 5), &whole.o[295 * 96..300 * 96]);
-        assert!(error < 0.004, "{error:e}");
-    }
-}
-
-#[test]
-fn a_cache_that_is_too_short_is_refused() {
-    let (q, kv, mut o) = ([0f32; 8], [0f32; 4], [0f32; 8]);
-    let dims = Dims { heads: 2, kv_heads: 1, head_dim: 2, value_dim: 2 };
-    let mut run = |len| {
-        let cache = Cache { k: &kv, v: &kv, len };
-        let scratch = Scratch::new(0);
-        let options = Options::default();
-        attention_decode(&mut o, &q, &cache, None, None, dims, &options, &scratch).map_err(|e| e.to_string())
-    };
-    assert!(run(1).unwrap_err().contains("2 queries of a cache of 1 tokens"));
-    assert!(run(3).unwrap_err().contains("3 tokens in a cache of 2"));
-    assert_eq!(run(2), Ok(()));
 }
