@@ -169,11 +169,18 @@ impl<'a> Sums<'a> {
     }
 
     /// # Safety
-    /// No other task may use the row of this token and kv head.
-    unsafe fn put(&self, token: usize, kv_head: usize, row: &[f32], add: bool) {
-        let at = token * self.token_stride + kv_head * self.head_stride;
+    /// No other task may use the row of this token and kv head, and this one not twice at a time.
+    #[allow(clippy::mut_from_ref)] // as in `Shared::part`
+    unsafe fn row(&self, token: usize, kv_head: usize, width: usize) -> &mut [f32] {
         // SAFETY: by the caller's promise.
-        let target = unsafe { self.data.part(at, row.len()) };
+        unsafe { self.data.part(token * self.token_stride + kv_head * self.head_stride, width) }
+    }
+
+    /// # Safety
+    /// As for [`Sums::row`].
+    unsafe fn put(&self, token: usize, kv_head: usize, row: &[f32], add: bool) {
+        // SAFETY: by the caller's promise.
+        let target = unsafe { self.row(token, kv_head, row.len()) };
         if add {
             axpy(target, 1.0, row);
         } else {
@@ -312,7 +319,7 @@ impl<'s> Work<'s> {
             if begin < stop {
                 self.load(pass, span, at, tokens, kv_head);
                 let keys = Keys::Range { first: begin, count: stop - begin };
-                self.tile(pass, keys, begin - key, span, at, tokens, kv_head);
+                self.tile(pass, keys, Some(begin - key), span, at, tokens, kv_head);
             } else if add {
                 continue;
             }
@@ -361,17 +368,8 @@ impl<'s> Work<'s> {
             self.load(pass, span, i, 1, kv_head);
             self.dq[..width].fill(0.0);
             for keys in list[..count].chunks(KEYS) {
-                self.dk[..keys.len() * head_dim].fill(0.0);
-                self.dv[..keys.len() * value_dim].fill(0.0);
-                self.tile(pass, Keys::List(keys), 0, span, i, 1, kv_head);
-                for (j, position) in keys.iter().enumerate() {
-                    let row = span.key + *position as usize;
-                    // SAFETY: a key of this sequence and this kv head belong to this task alone.
-                    unsafe {
-                        targets.dk.put(row, kv_head, &self.dk[j * head_dim..(j + 1) * head_dim], true);
-                        targets.dv.put(row, kv_head, &self.dv[j * value_dim..(j + 1) * value_dim], true);
-                    }
-                }
+                self.tile(pass, Keys::List(keys), None, span, i, 1, kv_head);
+                self.scatter(pass, targets, keys, span, kv_head);
             }
             // SAFETY: a query of this sequence and this kv head belong to this task alone.
             unsafe { targets.dq.put(span.query + i, kv_head, &self.dq[..width], false) };
@@ -379,13 +377,38 @@ impl<'s> Work<'s> {
         }
     }
 
-    /// Adds what the loaded rows and `keys` give to dq, and to dk and dv from row `at_key` on.
+    /// Adds p do and s dx q of the one loaded query to the rows of its keys.
+    fn scatter<T: Element>(
+        &self,
+        pass: &Pass<'_, T>,
+        targets: &Targets<'_>,
+        keys: &[u32],
+        span: Span,
+        kv_head: usize,
+    ) {
+        let Dims { head_dim, value_dim, .. } = pass.problem.dims;
+        let scale = pass.problem.options.scale(pass.problem.dims);
+        for (j, position) in keys.iter().enumerate() {
+            let row = span.key + *position as usize;
+            for h in 0..pass.problem.dims.group() {
+                let at = h * keys.len() + j;
+                let (q, d_o) = (&self.q[h * head_dim..][..head_dim], &self.d_o[h * value_dim..][..value_dim]);
+                // SAFETY: a key of this sequence and this kv head belong to this task alone.
+                unsafe {
+                    axpy(targets.dk.row(row, kv_head, head_dim), scale * self.dx[at], q);
+                    axpy(targets.dv.row(row, kv_head, value_dim), self.p[at], d_o);
+                }
+            }
+        }
+    }
+
+    /// Leaves p and dx of the loaded rows and `keys`, adds to dq, and with `at_key` to dk and dv from that row on.
     #[allow(clippy::too_many_arguments)]
     fn tile<T: Element>(
         &mut self,
         pass: &Pass<'_, T>,
         keys: Keys<'_>,
-        at_key: usize,
+        at_key: Option<usize>,
         span: Span,
         first: usize,
         tokens: usize,
@@ -421,9 +444,11 @@ impl<'s> Work<'s> {
         }
         let (p, dx) = (Mat::dense(p, rows, count), Mat::dense(dx, rows, count));
         let scale = pass.problem.options.scale(pass.problem.dims);
-        matmul_add(&mut self.dv[at_key * value_dim..(at_key + count) * value_dim], 1.0, p.t(), d_o);
-        matmul_add(&mut self.dk[at_key * head_dim..(at_key + count) * head_dim], scale, dx.t(), q);
         matmul_add(&mut self.dq[..rows * head_dim], scale, dx, k);
+        if let Some(at) = at_key {
+            matmul_add(&mut self.dv[at * value_dim..(at + count) * value_dim], 1.0, p.t(), d_o);
+            matmul_add(&mut self.dk[at * head_dim..(at + count) * head_dim], scale, dx.t(), q);
+        }
     }
 }
 
