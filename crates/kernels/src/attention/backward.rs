@@ -4,11 +4,11 @@ use rayon::prelude::*;
 
 use super::tile::{
     KEYS, Keys, Problem, Span, block_rows, block_tokens, exp_minus_one, key_rows, key_rows_len, load_rows,
-    spans,
+    product_add, product_t, spans,
 };
 use super::{Dims, Input, Options, Saved, Selected, check_input};
 use crate::error::{Result, check, check_len};
-use crate::matmul::{Mat, matmul, matmul_add};
+use crate::matmul::{Mat, matmul_add};
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{axpy, dot, exp_f32, simd_fn};
@@ -423,7 +423,7 @@ impl<'s> Work<'s> {
         let d_o = Mat::dense(&self.d_o[..rows * value_dim], rows, value_dim);
         let (p, dx) = (&mut self.p[..rows * count], &mut self.dx[..rows * count]);
         pass.problem.logits(p, q, k);
-        matmul(dx, 1.0, d_o, v.t());
+        product_t(dx, 1.0, d_o, v);
         for row in 0..rows {
             let seen = pass.problem.columns(span, first + row / group, keys);
             let at = (span.query + first + row / group) * heads + kv_head * group + row % group;
@@ -444,7 +444,7 @@ impl<'s> Work<'s> {
         }
         let (p, dx) = (Mat::dense(p, rows, count), Mat::dense(dx, rows, count));
         let scale = pass.problem.options.scale(pass.problem.dims);
-        matmul_add(&mut self.dq[..rows * head_dim], scale, dx, k);
+        product_add(&mut self.dq[..rows * head_dim], scale, dx, k);
         if let Some(at) = at_key {
             matmul_add(&mut self.dv[at * value_dim..(at + count) * value_dim], 1.0, p.t(), d_o);
             matmul_add(&mut self.dk[at * head_dim..(at + count) * head_dim], scale, dx.t(), q);

@@ -4,11 +4,11 @@ use rayon::prelude::*;
 
 use super::tile::{
     KEYS, Keys, Problem, Span, block_rows, block_tokens, divide, exp_minus_lowered, exp_minus_one,
-    exp_minus_sum, key_rows, key_rows_len, load_rows, maximum, scale, spans, tiles,
+    exp_minus_sum, key_rows, key_rows_len, load_rows, maximum, product_add, scale, spans, tiles,
 };
 use super::{Dims, Input, Options, Saved, check_input};
 use crate::error::{Result, check_len};
-use crate::matmul::{Mat, matmul_add};
+use crate::matmul::Mat;
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::{Element, Precision, Scratch};
@@ -197,7 +197,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
         let rows = tokens * self.problem.dims.group();
         let v = key_rows(self.v, self.problem.v, keys, span, kv_head, kv_heads, value_dim);
         let e = Mat::dense(&self.x[..rows * keys.len()], rows, keys.len());
-        matmul_add(&mut self.o[..rows * value_dim], 1.0, e, v);
+        product_add(&mut self.o[..rows * value_dim], 1.0, e, v);
     }
 
     /// x becomes e; where the maximum rises, sum and o follow it.

@@ -5,9 +5,9 @@ use std::ops::Range;
 use super::Saved;
 use super::{Dims, Input, Options, Selected, UNUSED};
 use crate::Element;
-use crate::matmul::{Mat, matmul};
+use crate::matmul::{Mat, matmul, matmul_add};
 use crate::precision::{Precision, to_bf16, to_f16};
-use crate::simd::{exp_f32, simd_fn, sum_lanes, tanh_f32};
+use crate::simd::{axpy, dot, exp_f32, simd_fn, sum_lanes, tanh_f32};
 
 /// Rows of a tile, query heads of one kv head stacked: about this many.
 const ROWS: usize = 256;
@@ -123,6 +123,34 @@ pub(crate) fn load_rows<T: Element>(
     }
 }
 
+/// Up to so many rows a product reads the other matrix once, row by row, and packs nothing: faster than blocks of it.
+const FEW_ROWS: usize = 4;
+
+/// c = by a b^T; a [m, n] and b [k, n] have contiguous rows.
+pub(crate) fn product_t(c: &mut [f32], by: f32, a: Mat<'_>, b: Mat<'_>) {
+    if a.rows() > FEW_ROWS {
+        return matmul(c, by, a, b.t());
+    }
+    for j in 0..b.rows() {
+        for i in 0..a.rows() {
+            c[i * b.rows() + j] = by * dot(a.row(i), b.row(j));
+        }
+    }
+}
+
+/// c [m, n] += by a b; a [m, k] and b [k, n] have contiguous rows.
+pub(crate) fn product_add(c: &mut [f32], by: f32, a: Mat<'_>, b: Mat<'_>) {
+    if a.rows() > FEW_ROWS {
+        return matmul_add(c, by, a, b);
+    }
+    for j in 0..b.rows() {
+        let row = b.row(j);
+        for (i, c) in c.chunks_exact_mut(row.len()).enumerate() {
+            axpy(c, by * a.row(i)[j], row);
+        }
+    }
+}
+
 /// One call: tensors and settings.
 #[derive(Clone, Copy)]
 pub(crate) struct Problem<'a, T> {
@@ -177,7 +205,7 @@ impl<'a, T: Element> Problem<'a, T> {
 
     /// x [rows, keys] of q [rows, hd] and k [keys, hd], as they enter the softmax.
     pub(crate) fn logits(&self, x: &mut [f32], q: Mat<'_>, k: Mat<'_>) {
-        matmul(x, self.options.scale(self.dims), q, k.t());
+        product_t(x, self.options.scale(self.dims), q, k);
         self.options.qk_product.round_all(x);
         if let Some(cap) = self.options.soft_cap {
             soft_cap(x, cap);
