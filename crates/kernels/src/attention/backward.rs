@@ -22,7 +22,7 @@ pub struct Grads<'a, T> {
     pub dk: &'a mut [T],
     /// [tokens, kv_heads, vd]
     pub dv: &'a mut [T],
-    /// [heads]; present if and only if there are sinks
+    /// `[heads]`; present if and only if there are sinks
     pub dsinks: Option<&'a mut [f32]>,
 }
 

@@ -118,7 +118,7 @@ pub struct Input<'a, T> {
     pub k: &'a [T],
     /// [tokens, kv_heads, vd]
     pub v: &'a [T],
-    /// [heads]: the extra logits
+    /// `[heads]`: the extra logits
     pub sinks: Option<&'a [f32]>,
     /// `None`: all keys that mask and window allow
     pub selected: Option<Selected<'a>>,

@@ -13,7 +13,7 @@ pub struct Reference {
     pub k: Vec<f64>,
     /// [tokens, kv_heads, vd]
     pub v: Vec<f64>,
-    /// [heads]
+    /// `[heads]`
     pub sinks: Option<Vec<f64>>,
     /// [tokens, topk] and topk
     pub selected: Option<(Vec<u32>, usize)>,
