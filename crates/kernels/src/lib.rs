@@ -14,14 +14,19 @@
 // written with the digits they were computed with.
 #![allow(clippy::too_many_arguments, clippy::needless_range_loop, clippy::excessive_precision)]
 
+pub mod attention;
 pub mod element;
 pub mod error;
 pub mod gated_delta_rule;
+pub mod indexer;
 pub mod matmul;
+pub mod packing;
+pub mod precision;
 pub mod scratch;
 mod shared;
 pub mod simd;
 
 pub use element::Element;
 pub use error::{KernelError, Result};
+pub use precision::Precision;
 pub use scratch::Scratch;

@@ -32,6 +32,20 @@ impl<'a> Mat<'a> {
         Mat::new(data, rows, columns, columns)
     }
 
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Row i.
+    ///
+    /// # Panics
+    /// When the rows are not contiguous, or there is no such row.
+    pub fn row(&self, i: usize) -> &'a [f32] {
+        assert!(self.column_stride == 1 && i < self.rows, "row {i} of {}", self.rows);
+        &self.data[i * self.row_stride..i * self.row_stride + self.columns]
+    }
+
     /// The transpose, without moving anything.
     pub fn t(self) -> Mat<'a> {
         Mat {

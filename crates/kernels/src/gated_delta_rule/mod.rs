@@ -51,8 +51,10 @@ pub use forward::{Output, forward_scratch, gated_delta_rule_forward};
 pub use gates::{gates_backward, gates_forward};
 pub use step::{gated_delta_rule_step, step_scratch};
 
+pub use crate::packing::check_cu_seqlens;
+
+use crate::Element;
 use crate::error::{Result, check, check_len};
-use crate::{Element, KernelError};
 
 /// Inside the root of the l2norm.
 pub const L2NORM_EPS: f32 = 1e-6;
@@ -188,11 +190,4 @@ fn check_input<T>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result
         check_len("h0", h0, (input.cu_seqlens.len() - 1) * value_heads * dims.state_len())?;
     }
     Ok(tokens)
-}
-
-/// The number of tokens; an error unless the offsets start at 0 and never fall.
-pub fn check_cu_seqlens(cu_seqlens: &[usize]) -> Result<usize, KernelError> {
-    check(cu_seqlens.first() == Some(&0), || "cu_seqlens must start with 0".into())?;
-    check(cu_seqlens.windows(2).all(|w| w[0] <= w[1]), || "cu_seqlens must not fall".into())?;
-    Ok(cu_seqlens[cu_seqlens.len() - 1])
 }
