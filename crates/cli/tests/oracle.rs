@@ -44,6 +44,29 @@ fn every_golden_file_passes_in_both_storages_and_both_places_of_the_norm() {
 }
 
 #[test]
+fn attention_and_indexer_pass_their_golden_files_and_a_lowered_site_does_not() {
+    let golden = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name);
+    for (name, results) in
+        [("grouped", 4), ("capped_window", 4), ("sinks_packed", 5), ("wide_values", 4), ("head256", 4)]
+    {
+        let path = golden(&format!("attention/{name}.safetensors"));
+        let output = oracle(&[&"attention", &path, &"--tolerance", &"1e-5", &"--json"]);
+        assert_eq!(output.status.code(), Some(0), "{name}: {}", error(&output));
+        assert_eq!(json(&output)["compared"], results, "{name}");
+        let bf16 = oracle(&[&"attention", &path, &"--storage", &"bf16"]);
+        assert_eq!(bf16.status.code(), Some(0), "{name} in bf16");
+        let lowered = oracle(&[&"attention", &path, &"--qk-product", &"bf16", &"--tolerance", &"1e-5"]);
+        assert_eq!(lowered.status.code(), Some(1), "{name}: the rounding of the product shows");
+    }
+    let choice = golden("indexer/choice.safetensors");
+    let output = oracle(&[&"indexer", &choice, &"--tolerance", &"1e-5", &"--json"]);
+    assert_eq!((output.status.code(), &json(&output)["compared"]), (Some(0), &serde_json::json!(2)));
+    let other = oracle(&[&"indexer", &choice, &"--topk", &"5"]);
+    assert_eq!(other.status.code(), Some(3));
+    assert!(error(&other).contains("\"selected\""), "{}", error(&other));
+}
+
+#[test]
 fn results_are_written_and_pass_as_expectations_and_a_tolerance_can_fail() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out.safetensors");

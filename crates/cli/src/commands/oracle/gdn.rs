@@ -8,7 +8,7 @@ use ballast_kernels::gated_delta_rule::{
 use ballast_kernels::{Element, Scratch};
 use clap::{Args, ValueEnum};
 
-use super::{Common, Storage, expect_shape, finish};
+use super::{Common, Storage, expect, finish, metadata_number, sequences};
 use crate::commands::Global;
 use crate::exit::Outcome;
 
@@ -80,51 +80,24 @@ impl Problem {
             return Err(file.error("q", problem).into());
         };
         let dims = Dims { key_heads, value_heads, key_dim, value_dim };
-        let expect = |name: &str, array: Array<f32>, shape: &[usize]| -> anyhow::Result<Array<f32>> {
-            expect_shape(file, name, &array, shape)?;
-            Ok(array)
-        };
         let optional = |name: &str, shape: &[usize]| -> anyhow::Result<Option<Array<f32>>> {
-            if file.has(name) { expect(name, file.f32(name)?, shape).map(Some) } else { Ok(None) }
+            if file.has(name) { expect(file, name, shape).map(Some) } else { Ok(None) }
         };
-        let cu_seqlens: Vec<usize> = if file.has("cu_seqlens") {
-            let offsets = file.integers("cu_seqlens")?.values;
-            let tokens = (b * t) as i64;
-            if b != 1
-                || offsets.first() != Some(&0)
-                || offsets.last() != Some(&tokens)
-                || !offsets.is_sorted()
-            {
-                let problem = format!(
-                    "offsets from 0 to {tokens} that never fall were expected with B = 1, found {offsets:?} with B = {b}"
-                );
-                return Err(file.error("cu_seqlens", problem).into());
-            }
-            offsets.iter().map(|x| *x as usize).collect()
-        } else {
-            (0..=b).map(|i| i * t).collect()
-        };
+        let cu_seqlens = sequences(file, b, t)?;
         let states = [cu_seqlens.len() - 1, value_heads, key_dim, value_dim];
-        let scale = match file.metadata("scale") {
-            Some(text) => Some(
-                text.parse()
-                    .map_err(|_| file.error("q", format!("metadata `scale` is {text:?}, not a number")))?,
-            ),
-            None => None,
-        };
         Ok(Problem {
             dims,
             batch: [b, t],
-            k: expect("k", file.f32("k")?, &[b, t, key_heads, key_dim])?,
-            v: expect("v", v, &[b, t, value_heads, value_dim])?,
-            g: expect("g", file.f32("g")?, &[b, t, value_heads])?,
-            beta: expect("beta", file.f32("beta")?, &[b, t, value_heads])?,
+            k: expect(file, "k", &[b, t, key_heads, key_dim])?,
+            v: expect(file, "v", &[b, t, value_heads, value_dim])?,
+            g: expect(file, "g", &[b, t, value_heads])?,
+            beta: expect(file, "beta", &[b, t, value_heads])?,
             h0: optional("h0", &states)?,
             d_o: optional("do", &[b, t, value_heads, value_dim])?,
             dht: optional("dht", &states)?,
             q,
             cu_seqlens,
-            scale,
+            scale: metadata_number(file, "scale")?,
         })
     }
 

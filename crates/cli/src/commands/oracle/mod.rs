@@ -1,10 +1,13 @@
 //! `ballast oracle`: the kernels as a reference for kernels elsewhere.
 
+mod attention;
 mod gdn;
+mod indexer;
 
 use std::path::PathBuf;
 
 use ballast_checkpoint::tensor_file::{Array, TensorFile, write_f32};
+use ballast_kernels::Precision;
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 
@@ -23,11 +26,19 @@ enum Operation {
     /// The gated delta rule. IN holds q, k [B,T,Hk,dk] (raw), v [B,T,Hv,dv], g, beta [B,T,Hv], and optionally
     /// h0 [N,Hv,dk,dv], cu_seqlens [N+1], do, dht; metadata `scale` and `l2norm`.
     Gdn(gdn::GdnArgs),
+    /// Softmax attention, causal. IN holds q [B,T,heads,hd], k [B,T,kv,hd], v [B,T,kv,vd], and optionally sinks [heads],
+    /// cu_seqlens [N+1], do; metadata `scale`, `window`, `cap`.
+    Attention(attention::AttentionArgs),
+    /// The sparse indexer: scores and choice of keys. IN holds q [B,T,heads,d], k [B,T,d], w [B,T,heads], and optionally
+    /// cu_seqlens [N+1]; metadata `topk`.
+    Indexer(indexer::IndexerArgs),
 }
 
 pub(crate) fn run(args: OracleArgs, global: &Global) -> anyhow::Result<Outcome> {
     match args.operation {
         Operation::Gdn(args) => gdn::run(args, global),
+        Operation::Attention(args) => attention::run(args, global),
+        Operation::Indexer(args) => indexer::run(args, global),
     }
 }
 
@@ -55,6 +66,55 @@ struct Common {
 enum Storage {
     F32,
     Bf16,
+}
+
+/// The dtype of a site.
+#[derive(Clone, Copy, ValueEnum)]
+enum Site {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<Site> for Precision {
+    fn from(site: Site) -> Precision {
+        match site {
+            Site::F32 => Precision::F32,
+            Site::Bf16 => Precision::Bf16,
+            Site::F16 => Precision::F16,
+        }
+    }
+}
+
+/// Where the sequences of a [B, T] batch begin and end: by `cu_seqlens`, else one per row.
+fn sequences(file: &TensorFile, b: usize, t: usize) -> anyhow::Result<Vec<usize>> {
+    if !file.has("cu_seqlens") {
+        return Ok((0..=b).map(|i| i * t).collect());
+    }
+    let offsets = file.integers("cu_seqlens")?.values;
+    let tokens = (b * t) as i64;
+    if b != 1 || offsets.first() != Some(&0) || offsets.last() != Some(&tokens) || !offsets.is_sorted() {
+        let problem = format!(
+            "offsets from 0 to {tokens} that never fall were expected with B = 1, found {offsets:?} with B = {b}"
+        );
+        return Err(file.error("cu_seqlens", problem).into());
+    }
+    Ok(offsets.iter().map(|x| *x as usize).collect())
+}
+
+/// A number in the file's metadata.
+fn metadata_number<T: std::str::FromStr>(file: &TensorFile, key: &str) -> anyhow::Result<Option<T>> {
+    let parse = |text: &str| {
+        text.parse().map_err(|_| file.error("q", format!("metadata `{key}` is {text:?}, not a number")))
+    };
+    Ok(file.metadata(key).map(parse).transpose()?)
+}
+
+/// The tensor `name`, of exactly this shape.
+fn expect(file: &TensorFile, name: &str, shape: &[usize]) -> anyhow::Result<Array<f32>> {
+    let array = file.f32(name)?;
+    expect_shape(file, name, &array, shape)?;
+    Ok(array)
 }
 
 /// One result, and how it compares with what the file expects.
