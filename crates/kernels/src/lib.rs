@@ -10,13 +10,19 @@
 //! - the same bits for any number of threads: work is divided by the shape alone, and no sum depends on an
 //!   order that threads decide.
 
+pub mod conv;
 pub mod element;
 pub mod error;
 pub mod gated_delta_rule;
+pub mod glu;
 pub mod matmul;
+pub mod norm;
+mod partition;
 pub mod scratch;
 mod shared;
 pub mod simd;
+#[cfg(test)]
+mod testing;
 
 pub use element::Element;
 pub use error::{KernelError, Result};
