@@ -18,6 +18,7 @@ pub mod glu;
 pub mod matmul;
 pub mod norm;
 mod partition;
+pub mod rotary;
 pub mod scratch;
 mod shared;
 pub mod simd;

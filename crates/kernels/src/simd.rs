@@ -41,6 +41,7 @@ macro_rules! simd_fn {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($t:ident: $bound:path),+>)?
         ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
         $vis fn $name $(<$($t: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
             #[allow(clippy::too_many_arguments, unused)]
@@ -110,7 +111,7 @@ pub(crate) fn silu_f32<const FMA: bool>(x: f32) -> f32 {
 pub(crate) fn tanh_f32<const FMA: bool>(x: f32) -> f32 {
     let s = x * x;
     let mut p = -5.704_988_7e-3;
-    p = fma::<FMA>(p, s, 2.063_908_9e-2);
+    p = fma::<FMA>(p, s, 2.063_909e-2);
     p = fma::<FMA>(p, s, -5.373_971_5e-2);
     p = fma::<FMA>(p, s, 1.333_144_2e-1);
     p = fma::<FMA>(p, s, -3.333_328e-1);
@@ -141,7 +142,7 @@ pub(crate) fn ln_1p_f32<const FMA: bool>(u: f32) -> f32 {
     p = fma::<FMA>(p, f, -1.666_805_8e-1);
     p = fma::<FMA>(p, f, 2.000_071_5e-1);
     p = fma::<FMA>(p, f, -2.499_999_4e-1);
-    p = fma::<FMA>(p, f, 3.333_333_1e-1);
+    p = fma::<FMA>(p, f, 3.333_333e-1);
     let z = f * f;
     let n = n as f32;
     let tail = fma::<FMA>(n, LN2_LOW, fma::<FMA>(p * f, z, -0.5 * z)) + lost;

@@ -18,14 +18,12 @@ pub fn gated_rms_norm_forward<T: Element, W: Element>(
     eps: f32,
 ) -> Result {
     let width = w.len();
-    let rows = check_rows("x", x, width)?;
+    check_rows("x", x, width)?;
     check_len("y", y, x.len())?;
     check_len("z", z, x.len())?;
-    let saved = saved.map(|saved| {
-        saved.resize(rows, false);
-        saved
+    for_rows(y, saved, false, x, width, |row, y, x| {
+        (gated_row(y, x, &z[row * width..][..width], w, eps), 0.0)
     });
-    for_rows(y, saved, x, width, |row, y, x| (gated_row(y, x, &z[row * width..][..width], w, eps), 0.0));
     Ok(())
 }
 

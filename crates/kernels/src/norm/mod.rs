@@ -90,12 +90,19 @@ fn check_rows<T>(name: &'static str, slice: &[T], width: usize) -> Result<usize,
 fn for_rows<T: Element>(
     y: &mut [T],
     saved: Option<&mut Saved>,
+    keep_mean: bool,
     x: &[T],
     width: usize,
     norm: impl Fn(usize, &mut [T], &[T]) -> (f32, f32) + Sync,
 ) {
     let mut none = Saved::default();
-    let saved = saved.unwrap_or(&mut none);
+    let saved = match saved {
+        Some(saved) => {
+            saved.resize(x.len() / width, keep_mean);
+            saved
+        }
+        None => &mut none,
+    };
     let (rstd_len, mean_len) = (saved.rstd.len(), saved.mean.len());
     let (rstd, mean) = (Shared::new(&mut saved.rstd), Shared::new(&mut saved.mean));
     let rows = task_rows(width);
