@@ -15,6 +15,7 @@ pub mod element;
 pub mod error;
 pub mod gated_delta_rule;
 pub mod glu;
+pub mod linear;
 pub mod matmul;
 pub mod norm;
 mod partition;

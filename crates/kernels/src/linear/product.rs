@@ -1,0 +1,130 @@
+//! C [m, n] (+)= A B in tiles, operands of any storage type.
+
+use rayon::prelude::*;
+
+use crate::matmul::{Mat, matmul_strided, matmul_tile};
+use crate::scratch::take;
+use crate::shared::Shared;
+use crate::{Element, Scratch};
+
+/// Rows of a tile of C.
+const M: usize = 256;
+/// Columns of a tile of C.
+const N: usize = 512;
+/// Inner elements that are widened at once.
+const K: usize = 512;
+
+/// f32 of scratch that a task needs: a panel of A, a panel of B, a tile of C.
+pub(super) const SCRATCH: usize = M * K + K * N + M * N;
+
+/// A stored row-major matrix, or its transpose.
+#[derive(Clone, Copy)]
+pub(super) struct Operand<'a, T> {
+    data: &'a [T],
+    stride: usize,
+    transposed: bool,
+}
+
+impl<'a, T: Element> Operand<'a, T> {
+    pub(super) fn new(data: &'a [T], stride: usize) -> Operand<'a, T> {
+        Operand { data, stride, transposed: false }
+    }
+
+    pub(super) fn t(self) -> Operand<'a, T> {
+        Operand { transposed: !self.transposed, ..self }
+    }
+
+    /// Rows and columns from (i, j) on: a view of what is f32 already, else a copy in `panel`.
+    fn block<'b>(&'b self, panel: &'b mut [f32], i: usize, j: usize, rows: usize, columns: usize) -> Mat<'b> {
+        let ((i, rows), (j, columns)) =
+            if self.transposed { ((j, columns), (i, rows)) } else { ((i, rows), (j, columns)) };
+        let data = &self.data[i * self.stride + j..];
+        let mat = match T::as_f32(data) {
+            Some(data) => Mat::new(data, rows, columns, self.stride),
+            None => {
+                let panel = &mut panel[..rows * columns];
+                for (wide, row) in panel.chunks_mut(columns).zip(data.chunks(self.stride)) {
+                    T::load(wide, &row[..columns]);
+                }
+                Mat::dense(panel, rows, columns)
+            }
+        };
+        if self.transposed { mat.t() } else { mat }
+    }
+}
+
+/// Row of a tile and its first column, before it is stored.
+type Finish<'a> = &'a (dyn Fn(&mut [f32], usize) + Sync);
+
+/// C [m, n] = (C +) A [m, k] B [k, n], then `finish` on every row of every tile.
+pub(super) fn product<C: Element, A: Element, B: Element>(
+    c: &mut [C],
+    accumulate: bool,
+    a: Operand<'_, A>,
+    b: Operand<'_, B>,
+    (m, n, k): (usize, usize, usize),
+    finish: Option<Finish<'_>>,
+    scratch: &Scratch,
+) {
+    let (down, across) = (m.div_ceil(M), n.div_ceil(N));
+    let tile = |index: usize| {
+        let (i, j) = (index % down * M, index / down * N);
+        (i, j, M.min(m - i), N.min(n - j))
+    };
+    // What is f32 already is multiplied where it lies, without an end to the inner dimension.
+    let panel = if A::NAME == "F32" && B::NAME == "F32" { k.max(1) } else { K };
+    let blocks = |first: usize| (first, panel.min(k - first));
+    let tasks = (0..down * across).into_par_iter();
+    if let Some(c) = C::as_f32_mut(c) {
+        let c = Shared::new(c);
+        tasks.for_each(|index| {
+            let (i, j, rows, columns) = tile(index);
+            scratch.with(SCRATCH, |mut slot| {
+                let (pa, pb) = (take(&mut slot, M * K), take(&mut slot, K * N));
+                for (l, inner) in (0..k).step_by(panel).map(blocks) {
+                    let alpha = if accumulate || l > 0 { 1.0 } else { 0.0 };
+                    let (a, b) = (a.block(pa, i, l, rows, inner), b.block(pb, l, j, inner, columns));
+                    // SAFETY: tiles do not overlap.
+                    unsafe { matmul_tile(&c, i * n + j, n, alpha, a, b) };
+                }
+                for row in i..i + rows {
+                    // SAFETY: this row of the tile belongs to this task alone.
+                    let row = unsafe { c.part(row * n + j, columns) };
+                    if k == 0 && !accumulate {
+                        row.fill(0.0);
+                    }
+                    if let Some(finish) = finish {
+                        finish(row, j);
+                    }
+                }
+            });
+        });
+        return;
+    }
+    let c = Shared::new(c);
+    tasks.for_each(|index| {
+        let (i, j, rows, columns) = tile(index);
+        scratch.with(SCRATCH, |mut slot| {
+            let (pa, pb) = (take(&mut slot, M * K), take(&mut slot, K * N));
+            let sum = &mut slot[..rows * columns];
+            sum.fill(0.0);
+            for (l, inner) in (0..k).step_by(panel).map(blocks) {
+                let (a, b) = (a.block(pa, i, l, rows, inner), b.block(pb, l, j, inner, columns));
+                matmul_strided(sum, columns, 1.0, 1.0, a, b);
+            }
+            for (row, sum) in (i..).zip(sum.chunks_mut(columns)) {
+                // SAFETY: this row of the tile belongs to this task alone.
+                let target = unsafe { c.part(row * n + j, columns) };
+                if accumulate {
+                    for (sum, c) in sum.iter_mut().zip(&*target) {
+                        *sum += c.to_f32();
+                    }
+                }
+                if let Some(finish) = finish {
+                    finish(sum, j);
+                }
+                C::store(target, sum);
+            }
+        });
+    });
+}
