@@ -10,8 +10,10 @@
 //! - the same bits for any number of threads: work is divided by the shape alone, and no sum depends on an
 //!   order that threads decide.
 
+pub mod adamw;
 pub mod conv;
 pub mod element;
+pub mod embedding;
 pub mod error;
 pub mod gated_delta_rule;
 pub mod glu;
