@@ -290,8 +290,7 @@ mod tests {
 
     #[test]
     fn settings_that_make_no_sense_are_refused() {
-        let run =
-            |step, o: &Options| adamw_step(&mut [1.0], &mut [0.0], &mut [0.0], &[1.0], 1.0, step, o);
+        let run = |step, o: &Options| adamw_step(&mut [1.0], &mut [0.0], &mut [0.0], &[1.0], 1.0, step, o);
         assert!(run(1, &Options::default()).is_ok());
         assert!(run(0, &Options::default()).is_err());
         assert!(run(1, &Options { beta1: 1.0, ..Options::default() }).is_err());

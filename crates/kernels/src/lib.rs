@@ -18,6 +18,7 @@ pub mod error;
 pub mod gated_delta_rule;
 pub mod glu;
 pub mod linear;
+pub mod linear_cross_entropy;
 pub mod matmul;
 pub mod norm;
 mod partition;
