@@ -20,6 +20,7 @@ pub mod glu;
 pub mod linear;
 pub mod linear_cross_entropy;
 pub mod matmul;
+pub mod moe;
 pub mod norm;
 mod partition;
 pub mod rotary;

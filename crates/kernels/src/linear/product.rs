@@ -11,11 +11,19 @@ use crate::{Element, Scratch};
 const M: usize = 256;
 /// Columns of a tile of C.
 const N: usize = 512;
-/// Inner elements that are widened at once.
-const K: usize = 512;
+/// Inner elements that are multiplied at once.
+const K: usize = 256;
+/// Between the rows of a copied panel: rows a power of two apart would share a few sets of the nearest cache.
+const GAP: usize = 16;
+
+/// f32 of scratch that a panel of A or B of `outer` rows or columns needs, whichever way it is stored.
+const fn panel(outer: usize) -> usize {
+    let (stored_by_outer, stored_by_inner) = (outer * (K + GAP), K * (outer + GAP));
+    if stored_by_outer > stored_by_inner { stored_by_outer } else { stored_by_inner }
+}
 
 /// f32 of scratch that a task needs: a panel of A, a panel of B, a tile of C.
-pub(super) const SCRATCH: usize = M * K + K * N + M * N;
+pub(super) const SCRATCH: usize = panel(M) + panel(N) + M * N;
 
 /// A stored row-major matrix, or its transpose.
 #[derive(Clone, Copy)]
@@ -34,19 +42,19 @@ impl<'a, T: Element> Operand<'a, T> {
         Operand { transposed: !self.transposed, ..self }
     }
 
-    /// Rows and columns from (i, j) on: a view of what is f32 already, else a copy in `panel`.
+    /// Rows and columns from (i, j) on: a view of what is f32 and lies well already, else a copy in `panel`.
     fn block<'b>(&'b self, panel: &'b mut [f32], i: usize, j: usize, rows: usize, columns: usize) -> Mat<'b> {
         let ((i, rows), (j, columns)) =
             if self.transposed { ((j, columns), (i, rows)) } else { ((i, rows), (j, columns)) };
         let data = &self.data[i * self.stride + j..];
         let mat = match T::as_f32(data) {
-            Some(data) => Mat::new(data, rows, columns, self.stride),
-            None => {
-                let panel = &mut panel[..rows * columns];
-                for (wide, row) in panel.chunks_mut(columns).zip(data.chunks(self.stride)) {
-                    T::load(wide, &row[..columns]);
+            Some(data) if !self.transposed => Mat::new(data, rows, columns, self.stride),
+            _ => {
+                let stride = columns + GAP;
+                for (wide, row) in panel.chunks_mut(stride).zip(data.chunks(self.stride)).take(rows) {
+                    T::load(&mut wide[..columns], &row[..columns]);
                 }
-                Mat::dense(panel, rows, columns)
+                Mat::new(panel, rows, columns, stride)
             }
         };
         if self.transposed { mat.t() } else { mat }
@@ -71,17 +79,15 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
         let (i, j) = (index % down * M, index / down * N);
         (i, j, M.min(m - i), N.min(n - j))
     };
-    // What is f32 already is multiplied where it lies, without an end to the inner dimension.
-    let panel = if A::NAME == "F32" && B::NAME == "F32" { k.max(1) } else { K };
-    let blocks = |first: usize| (first, panel.min(k - first));
+    let blocks = |first: usize| (first, K.min(k - first));
     let tasks = (0..down * across).into_par_iter();
     if let Some(c) = C::as_f32_mut(c) {
         let c = Shared::new(c);
         tasks.for_each(|index| {
             let (i, j, rows, columns) = tile(index);
             scratch.with(SCRATCH, |mut slot| {
-                let (pa, pb) = (take(&mut slot, M * K), take(&mut slot, K * N));
-                for (l, inner) in (0..k).step_by(panel).map(blocks) {
+                let (pa, pb) = (take(&mut slot, panel(M)), take(&mut slot, panel(N)));
+                for (l, inner) in (0..k).step_by(K).map(blocks) {
                     let alpha = if accumulate || l > 0 { 1.0 } else { 0.0 };
                     let (a, b) = (a.block(pa, i, l, rows, inner), b.block(pb, l, j, inner, columns));
                     // SAFETY: tiles do not overlap.
@@ -105,10 +111,10 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     tasks.for_each(|index| {
         let (i, j, rows, columns) = tile(index);
         scratch.with(SCRATCH, |mut slot| {
-            let (pa, pb) = (take(&mut slot, M * K), take(&mut slot, K * N));
+            let (pa, pb) = (take(&mut slot, panel(M)), take(&mut slot, panel(N)));
             let sum = &mut slot[..rows * columns];
             sum.fill(0.0);
-            for (l, inner) in (0..k).step_by(panel).map(blocks) {
+            for (l, inner) in (0..k).step_by(K).map(blocks) {
                 let (a, b) = (a.block(pa, i, l, rows, inner), b.block(pb, l, j, inner, columns));
                 matmul_strided(sum, columns, 1.0, 1.0, a, b);
             }
