@@ -7,10 +7,14 @@ use crate::scratch::take;
 use crate::shared::Shared;
 use crate::{Element, Scratch};
 
-/// Rows of a tile of C.
+/// Rows of a tile of C at most.
 const M: usize = 256;
-/// Columns of a tile of C.
+/// Columns of a tile of C at most.
 const N: usize = 512;
+/// Sizes of tiles, the most efficient first.
+const TILES: [(usize, usize); 4] = [(M, N), (256, 256), (128, 256), (64, 128)];
+/// A product is cut into at least so many tiles if it is large enough: there may be as many threads.
+const FEWEST: usize = 16;
 /// Inner elements that are multiplied at once.
 const K: usize = 256;
 /// Between the rows of a copied panel: rows a power of two apart would share a few sets of the nearest cache.
@@ -74,10 +78,12 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     finish: Option<Finish<'_>>,
     scratch: &Scratch,
 ) {
-    let (down, across) = (m.div_ceil(M), n.div_ceil(N));
+    let enough = |(rows, columns): &(usize, usize)| m.div_ceil(*rows) * n.div_ceil(*columns) >= FEWEST;
+    let (rows, columns) = TILES.into_iter().find(enough).unwrap_or(TILES[TILES.len() - 1]);
+    let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
     let tile = |index: usize| {
-        let (i, j) = (index % down * M, index / down * N);
-        (i, j, M.min(m - i), N.min(n - j))
+        let (i, j) = (index % down * rows, index / down * columns);
+        (i, j, rows.min(m - i), columns.min(n - j))
     };
     let blocks = |first: usize| (first, K.min(k - first));
     let tasks = (0..down * across).into_par_iter();
