@@ -255,6 +255,22 @@ mod tests {
     }
 
     #[test]
+    fn five_steps_give_what_torch_gives() {
+        let o = Options { lr: 0.01, beta2: 0.95, weight_decay: 0.1, ..Options::default() };
+        let (mut w, mut m, mut v) = ([1.0, -2.0, 0.5, 3e-3], [0.0; 4], [0.0; 4]);
+        for step in 1..=5 {
+            let s = step as f32;
+            let g = [0.5 * s, -0.25, 1e-4 * s, -3.0 / s];
+            adamw_step(&mut w, &mut m, &mut v, &g, 1.0, step, &o).unwrap();
+        }
+        assert_close("w", &w, &[9.472571611e-1, -1.940120101, 4.497546256e-1, 4.763359204e-2], 1e-7);
+        let m_expected = [6.572049856e-1, -1.023774967e-1, 1.314410038e-4, -5.146800280e-1];
+        assert_close("m", &m, &m_expected, 1e-7);
+        let v_expected = [6.570813060e-1, 1.413869020e-2, 2.628325468e-8, 5.528262258e-1];
+        assert_close("v", &v, &v_expected, 1e-7);
+    }
+
+    #[test]
     fn a_small_update_reaches_the_master_even_if_bf16_cannot_show_it() {
         let o = Options { lr: 1e-5, weight_decay: 0.0, ..Options::default() };
         let (mut w, mut m, mut v, mut copy) = ([1.0f32], [0.0], [0.0], [bf16::ONE]);
