@@ -90,7 +90,6 @@ pub fn adamw_step(
 }
 
 /// [`adamw_step`] that also rounds the new w into `copy` [n], which the model runs on.
-#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn adamw_step_with_copy<T: Element>(
     w: &mut [f32],
     copy: Option<&mut [T]>,

@@ -10,6 +10,10 @@
 //! - the same bits for any number of threads: work is divided by the shape alone, and no sum depends on an
 //!   order that threads decide.
 
+// Outputs, then inputs, then sizes: the grammar of a kernel's arguments; indices are its mathematics; constants are
+// written with the digits they were computed with.
+#![allow(clippy::too_many_arguments, clippy::needless_range_loop, clippy::excessive_precision)]
+
 pub mod adamw;
 pub mod conv;
 pub mod element;

@@ -41,15 +41,13 @@ macro_rules! simd_fn {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($t:ident: $bound:path),+>)?
         ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
-        #[allow(clippy::too_many_arguments)]
         $vis fn $name $(<$($t: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
-            #[allow(clippy::too_many_arguments, unused)]
+            #[allow(unused)]
             fn body<$($($t: $bound,)+)? const FMA: bool>($($arg: $ty),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]
-            #[allow(clippy::too_many_arguments)]
             fn avx2 $(<$($t: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? {
                 body::<$($($t,)+)? true>($($arg),*)
             }
@@ -202,20 +200,26 @@ const LANES: usize = 16;
 simd_fn! {
     /// Sum of x_i y_i.
     pub fn dot(x: &[f32], y: &[f32]) -> f32 {
-        assert_eq!(x.len(), y.len());
-        let mut lanes = [0f32; LANES];
-        let (xs, ys) = (x.chunks_exact(LANES), y.chunks_exact(LANES));
-        let (xr, yr) = (xs.remainder(), ys.remainder());
-        for (a, b) in xs.zip(ys) {
-            for i in 0..LANES {
-                lanes[i] = fma::<FMA>(a[i], b[i], lanes[i]);
-            }
-        }
-        for i in 0..xr.len() {
-            lanes[i] = fma::<FMA>(xr[i], yr[i], lanes[i]);
-        }
-        sum_lanes(lanes)
+        dot_body::<FMA>(x, y)
     }
+}
+
+/// [`dot`], for use inside another vectorised function.
+#[inline(always)]
+pub(crate) fn dot_body<const FMA: bool>(x: &[f32], y: &[f32]) -> f32 {
+    assert_eq!(x.len(), y.len());
+    let mut lanes = [0f32; LANES];
+    let (xs, ys) = (x.chunks_exact(LANES), y.chunks_exact(LANES));
+    let (xr, yr) = (xs.remainder(), ys.remainder());
+    for (a, b) in xs.zip(ys) {
+        for i in 0..LANES {
+            lanes[i] = fma::<FMA>(a[i], b[i], lanes[i]);
+        }
+    }
+    for i in 0..xr.len() {
+        lanes[i] = fma::<FMA>(xr[i], yr[i], lanes[i]);
+    }
+    sum_lanes(lanes)
 }
 
 /// Sum of x_i^2.
@@ -278,6 +282,35 @@ pub(crate) fn sum_by_four<A: Element, B: Element, C: Element, D: Element>(
         *lane += f(a.to_f32(), b.to_f32(), c.to_f32(), d.to_f32());
     }
     sum_lanes(lanes)
+}
+
+simd_fn! {
+    /// Row i of x [rows, width] times factors[i].
+    pub fn scale_rows(x: &mut [f32], factors: &[f32], width: usize) {
+        for (row, by) in x.chunks_exact_mut(width).zip(factors) {
+            for x in row {
+                *x *= *by;
+            }
+        }
+    }
+}
+
+/// Asks the memory for a slice that will be needed soon.
+#[inline(always)]
+pub(crate) fn prefetch<T>(slice: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let bytes = std::mem::size_of_val(slice);
+        for at in (0..bytes).step_by(64) {
+            // SAFETY: the address lies inside the slice; a prefetch does nothing but fill a cache.
+            unsafe {
+                use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+                _mm_prefetch::<_MM_HINT_T1>(slice.as_ptr().cast::<i8>().add(at));
+            }
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = slice;
 }
 
 #[inline(always)]

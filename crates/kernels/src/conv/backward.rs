@@ -70,7 +70,6 @@ pub fn conv_backward<T: Element, W: Element>(
     Ok(())
 }
 
-#[allow(clippy::too_many_arguments)]
 fn run<T: Element, W: Element>(
     targets: &Targets<'_, T>,
     dtaps: &mut [f32],

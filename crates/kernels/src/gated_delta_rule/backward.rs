@@ -2,13 +2,13 @@
 
 use rayon::prelude::*;
 
-use super::chunk::{Head, Keys, scale, substitute_transposed};
+use super::chunk::{Head, Keys, prefetch_rows, scale, substitute_transposed};
 use super::{Dims, Input, L2Norm, Options, Saved, check_input, kept_chunks};
 use crate::error::{Result, check, check_len};
 use crate::matmul::{Mat, matmul, matmul_add, matmul_strided};
 use crate::scratch::take;
 use crate::shared::Shared;
-use crate::simd::{axpy, dot, scale_into, simd_fn};
+use crate::simd::{axpy, dot, dot_body, scale_rows, simd_fn};
 use crate::{Element, Scratch};
 
 /// Where backward writes (nothing is accumulated: these are activations' gradients).
@@ -43,7 +43,6 @@ pub fn backward_scratch(dims: Dims, options: &Options) -> usize {
 }
 
 /// All gradients from `d_o` [tokens, Hv, dv] and `dht` [sequences, Hv, dk, dv] (`None` is zero).
-#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn gated_delta_rule_backward<T: Element>(
     grads: Grads<'_, T>,
     d_o: &[T],
@@ -172,6 +171,17 @@ impl<T: Element> Task<'_, '_, T> {
         keys.load(self.dims, q, k, key_head, first, c, rstd);
     }
 
+    /// Asks for the rows of tokens `first..end`, which come next.
+    fn prefetch(&self, key_head: usize, first: usize, end: usize) {
+        let (dims, (q, k)) = (self.dims, self.qk());
+        prefetch_rows(q, dims.key_heads, key_head, dims.key_dim, first, end);
+        prefetch_rows(k, dims.key_heads, key_head, dims.key_dim, first, end);
+        for head in key_head * dims.group()..(key_head + 1) * dims.group() {
+            prefetch_rows(self.input.v, dims.value_heads, head, dims.value_dim, first, end);
+            prefetch_rows(self.d_o, dims.value_heads, head, dims.value_dim, first, end);
+        }
+    }
+
     fn run(&self, sequence: usize, key_head: usize, first_kept: usize, mut slot: &mut [f32]) {
         let (dims, options) = (self.dims, self.options);
         let (group, len, every) = (dims.group(), dims.state_len(), options.states_every);
@@ -181,7 +191,7 @@ impl<T: Element> Task<'_, '_, T> {
         let mut work = Work::take(slot, dims, options.chunk);
         // dK rows, then dQ rows
         let dkq = take(slot, 2 * options.chunk * dims.key_dim);
-        let row = take(slot, options.chunk * dims.value_dim);
+        let rows = take(slot, options.chunk * dims.value_dim);
         let d_states = take(slot, group * len);
         let made = take(slot, if every > 1 { every * group * len } else { 0 });
         let first_head = key_head * group;
@@ -203,6 +213,7 @@ impl<T: Element> Task<'_, '_, T> {
                 let first = begin + number * options.chunk;
                 let c = options.chunk.min(end - first);
                 let states = if every > 1 { &made[(number - segment * every) * group * len..] } else { kept };
+                self.prefetch(key_head, first.saturating_sub(options.chunk).max(begin), first);
                 self.load_keys(&mut keys, key_head, first, c);
                 let dkq = &mut dkq[..2 * c * dims.key_dim];
                 dkq.fill(0.0);
@@ -215,7 +226,7 @@ impl<T: Element> Task<'_, '_, T> {
                         &keys,
                         &mut head,
                         &mut work,
-                        row,
+                        rows,
                         state,
                         first_head + j,
                         first,
@@ -232,7 +243,6 @@ impl<T: Element> Task<'_, '_, T> {
     }
 
     /// The states that enter the chunks of a segment, from the one that was kept.
-    #[allow(clippy::too_many_arguments)]
     fn make_states(
         &self,
         made: &mut [f32],
@@ -261,7 +271,6 @@ impl<T: Element> Task<'_, '_, T> {
     }
 
     /// One chunk of one value head: see the module's header for the formulas.
-    #[allow(clippy::too_many_arguments)]
     fn chunk(
         &self,
         dkq: &mut [f32],
@@ -290,9 +299,7 @@ impl<T: Element> Task<'_, '_, T> {
             T::load(&mut d_out[i * dv..(i + 1) * dv], &self.d_o[at(i)..at(i) + dv]);
         }
         matmul(dr, 1.0, k, Mat::dense(d_state, dk, dv));
-        for i in 0..c {
-            scale(&mut dr[i * dv..(i + 1) * dv], head.d[i]);
-        }
+        scale_rows(dr, &head.d[..c], dv);
         matmul_add(dr, s, Mat::dense(&head.p[..c * c], c, c).t(), Mat::dense(d_out, c, dv));
         substitute_transposed(dr, &head.l[..c * c], c, dv);
         matmul(&mut work.z[..2 * c * c], 1.0, Mat::dense(&work.dr_do[..2 * c * dv], 2 * c, dv), vn.t());
@@ -303,8 +310,8 @@ impl<T: Element> Task<'_, '_, T> {
         // dG in f64: what one token adds another takes away, and only what is left counts.
         let mut dg = [0f64; 256];
         let mut last = (e_c * dot(state, d_state)) as f64;
+        scale_rows(dk1, &head.d[..c], dk);
         for i in 0..c {
-            scale(&mut dk1[i * dk..(i + 1) * dk], head.d[i]);
             let t = dot(&dk1[i * dk..(i + 1) * dk], &keys.kq[i * dk..(i + 1) * dk]);
             axpy(&mut dkq[i * dk..(i + 1) * dk], 1.0, &dk1[i * dk..(i + 1) * dk]);
             dg[i] = -t as f64;
@@ -313,19 +320,17 @@ impl<T: Element> Task<'_, '_, T> {
         dg[c - 1] += last;
 
         // row by row: dV, M, Y and their share of dbeta and dG
-        let (m, y) = work.my[..2 * c * dv].split_at_mut(c * dv);
-        for i in 0..c {
-            let rows = i * dv..(i + 1) * dv;
-            let (dr, d_out) = (&work.dr_do[rows.clone()], &work.dr_do[(c + i) * dv..(c + i + 1) * dv]);
-            let (m, y) = (&mut m[rows.clone()], &mut y[rows.clone()]);
-            let (beta, e) = (head.beta[i], head.e[i]);
-            scale_into(&mut row[..dv], beta, dr);
+        let mut gate = [0f32; 256];
+        let (dr, d_out) = work.dr_do[..2 * c * dv].split_at(c * dv);
+        let rows = &mut row[..c * dv];
+        let targets = RowTargets { d_value: rows, my: work.my, gate: &mut gate, dbeta: work.dbeta };
+        row_gradients(targets, dr, d_out, head, s, c, dv);
+        for (i, row) in rows.chunks_exact(dv).enumerate() {
             // SAFETY: a token of this sequence and this value head belongs to this task alone.
-            T::store(unsafe { self.targets.dv.part(at(i), dv) }, &row[..dv]);
-            scale_into(m, -beta * e, dr);
-            scale_into(y, s * e, d_out);
-            work.dbeta[i] = dot(dr, &head.x[rows.clone()]);
-            dg[i] += (dot(m, &head.kqs[rows]) + dot(y, &head.kqs[(c + i) * dv..(c + i + 1) * dv])) as f64;
+            T::store(unsafe { self.targets.dv.part(at(i), dv) }, row);
+        }
+        for (dg, gate) in dg.iter_mut().zip(&gate[..c]) {
+            *dg += *gate as f64;
         }
 
         // the c x c part
@@ -365,6 +370,39 @@ impl<T: Element> Task<'_, '_, T> {
             let target = if is_query { &self.targets.dq } else { &self.targets.dk };
             // SAFETY: a token of this sequence and this key head belongs to this task alone.
             T::store(unsafe { target.part(at * dk, dk) }, dy);
+        }
+    }
+}
+
+/// What [`row_gradients`] writes.
+struct RowTargets<'a> {
+    /// beta dR: [c, dv]
+    d_value: &'a mut [f32],
+    /// M, then Y: [2c, dv]
+    my: &'a mut [f32],
+    /// <M_i, (K S)_i> + <Y_i, (Q S)_i>: [c]
+    gate: &'a mut [f32; 256],
+    /// <dR_i, X_i>: [c]
+    dbeta: &'a mut [f32],
+}
+
+simd_fn! {
+    /// dV, M, Y and their share of dbeta and dG, row by row.
+    fn row_gradients(to: RowTargets<'_>, dr: &[f32], d_out: &[f32], head: &Head<'_>, s: f32, c: usize, dv: usize) {
+        let (m, y) = to.my[..2 * c * dv].split_at_mut(c * dv);
+        for i in 0..c {
+            let rows = i * dv..(i + 1) * dv;
+            let (dr, d_out, x) = (&dr[rows.clone()], &d_out[rows.clone()], &head.x[rows.clone()]);
+            let (ks, qs) = (&head.kqs[rows.clone()], &head.kqs[(c + i) * dv..(c + i + 1) * dv]);
+            let (d_value, m, y) = (&mut to.d_value[rows.clone()], &mut m[rows.clone()], &mut y[rows]);
+            let (beta, e) = (head.beta[i], head.e[i]);
+            for j in 0..dv {
+                d_value[j] = beta * dr[j];
+                m[j] = -e * d_value[j];
+                y[j] = s * e * d_out[j];
+            }
+            to.dbeta[i] = dot_body::<FMA>(dr, x);
+            to.gate[i] = dot_body::<FMA>(m, ks) + dot_body::<FMA>(y, qs);
         }
     }
 }

@@ -4,7 +4,7 @@ use super::{Dims, Input, L2NORM_EPS};
 use crate::Element;
 use crate::matmul::{Mat, matmul, matmul_strided};
 use crate::scratch::take;
-use crate::simd::{axpy, exp_f32, simd_fn, sum_of_squares};
+use crate::simd::{dot_body, exp_f32, fma, prefetch, scale_rows, simd_fn, sum_of_squares};
 
 /// Rows that are substituted one by one; everything outside such a block is a matrix product.
 const BLOCK: usize = 16;
@@ -39,22 +39,34 @@ impl<'s> Keys<'s> {
         mut rstd: Option<&mut dyn FnMut(usize, f32, f32)>,
     ) {
         let dk = dims.key_dim;
-        for i in 0..c {
-            let at = ((first + i) * dims.key_heads + key_head) * dk;
-            let (k_rows, q_rows) = self.kq.split_at_mut(c * dk);
-            let (k_row, q_row) = (&mut k_rows[i * dk..(i + 1) * dk], &mut q_rows[i * dk..(i + 1) * dk]);
-            T::load(k_row, &k[at..at + dk]);
-            T::load(q_row, &q[at..at + dk]);
-            if let Some(rstd) = &mut rstd {
-                let (rk, rq) = (l2_rstd(k_row), l2_rstd(q_row));
-                scale(k_row, rk);
-                scale(q_row, rq);
-                rstd(i, rk, rq);
+        let at = |i: usize| ((first + i) * dims.key_heads + key_head) * dk;
+        let (k_rows, q_rows) = self.kq[..2 * c * dk].split_at_mut(c * dk);
+        for (i, (k_row, q_row)) in k_rows.chunks_exact_mut(dk).zip(q_rows.chunks_exact_mut(dk)).enumerate() {
+            T::load(k_row, &k[at(i)..at(i) + dk]);
+            T::load(q_row, &q[at(i)..at(i) + dk]);
+        }
+        if let Some(rstd) = &mut rstd {
+            let mut factors = [0f32; 512];
+            l2norm_rows(&mut self.kq[..2 * c * dk], &mut factors[..2 * c], dk);
+            for i in 0..c {
+                rstd(i, factors[i], factors[c + i]);
             }
         }
         let kq = Mat::dense(&self.kq[..2 * c * dk], 2 * c, dk);
         let k = Mat::dense(&self.kq[..c * dk], c, dk);
         matmul(&mut self.products[..2 * c * c], 1.0, kq, k.t());
+    }
+}
+
+simd_fn! {
+    /// Every row times its factor, which is kept.
+    fn l2norm_rows(x: &mut [f32], factors: &mut [f32], width: usize) {
+        for (row, factor) in x.chunks_exact_mut(width).zip(factors) {
+            *factor = 1.0 / (dot_body::<FMA>(row, row) + L2NORM_EPS).sqrt();
+            for x in row {
+                *x *= *factor;
+            }
+        }
     }
 }
 
@@ -68,6 +80,14 @@ simd_fn! {
         for x in x {
             *x *= by;
         }
+    }
+}
+
+/// Asks for the rows of head `head` that the chunk at token `first` will need.
+pub(super) fn prefetch_rows<T>(x: &[T], heads: usize, head: usize, width: usize, first: usize, end: usize) {
+    for token in first..end {
+        let at = (token * heads + head) * width;
+        prefetch(&x[at..at + width]);
     }
 }
 
@@ -114,7 +134,6 @@ impl<'s> Head<'s> {
 
     /// Gates, L, P, [K;Q]S and Vn of tokens `first..first + c` of value head `head`, given the state that enters.
     /// Returns E_C.
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn load<T: Element>(
         &mut self,
         dims: Dims,
@@ -137,30 +156,18 @@ impl<'s> Head<'s> {
         for i in 0..c {
             self.e[i] = sums[i] as f32;
             self.d[i] = (sum - sums[i]) as f32;
-            let row = &mut self.decay[i * c..(i + 1) * c];
-            for (x, s) in row[..=i].iter_mut().zip(&sums) {
-                *x = (sums[i] - s) as f32;
-            }
-            exp_prefix(row, i + 1);
         }
         crate::simd::exp(&mut self.e[..c]);
         crate::simd::exp(&mut self.d[..c]);
-        for i in 0..c {
-            let row = i * c..(i + 1) * c;
-            let decay = &self.decay[row.clone()];
-            masked_row(&mut self.l[row.clone()], &keys.products[row.clone()], decay, self.beta[i], i);
-            let q_row = (c + i) * c..(c + i + 1) * c;
-            masked_row(&mut self.p[row], &keys.products[q_row], decay, 1.0, i + 1);
-        }
+        decays(self.decay, &sums, c);
+        gate_products(self.l, self.p, keys.products, self.decay, self.beta, c);
         let kqs = &mut self.kqs[..2 * c * dv];
         matmul(kqs, 1.0, Mat::dense(&keys.kq[..2 * c * dk], 2 * c, dk), Mat::dense(state, dk, dv));
-        for i in 0..c {
+        for (i, x) in self.x[..c * dv].chunks_exact_mut(dv).enumerate() {
             let at = ((first + i) * heads + head) * dv;
-            let (x, vn) = (&mut self.x[i * dv..(i + 1) * dv], &mut self.vn[i * dv..(i + 1) * dv]);
             T::load(x, &input.v[at..at + dv]);
-            axpy(x, -self.e[i], &self.kqs[i * dv..(i + 1) * dv]);
-            crate::simd::scale_into(vn, self.beta[i], x);
         }
+        errors(self.x, self.vn, self.kqs, self.e, self.beta, c, dv);
         substitute(&mut self.vn[..c * dv], &self.l[..c * c], c, dv);
         self.e[c - 1]
     }
@@ -168,31 +175,55 @@ impl<'s> Head<'s> {
     /// S = E_C S + K^T (d Vn); Vn is scaled by d on the way and is not Vn any more.
     pub(super) fn advance(&mut self, state: &mut [f32], keys: &Keys<'_>, dims: Dims, c: usize) {
         let (dk, dv) = (dims.key_dim, dims.value_dim);
-        for i in 0..c {
-            scale(&mut self.vn[i * dv..(i + 1) * dv], self.d[i]);
-        }
+        scale_rows(&mut self.vn[..c * dv], &self.d[..c], dv);
         let k = Mat::dense(&keys.kq[..c * dk], c, dk);
         matmul_strided(state, dv, self.e[c - 1], 1.0, k.t(), Mat::dense(&self.vn[..c * dv], c, dv));
     }
 }
 
 simd_fn! {
-    /// e^x of the first `n` values, zero behind them.
-    fn exp_prefix(row: &mut [f32], n: usize) {
-        for x in &mut row[..n] {
-            *x = exp_f32::<FMA>(*x);
+    /// D_ij = e^{G_i - G_j} on and below the diagonal, zero above it.
+    fn decays(decay: &mut [f32], sums: &[f64; 256], c: usize) {
+        for (i, row) in decay[..c * c].chunks_exact_mut(c).enumerate() {
+            for (x, s) in row[..=i].iter_mut().zip(sums) {
+                *x = (sums[i] - *s) as f32;
+            }
+            for x in &mut row[..=i] {
+                *x = exp_f32::<FMA>(*x);
+            }
+            row[i + 1..].fill(0.0);
         }
-        row[n..].fill(0.0);
     }
 }
 
 simd_fn! {
-    /// by * products * decay in the first `n` places, zero behind them.
-    fn masked_row(row: &mut [f32], products: &[f32], decay: &[f32], by: f32, n: usize) {
-        for ((x, p), d) in row[..n].iter_mut().zip(products).zip(decay) {
-            *x = by * *p * *d;
+    /// L_ij = beta_i (k_i.k_j) D_ij below the diagonal, P_ij = (q_i.k_j) D_ij on it too; zero elsewhere.
+    fn gate_products(l: &mut [f32], p: &mut [f32], products: &[f32], decay: &[f32], beta: &[f32], c: usize) {
+        let (kk, qk) = products[..2 * c * c].split_at(c * c);
+        for i in 0..c {
+            let (l, p) = (&mut l[i * c..(i + 1) * c], &mut p[i * c..(i + 1) * c]);
+            let (kk, qk, decay) = (&kk[i * c..(i + 1) * c], &qk[i * c..(i + 1) * c], &decay[i * c..(i + 1) * c]);
+            for j in 0..c {
+                l[j] = beta[i] * kk[j] * decay[j];
+                p[j] = qk[j] * decay[j];
+            }
+            // The decay is zero above the diagonal, but an infinite product would make that NaN.
+            l[i..].fill(0.0);
+            p[i + 1..].fill(0.0);
         }
-        row[n..].fill(0.0);
+    }
+}
+
+simd_fn! {
+    /// X = V - E K S in place of V, and R = beta X.
+    fn errors(x: &mut [f32], r: &mut [f32], kqs: &[f32], e: &[f32], beta: &[f32], c: usize, dv: usize) {
+        for i in 0..c {
+            let rows = i * dv..(i + 1) * dv;
+            for ((x, r), ks) in x[rows.clone()].iter_mut().zip(&mut r[rows.clone()]).zip(&kqs[rows]) {
+                *x = fma::<FMA>(-e[i], *ks, *x);
+                *r = beta[i] * *x;
+            }
+        }
     }
 }
 
@@ -212,10 +243,37 @@ pub(super) fn substitute(x: &mut [f32], l: &[f32], c: usize, width: usize) {
                 Mat::dense(done, begin, width),
             );
         }
+        substitute_block(&mut rest[..rows * width], &l[begin * c + begin..], rows, c, width);
+    }
+}
+
+simd_fn! {
+    /// X = (I + L)^-1 X, row by row; L's rows are `stride` apart.
+    fn substitute_block(x: &mut [f32], l: &[f32], rows: usize, stride: usize, width: usize) {
         for i in 1..rows {
-            let (above, here) = rest.split_at_mut(i * width);
-            for j in 0..i {
-                axpy(&mut here[..width], -l[(begin + i) * c + begin + j], &above[j * width..(j + 1) * width]);
+            let (above, here) = x.split_at_mut(i * width);
+            let here = &mut here[..width];
+            for (j, above) in above.chunks_exact(width).enumerate() {
+                let by = -l[i * stride + j];
+                for (x, y) in here.iter_mut().zip(above) {
+                    *x = fma::<FMA>(by, *y, *x);
+                }
+            }
+        }
+    }
+}
+
+simd_fn! {
+    /// X = (I + L)^-T X, row by row from the last; L's rows are `stride` apart.
+    fn substitute_block_transposed(x: &mut [f32], l: &[f32], rows: usize, stride: usize, width: usize) {
+        for i in (0..rows).rev() {
+            let (above, below) = x.split_at_mut((i + 1) * width);
+            let here = &mut above[i * width..];
+            for (j, below) in below.chunks_exact(width).enumerate() {
+                let by = -l[(i + 1 + j) * stride + i];
+                for (x, y) in here.iter_mut().zip(below) {
+                    *x = fma::<FMA>(by, *y, *x);
+                }
             }
         }
     }
@@ -232,12 +290,6 @@ pub(super) fn substitute_transposed(x: &mut [f32], l: &[f32], c: usize, width: u
             let l_below = Mat::new(&l[end * c + begin..], c - end, rows, c).t();
             matmul_strided(here, width, 1.0, -1.0, l_below, Mat::dense(done, c - end, width));
         }
-        for i in (0..rows).rev() {
-            let (above, below) = here.split_at_mut((i + 1) * width);
-            for j in i + 1..rows {
-                let row = &below[(j - i - 1) * width..(j - i) * width];
-                axpy(&mut above[i * width..], -l[(begin + j) * c + begin + i], row);
-            }
-        }
+        substitute_block_transposed(here, &l[begin * c + begin..], rows, c, width);
     }
 }

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::chunk::{Head, Keys, l2_rstd};
+use super::chunk::{Head, Keys, l2_rstd, prefetch_rows};
 use super::{Dims, Input, L2Norm, Options, Saved, check_input, kept_chunks};
 use crate::error::{Result, check_len};
 use crate::matmul::{Mat, matmul_add};
@@ -24,69 +24,63 @@ pub fn forward_scratch(dims: Dims, options: &Options) -> usize {
     Keys::len(dims, c) + Head::len(dims, c) + c * dims.value_dim + dims.group() * dims.state_len()
 }
 
-/// o and ht from the inputs; with `save`, what backward needs.
+/// o and ht from the inputs; into `saved`, whose memory is used again, what backward needs.
 pub fn gated_delta_rule_forward<T: Element>(
     output: Output<'_, T>,
+    saved: Option<&mut Saved<T>>,
     input: &Input<'_, T>,
     dims: Dims,
     options: &Options,
-    save: bool,
     scratch: &Scratch,
-) -> Result<Saved<T>> {
+) -> Result {
     let tokens = check_input(dims, options, input)?;
     let sequences = input.cu_seqlens.len() - 1;
     check_len("o", output.o, tokens * dims.value_heads * dims.value_dim)?;
     if let Some(ht) = &output.ht {
         check_len("ht", ht, sequences * dims.value_heads * dims.state_len())?;
     }
-    let mut saved = Saved::default();
+    let save = saved.is_some();
+    let mut unsaved = Saved::default();
+    let saved = saved.unwrap_or(&mut unsaved);
     let rows = tokens * dims.key_heads;
-    if options.l2norm == L2Norm::Outside {
-        (saved.q_normalised, saved.q_rstd) = l2norm_copy(input.q, dims.key_dim);
-        (saved.k_normalised, saved.k_rstd) = l2norm_copy(input.k, dims.key_dim);
-    }
+    let (norm_rows, copies) = match options.l2norm {
+        L2Norm::Off => (0, 0),
+        L2Norm::Inside => (if save { rows } else { 0 }, 0),
+        L2Norm::Outside => (rows, rows * dims.key_dim),
+    };
     // Where the kept states of each sequence begin.
     let mut first_kept = vec![0];
     for w in input.cu_seqlens.windows(2) {
         first_kept.push(first_kept[first_kept.len() - 1] + kept_chunks(w[1] - w[0], options));
     }
-    if save {
-        saved.states = vec![0.0; first_kept[sequences] * dims.value_heads * dims.state_len()];
+    let states = if save { first_kept[sequences] * dims.value_heads * dims.state_len() } else { 0 };
+    saved.q_rstd.resize(norm_rows, 0.0);
+    saved.k_rstd.resize(norm_rows, 0.0);
+    saved.q_normalised.resize(copies, T::default());
+    saved.k_normalised.resize(copies, T::default());
+    saved.states.resize(states, 0.0);
+    let (mut q, mut k) = (input.q, input.k);
+    if options.l2norm == L2Norm::Outside {
+        l2norm_copy(&mut saved.q_normalised, &mut saved.q_rstd, input.q, dims.key_dim);
+        l2norm_copy(&mut saved.k_normalised, &mut saved.k_rstd, input.k, dims.key_dim);
+        (q, k) = (&saved.q_normalised, &saved.k_normalised);
     }
-    let (mut q_rstd, mut k_rstd) = (Vec::new(), Vec::new());
-    if save && options.l2norm == L2Norm::Inside {
-        (q_rstd, k_rstd) = (vec![0.0; rows], vec![0.0; rows]);
-    }
-    let keep_rstd = !q_rstd.is_empty();
-    {
-        let (q, k) = match options.l2norm {
-            L2Norm::Outside => (&saved.q_normalised[..], &saved.k_normalised[..]),
-            _ => (input.q, input.k),
-        };
-        let targets = Targets {
-            o: Shared::new(output.o),
-            ht: output.ht.map(Shared::new),
-            states: Shared::new(&mut saved.states),
-            q_rstd: Shared::new(&mut q_rstd),
-            k_rstd: Shared::new(&mut k_rstd),
-            save,
-            keep_rstd,
-        };
-        let tasks: Vec<(usize, usize)> =
-            (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
-        tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
-            scratch.with(forward_scratch(dims, options), |slot| {
-                run(&targets, input, q, k, dims, options, sequence, key_head, first_kept[sequence], slot);
-            });
+    let targets = Targets {
+        o: Shared::new(output.o),
+        ht: output.ht.map(Shared::new),
+        states: Shared::new(&mut saved.states),
+        q_rstd: Shared::new(&mut saved.q_rstd),
+        k_rstd: Shared::new(&mut saved.k_rstd),
+        save,
+    };
+    let tasks: Vec<(usize, usize)> =
+        (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
+    tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
+        scratch.with(forward_scratch(dims, options), |slot| {
+            run(&targets, input, q, k, dims, options, sequence, key_head, first_kept[sequence], slot);
         });
-    }
-    if keep_rstd {
-        (saved.q_rstd, saved.k_rstd) = (q_rstd, k_rstd);
-    }
-    if !save {
-        saved = Saved::default();
-    }
-    Ok(saved)
+    });
+    Ok(())
 }
 
 /// What the tasks write: every (sequence, key head) its own rows.
@@ -97,10 +91,8 @@ struct Targets<'a, T> {
     q_rstd: Shared<'a, f32>,
     k_rstd: Shared<'a, f32>,
     save: bool,
-    keep_rstd: bool,
 }
 
-#[allow(clippy::too_many_arguments)]
 fn run<T: Element>(
     targets: &Targets<'_, T>,
     input: &Input<'_, T>,
@@ -137,7 +129,7 @@ fn run<T: Element>(
                 .copy_from_slice(states);
         }
         let mut store_rstd = |i: usize, rk: f32, rq: f32| {
-            if targets.keep_rstd {
+            if targets.save {
                 let at = (first + i) * dims.key_heads + key_head;
                 // SAFETY: a token of this sequence and this key head belongs to this task alone.
                 unsafe {
@@ -148,10 +140,14 @@ fn run<T: Element>(
         };
         let rstd: Option<&mut dyn FnMut(usize, f32, f32)> =
             if options.l2norm == L2Norm::Inside { Some(&mut store_rstd) } else { None };
+        let next = first + c..(first + c + options.chunk).min(end);
+        prefetch_rows(q, dims.key_heads, key_head, dims.key_dim, next.start, next.end);
+        prefetch_rows(k, dims.key_heads, key_head, dims.key_dim, next.start, next.end);
         keys.load(dims, q, k, key_head, first, c, rstd);
         for j in 0..group {
             let head = first_head + j;
             let state = &mut states[j * len..(j + 1) * len];
+            prefetch_rows(input.v, dims.value_heads, head, dv, next.start, next.end);
             chunk_head.load(dims, input, &keys, state, head, first, c);
             // O = s (E Q S + P Vn)
             let out = &mut out[..c * dv];
@@ -177,9 +173,7 @@ fn run<T: Element>(
 }
 
 /// Normalised rows of width `width` in their own storage type, and their factors.
-fn l2norm_copy<T: Element>(x: &[T], width: usize) -> (Vec<T>, Vec<f32>) {
-    let mut y = vec![T::default(); x.len()];
-    let mut rstd = vec![0.0; x.len() / width];
+fn l2norm_copy<T: Element>(y: &mut [T], rstd: &mut [f32], x: &[T], width: usize) {
     y.par_chunks_mut(width).zip(x.par_chunks(width)).zip(rstd.par_iter_mut()).for_each_init(
         || vec![0.0; width],
         |row, ((y, x), rstd)| {
@@ -189,5 +183,4 @@ fn l2norm_copy<T: Element>(x: &[T], width: usize) -> (Vec<T>, Vec<f32>) {
             T::store(y, row);
         },
     );
-    (y, rstd)
 }

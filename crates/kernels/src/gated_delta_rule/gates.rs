@@ -44,7 +44,6 @@ simd_fn! {
 }
 
 /// da, db (written) and dA_log, ddt_bias (accumulated) from dg, dbeta.
-#[allow(clippy::too_many_arguments)] // outputs, then inputs
 pub fn gates_backward<T: Element>(
     da: &mut [T],
     db: &mut [T],

@@ -46,10 +46,10 @@ mod step;
 #[cfg(test)]
 mod tests;
 
-pub use backward::{Grads, gated_delta_rule_backward};
-pub use forward::{Output, gated_delta_rule_forward};
+pub use backward::{Grads, backward_scratch, gated_delta_rule_backward};
+pub use forward::{Output, forward_scratch, gated_delta_rule_forward};
 pub use gates::{gates_backward, gates_forward};
-pub use step::gated_delta_rule_step;
+pub use step::{gated_delta_rule_step, step_scratch};
 
 use crate::error::{Result, check, check_len};
 use crate::{Element, KernelError};

@@ -14,7 +14,6 @@ pub fn step_scratch(dims: Dims) -> usize {
 }
 
 /// o [Hv, dv] of one token with q, k [Hk, dk], v [Hv, dv], g, beta [Hv]; `state` [Hv, dk, dv] moves on.
-#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn gated_delta_rule_step<T: Element>(
     o: &mut [T],
     state: &mut [f32],

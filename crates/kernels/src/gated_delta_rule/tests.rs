@@ -5,10 +5,7 @@ use std::collections::BTreeMap;
 use half::bf16;
 use proptest::prelude::*;
 
-use super::backward::backward_scratch;
-use super::forward::forward_scratch;
 use super::reference::{Reference, Results};
-use super::step::step_scratch;
 use super::*;
 use crate::Scratch;
 
@@ -42,7 +39,8 @@ fn kernel<T: Element>(
     let planned = scratch.bytes();
     let (mut o, mut ht) = (vec![T::default(); v.len()], vec![0.0; h0.len()]);
     let output = Output { o: &mut o, ht: Some(&mut ht) };
-    let saved = gated_delta_rule_forward(output, &input, dims, options, true, &scratch).unwrap();
+    let mut saved = Saved::default();
+    gated_delta_rule_forward(output, Some(&mut saved), &input, dims, options, &scratch).unwrap();
     assert_eq!(saved.bytes(), saved_bytes::<T>(dims, options, &r.cu_seqlens));
     let (mut dq, mut dk, mut dv) =
         (vec![T::default(); q.len()], vec![T::default(); k.len()], vec![T::default(); v.len()]);
@@ -513,7 +511,7 @@ fn bad_shapes_are_errors_that_name_the_argument() {
         let input = Input { q: &q, k: &k, v: &v, g: &g, beta: &g, h0: None, cu_seqlens: cu };
         let mut o = v.clone();
         let output = Output { o: &mut o, ht: None };
-        gated_delta_rule_forward(output, &input, dims, &options, false, &scratch).err().map(|e| e.to_string())
+        gated_delta_rule_forward(output, None, &input, dims, &options, &scratch).err().map(|e| e.to_string())
     };
     let ok = Dims { value_heads: 4, ..dims };
     let options = Options::default();

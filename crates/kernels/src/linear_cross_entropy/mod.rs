@@ -79,7 +79,6 @@ pub fn counted_tokens(targets: &[i64], options: &Options) -> usize {
 
 /// The loss of hidden [tokens, H] under w [V, H] (`dims.inputs` is H, `dims.outputs` V) and targets [tokens], and the
 /// gradients unless `None`. `logits` is working memory of [`logits_len`] f32.
-#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn linear_cross_entropy<T: Element, W: Element>(
     mut grads: Option<Grads<'_, T>>,
     hidden: &[T],

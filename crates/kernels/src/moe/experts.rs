@@ -84,7 +84,6 @@ impl<'a, W> Expert<'a, W> {
 }
 
 /// y [tokens, H] from x [tokens, H]; `saved` takes what backward needs; `work` is working memory, resized as needed.
-#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn experts_forward<T: Element, W: Element>(
     y: &mut [T],
     saved: &mut Saved<T>,
@@ -127,7 +126,6 @@ pub fn experts_forward<T: Element, W: Element>(
 }
 
 /// All gradients from dy [tokens, H], x and what forward kept; `work` as in [`experts_forward`].
-#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn experts_backward<T: Element, W: Element>(
     grads: ExpertsGrads<'_, T>,
     dy: &[T],

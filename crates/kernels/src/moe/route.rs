@@ -80,7 +80,6 @@ pub fn route_forward(
 }
 
 /// dlogits [tokens, E] (written) and, unless `None`, dper_expert_scale [E] (accumulated) from dweights [tokens, k].
-#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn route_backward(
     dlogits: &mut [f32],
     dper_expert_scale: Option<&mut [f32]>,

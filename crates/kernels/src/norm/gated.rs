@@ -28,7 +28,6 @@ pub fn gated_rms_norm_forward<T: Element, W: Element>(
 }
 
 /// dx, dz [tokens, heads, dv] (written) and dw [dv] (accumulated) from dy, x, z and the saved rstd.
-#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn gated_rms_norm_backward<T: Element, W: Element>(
     dx: &mut [T],
     dz: &mut [T],

@@ -26,7 +26,6 @@ pub fn layer_norm_forward<T: Element, W: Element>(
 }
 
 /// dx [rows, width] (written), dweight and dbias [width] (accumulated) from dy, x and what was saved.
-#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn layer_norm_backward<T: Element, W: Element>(
     dx: &mut [T],
     dweight: &mut [f32],

@@ -25,7 +25,6 @@ pub fn rms_norm_forward<T: Element, W: Element>(
 }
 
 /// dx [rows, width] (written) and dw [width] (accumulated, unless `None`) from dy, x and the saved rstd.
-#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn rms_norm_backward<T: Element, W: Element>(
     dx: &mut [T],
     dw: Option<&mut [f32]>,
