@@ -75,7 +75,7 @@ impl Factors {
     }
 }
 
-/// One step on w [n], moments m and v [n], from its gradient g [n] times `scale` (the factor of [`clip`]). Steps count
+/// One step on w \[n\], moments m and v \[n\], from its gradient g \[n\] times `scale` (the factor of [`clip`]). Steps count
 /// from 1.
 pub fn adamw_step(
     w: &mut [f32],
@@ -89,7 +89,7 @@ pub fn adamw_step(
     adamw_step_with_copy::<f32>(w, None, m, v, g, scale, step, options)
 }
 
-/// [`adamw_step`] that also rounds the new w into `copy` [n], which the model runs on.
+/// [`adamw_step`] that also rounds the new w into `copy` \[n\], which the model runs on.
 pub fn adamw_step_with_copy<T: Element>(
     w: &mut [f32],
     copy: Option<&mut [T]>,

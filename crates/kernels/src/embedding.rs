@@ -14,7 +14,7 @@ use crate::partition::task_rows;
 use crate::shared::Shared;
 use crate::simd::simd_fn;
 
-/// y [tokens, width] from ids [tokens] and w [vocabulary, width].
+/// y [tokens, width] from ids \[tokens\] and w [vocabulary, width].
 pub fn embedding_forward<T: Element, W: Element>(
     y: &mut [T],
     ids: &[u32],
@@ -33,7 +33,7 @@ pub fn embedding_forward<T: Element, W: Element>(
     Ok(())
 }
 
-/// dw [vocabulary, width] (accumulated) from dy [tokens, width] and ids [tokens]; `order` is working memory that is
+/// dw [vocabulary, width] (accumulated) from dy [tokens, width] and ids \[tokens\]; `order` is working memory that is
 /// resized to one u32 per token.
 pub fn embedding_backward<T: Element>(
     dw: &mut [f32],

@@ -45,7 +45,7 @@ fn gelu_both<const FMA: bool>(x: f32) -> (f32, f32) {
     (x * half, fma::<FMA>(0.5 * x, slope, half))
 }
 
-/// h [n] = act(gate) up.
+/// h \[n\] = act(gate) up.
 pub fn glu_forward<T: Element>(h: &mut [T], gate: &[T], up: &[T], activation: Activation) -> Result {
     check_len("gate", gate, h.len())?;
     check_len("up", up, h.len())?;
@@ -57,7 +57,7 @@ pub fn glu_forward<T: Element>(h: &mut [T], gate: &[T], up: &[T], activation: Ac
     Ok(())
 }
 
-/// dgate, dup [n] from dh and the saved gate and up.
+/// dgate, dup \[n\] from dh and the saved gate and up.
 pub fn glu_backward<T: Element>(
     dgate: &mut [T],
     dup: &mut [T],

@@ -1,6 +1,6 @@
 //! One body, two compilations: portable, and AVX2+FMA chosen at run time.
 //!
-//! A function declared with [`simd_fn!`] is an ordinary loop over slices. It is compiled once for any
+//! A function declared with `simd_fn!` is an ordinary loop over slices. It is compiled once for any
 //! machine and once with AVX2 and FMA, where the compiler vectorises it; a single test at run time chooses.
 //! Setting `BALLAST_SIMD=portable` in the environment forces the portable one. The two may differ in the last
 //! bit (a fused multiply-add rounds once), each is deterministic.
@@ -285,7 +285,7 @@ pub(crate) fn sum_by_four<A: Element, B: Element, C: Element, D: Element>(
 }
 
 simd_fn! {
-    /// Row i of x [rows, width] times factors[i].
+    /// Row i of x [rows, width] times factors\[i\].
     pub fn scale_rows(x: &mut [f32], factors: &[f32], width: usize) {
         for (row, by) in x.chunks_exact_mut(width).zip(factors) {
             for x in row {

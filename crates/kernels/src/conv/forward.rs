@@ -103,7 +103,7 @@ simd_fn! {
     }
 }
 
-/// y [channels] of one token x [channels]; `state` [W-1, channels] moves on. For decoding.
+/// y \[channels\] of one token x \[channels\]; `state` [W-1, channels] moves on. For decoding.
 pub fn conv_step<T: Element, W: Element>(
     y: &mut [T],
     state: &mut [T],

@@ -9,7 +9,7 @@ use crate::Element;
 use crate::error::{Result, check_len};
 use crate::simd::{exp_f32, sigmoid_f32, simd_fn, softplus_f32};
 
-/// g, beta [tokens, heads] from a, b [tokens, heads] and A_log, dt_bias [heads].
+/// g, beta [tokens, heads] from a, b [tokens, heads] and A_log, dt_bias \[heads\].
 pub fn gates_forward<T: Element>(
     g: &mut [f32],
     beta: &mut [f32],

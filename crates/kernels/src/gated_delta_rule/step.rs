@@ -13,7 +13,7 @@ pub fn step_scratch(dims: Dims) -> usize {
     2 * dims.key_heads * dims.key_dim + dims.value_heads * dims.value_dim * 2
 }
 
-/// o [Hv, dv] of one token with q, k [Hk, dk], v [Hv, dv], g, beta [Hv]; `state` [Hv, dk, dv] moves on.
+/// o [Hv, dv] of one token with q, k [Hk, dk], v [Hv, dv], g, beta \[Hv\]; `state` [Hv, dk, dv] moves on.
 pub fn gated_delta_rule_step<T: Element>(
     o: &mut [T],
     state: &mut [f32],

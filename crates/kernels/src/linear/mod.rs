@@ -46,7 +46,7 @@ pub fn linear_scratch(dims: Dims, tokens: usize) -> usize {
     product::SCRATCH.max(gemv).max(blocks(tokens) * dims.outputs)
 }
 
-/// y [tokens, outputs] from x [tokens, inputs], w [outputs, inputs] and, unless `None`, bias [outputs].
+/// y [tokens, outputs] from x [tokens, inputs], w [outputs, inputs] and, unless `None`, bias \[outputs\].
 pub fn linear_forward<Y: Element, X: Element, W: Element>(
     y: &mut [Y],
     x: &[X],
@@ -99,7 +99,7 @@ pub fn linear_backward_input<X: Element, Y: Element, W: Element>(
     Ok(())
 }
 
-/// dw [outputs, inputs] and, unless `None`, dbias [outputs] (both accumulated) from dy and x.
+/// dw [outputs, inputs] and, unless `None`, dbias \[outputs\] (both accumulated) from dy and x.
 pub fn linear_backward_weight<Y: Element, X: Element>(
     dw: &mut [f32],
     dbias: Option<&mut [f32]>,

@@ -77,7 +77,7 @@ pub fn counted_tokens(targets: &[i64], options: &Options) -> usize {
     targets.iter().filter(|target| **target != options.ignore_index).count()
 }
 
-/// The loss of hidden [tokens, H] under w [V, H] (`dims.inputs` is H, `dims.outputs` V) and targets [tokens], and the
+/// The loss of hidden [tokens, H] under w [V, H] (`dims.inputs` is H, `dims.outputs` V) and targets \[tokens\], and the
 /// gradients unless `None`. `logits` is working memory of [`logits_len`] f32.
 pub fn linear_cross_entropy<T: Element, W: Element>(
     mut grads: Option<Grads<'_, T>>,

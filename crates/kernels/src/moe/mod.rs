@@ -1,6 +1,6 @@
 //! Mixture of experts: routing, experts, load balance.
 //!
-//! One token with router logits l [E], f32 throughout:
+//! One token with router logits l \[E\], f32 throughout:
 //! ```text
 //! softmax   p = softmax(l), the k largest p                w_i = p_i, or p_i / sum of the chosen
 //! sigmoid   s = sigmoid(l), choice by c = s + bias: groups by the sum of their two best c, the best groups kept,

@@ -19,7 +19,7 @@ pub enum Router<'a> {
     },
     /// Sigmoid and groups (DeepSeek).
     SigmoidGroups {
-        /// [E], for the choice only
+        /// \[E\], for the choice only
         bias: Option<&'a [f32]>,
         /// Groups of equal size, neighbours together.
         groups: usize,
@@ -48,7 +48,7 @@ impl Routing {
     }
 }
 
-/// The experts and weights of every token, from logits [tokens, E]; `per_expert_scale` [E] multiplies the weights.
+/// The experts and weights of every token, from logits [tokens, E]; `per_expert_scale` \[E\] multiplies the weights.
 pub fn route_forward(
     logits: &[f32],
     per_expert_scale: Option<&[f32]>,
@@ -79,7 +79,7 @@ pub fn route_forward(
     Ok(routing)
 }
 
-/// dlogits [tokens, E] (written) and, unless `None`, dper_expert_scale [E] (accumulated) from dweights [tokens, k].
+/// dlogits [tokens, E] (written) and, unless `None`, dper_expert_scale \[E\] (accumulated) from dweights [tokens, k].
 pub fn route_backward(
     dlogits: &mut [f32],
     dper_expert_scale: Option<&mut [f32]>,

@@ -8,7 +8,7 @@ use crate::partition::{add_partials, block_rows};
 use crate::simd::{sigmoid_f32, silu_f32, simd_fn, sum_by, sum_by_four};
 use crate::{Element, Scratch};
 
-/// y [tokens, heads, dv] from x and z of the same shape and w [dv]; `saved` takes what backward needs.
+/// y [tokens, heads, dv] from x and z of the same shape and w \[dv\]; `saved` takes what backward needs.
 pub fn gated_rms_norm_forward<T: Element, W: Element>(
     y: &mut [T],
     saved: Option<&mut Saved>,
@@ -27,7 +27,7 @@ pub fn gated_rms_norm_forward<T: Element, W: Element>(
     Ok(())
 }
 
-/// dx, dz [tokens, heads, dv] (written) and dw [dv] (accumulated) from dy, x, z and the saved rstd.
+/// dx, dz [tokens, heads, dv] (written) and dw \[dv\] (accumulated) from dy, x, z and the saved rstd.
 pub fn gated_rms_norm_backward<T: Element, W: Element>(
     dx: &mut [T],
     dz: &mut [T],

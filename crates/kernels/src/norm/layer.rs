@@ -8,7 +8,7 @@ use crate::partition::{add_partials, block_rows};
 use crate::simd::{simd_fn, sum_by};
 use crate::{Element, Scratch};
 
-/// y [rows, width] from x [rows, width], weight and bias [width]; `saved` takes what backward needs.
+/// y [rows, width] from x [rows, width], weight and bias \[width\]; `saved` takes what backward needs.
 pub fn layer_norm_forward<T: Element, W: Element>(
     y: &mut [T],
     saved: Option<&mut Saved>,
@@ -25,7 +25,7 @@ pub fn layer_norm_forward<T: Element, W: Element>(
     Ok(())
 }
 
-/// dx [rows, width] (written), dweight and dbias [width] (accumulated) from dy, x and what was saved.
+/// dx [rows, width] (written), dweight and dbias \[width\] (accumulated) from dy, x and what was saved.
 pub fn layer_norm_backward<T: Element, W: Element>(
     dx: &mut [T],
     dweight: &mut [f32],

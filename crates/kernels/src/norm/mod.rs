@@ -1,4 +1,4 @@
-//! Norms over the last dimension, rows x [width], all arithmetic in f32.
+//! Norms over the last dimension, rows x \[width\], all arithmetic in f32.
 //!
 //! ```text
 //! RMSNorm        r = 1/sqrt(mean x^2 + eps)      x^ = x r           y = x^ gamma        gamma = 1 + w, w, or 1
@@ -55,9 +55,9 @@ impl<W> Gamma<'_, W> {
 /// What a norm keeps for backward, beside its input.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Saved {
-    /// [rows]: r of every row
+    /// \[rows\]: r of every row
     pub rstd: Vec<f32>,
-    /// [rows]: mean of every row, for LayerNorm only
+    /// \[rows\]: mean of every row, for LayerNorm only
     pub mean: Vec<f32>,
 }
 

@@ -8,7 +8,7 @@ use crate::partition::{add_partials, block_rows};
 use crate::simd::{simd_fn, sum_by};
 use crate::{Element, Scratch};
 
-/// y [rows, width] from x [rows, width] and gamma [width]; `saved` takes what backward needs.
+/// y [rows, width] from x [rows, width] and gamma \[width\]; `saved` takes what backward needs.
 pub fn rms_norm_forward<T: Element, W: Element>(
     y: &mut [T],
     saved: Option<&mut Saved>,
@@ -24,7 +24,7 @@ pub fn rms_norm_forward<T: Element, W: Element>(
     Ok(())
 }
 
-/// dx [rows, width] (written) and dw [width] (accumulated, unless `None`) from dy, x and the saved rstd.
+/// dx [rows, width] (written) and dw \[width\] (accumulated, unless `None`) from dy, x and the saved rstd.
 pub fn rms_norm_backward<T: Element, W: Element>(
     dx: &mut [T],
     dw: Option<&mut [f32]>,
