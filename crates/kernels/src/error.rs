@@ -19,6 +19,9 @@ pub enum KernelError {
     /// A size or setting that the operation cannot have.
     #[error("{0}")]
     Shape(String),
+    /// Gradients whose norm is not finite: clipping by it would spread it.
+    #[error("the norm of the gradients is {0}")]
+    Norm(String),
 }
 
 /// An error unless the slice is as long as its shape says.

@@ -2,6 +2,8 @@
 //!
 //! C = alpha C + beta A B, one thread. A, B and C are strided views; the result depends on shapes and values alone.
 
+use crate::shared::Shared;
+
 /// A matrix inside a slice: element (i, j) is `data[i * row_stride + j * column_stride]`.
 #[derive(Clone, Copy)]
 pub struct Mat<'a> {
@@ -70,14 +72,48 @@ pub fn matmul_strided(c: &mut [f32], row_stride: usize, alpha: f32, beta: f32, a
         return;
     }
     assert!(row_stride >= n && c.len() >= (m - 1) * row_stride + n, "C is too short");
-    // SAFETY: every element that the product touches lies inside its slice: `Mat::new` has checked A and B, the
-    // line above C; C is borrowed mutably, so it overlaps neither.
+    // SAFETY: the line above has checked C, which is borrowed mutably, so it overlaps neither A nor B.
+    unsafe { product(c.as_mut_ptr(), row_stride, alpha, beta, a, b) }
+}
+
+/// [`matmul_strided`] into a tile of C whose first element is `begin`, while other threads write other tiles.
+///
+/// # Safety
+/// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere meanwhile.
+///
+/// # Panics
+/// When the shapes do not fit.
+pub(crate) unsafe fn matmul_tile(
+    c: &Shared<'_, f32>,
+    begin: usize,
+    row_stride: usize,
+    alpha: f32,
+    a: Mat<'_>,
+    b: Mat<'_>,
+) {
+    let (m, n) = (a.rows, b.columns);
+    assert_eq!(a.columns, b.rows, "inner sizes");
+    if m == 0 || n == 0 {
+        return;
+    }
+    assert!(row_stride >= n, "rows of C overlap");
+    let data = c.pointer(begin, (m - 1) * row_stride + n);
+    // SAFETY: `pointer` has checked that the tile lies inside C; it is this call's alone by the caller's promise.
+    unsafe { product(data, row_stride, alpha, 1.0, a, b) }
+}
+
+/// # Safety
+/// `c` points to m rows of n elements, `row_stride` apart, that nothing else uses.
+unsafe fn product(c: *mut f32, row_stride: usize, alpha: f32, beta: f32, a: Mat<'_>, b: Mat<'_>) {
+    let (m, n, k) = (a.rows, b.columns, a.columns);
+    // SAFETY: every element of A and B that the product touches lies inside its slice, as `Mat::new` has checked;
+    // C by the caller's promise.
     unsafe {
         gemm::gemm(
             m,
             n,
             k,
-            c.as_mut_ptr(),
+            c,
             1,
             row_stride as isize,
             alpha != 0.0,

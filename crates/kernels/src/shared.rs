@@ -27,9 +27,15 @@ impl<'a, T> Shared<'a, T> {
     /// No two parts that are alive at the same time may overlap.
     #[allow(clippy::mut_from_ref)] // that is the point; see the contract
     pub(crate) unsafe fn part(&self, begin: usize, len: usize) -> &mut [T] {
+        // SAFETY: in bounds as `pointer` checks, exclusive by the caller's promise, alive as long as the borrow.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer(begin, len), len) }
+    }
+
+    /// Where elements `begin..begin + len` are, for tiles whose rows interleave with those of others.
+    pub(crate) fn pointer(&self, begin: usize, len: usize) -> *mut T {
         assert!(begin <= self.len && len <= self.len - begin, "part {begin}+{len} of {}", self.len);
-        // SAFETY: in bounds by the line above, exclusive by the caller's promise, alive as long as the borrow.
-        unsafe { std::slice::from_raw_parts_mut(self.data.add(begin), len) }
+        // SAFETY: in bounds by the line above.
+        unsafe { self.data.add(begin) }
     }
 }
 

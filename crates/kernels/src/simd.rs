@@ -11,6 +11,8 @@
 
 use std::sync::OnceLock;
 
+use crate::Element;
+
 /// Whether the AVX2+FMA compilation runs.
 pub fn vectorised() -> bool {
     static CHOICE: OnceLock<bool> = OnceLock::new();
@@ -33,27 +35,29 @@ pub(crate) fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-/// Declares a function that is compiled twice. Inside the body the constant `FMA` is in scope.
+/// Declares a function that is compiled twice. Inside the body the constant `FMA` is in scope. Type parameters are
+/// allowed, so that a loop can read f32 and bf16 directly.
 macro_rules! simd_fn {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($t:ident: $bound:path),+>)?
+        ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
-        $vis fn $name($($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name $(<$($t: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
             #[allow(unused)]
-            fn body<const FMA: bool>($($arg: $ty),*) $(-> $ret)? $body
+            fn body<$($($t: $bound,)+)? const FMA: bool>($($arg: $ty),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]
-            fn avx2($($arg: $ty),*) $(-> $ret)? {
-                body::<true>($($arg),*)
+            fn avx2 $(<$($t: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? {
+                body::<$($($t,)+)? true>($($arg),*)
             }
 
             #[cfg(target_arch = "x86_64")]
             if $crate::simd::vectorised() {
                 // SAFETY: `vectorised` has found AVX2 and FMA on this machine.
-                return unsafe { avx2($($arg),*) };
+                return unsafe { avx2 $(::<$($t),+>)? ($($arg),*) };
             }
-            body::<false>($($arg),*)
+            body::<$($($t,)+)? false>($($arg),*)
         }
     };
 }
@@ -105,7 +109,7 @@ pub(crate) fn silu_f32<const FMA: bool>(x: f32) -> f32 {
 pub(crate) fn tanh_f32<const FMA: bool>(x: f32) -> f32 {
     let s = x * x;
     let mut p = -5.704_988_7e-3;
-    p = fma::<FMA>(p, s, 2.063_908_9e-2);
+    p = fma::<FMA>(p, s, 2.063_909e-2);
     p = fma::<FMA>(p, s, -5.373_971_5e-2);
     p = fma::<FMA>(p, s, 1.333_144_2e-1);
     p = fma::<FMA>(p, s, -3.333_328e-1);
@@ -136,7 +140,7 @@ pub(crate) fn ln_1p_f32<const FMA: bool>(u: f32) -> f32 {
     p = fma::<FMA>(p, f, -1.666_805_8e-1);
     p = fma::<FMA>(p, f, 2.000_071_5e-1);
     p = fma::<FMA>(p, f, -2.499_999_4e-1);
-    p = fma::<FMA>(p, f, 3.333_333_1e-1);
+    p = fma::<FMA>(p, f, 3.333_333e-1);
     let z = f * f;
     let n = n as f32;
     let tail = fma::<FMA>(n, LN2_LOW, fma::<FMA>(p * f, z, -0.5 * z)) + lost;
@@ -241,6 +245,43 @@ simd_fn! {
             *y = a * *x;
         }
     }
+}
+
+/// Sum of f(a_i, b_i, c_i) in the lanes of [`dot`]; the slices are equally long and stored in any type. A term that
+/// ignores an argument costs nothing for it.
+#[inline(always)]
+pub(crate) fn sum_by<A: Element, B: Element, C: Element>(
+    a: &[A],
+    b: &[B],
+    c: &[C],
+    f: impl Fn(f32, f32, f32) -> f32,
+) -> f32 {
+    sum_by_four(a, b, c, c, |a, b, c, _| f(a, b, c))
+}
+
+/// [`sum_by`] of four slices.
+#[inline(always)]
+pub(crate) fn sum_by_four<A: Element, B: Element, C: Element, D: Element>(
+    a: &[A],
+    b: &[B],
+    c: &[C],
+    d: &[D],
+    f: impl Fn(f32, f32, f32, f32) -> f32,
+) -> f32 {
+    assert!(a.len() == b.len() && b.len() == c.len() && c.len() == d.len());
+    let mut lanes = [0f32; LANES];
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    let ((c, c_rest), (d, d_rest)) = (c.as_chunks::<LANES>(), d.as_chunks::<LANES>());
+    for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
+        for i in 0..LANES {
+            lanes[i] += f(a[i].to_f32(), b[i].to_f32(), c[i].to_f32(), d[i].to_f32());
+        }
+    }
+    let rest = a_rest.iter().zip(b_rest).zip(c_rest).zip(d_rest);
+    for (lane, (((a, b), c), d)) in lanes.iter_mut().zip(rest) {
+        *lane += f(a.to_f32(), b.to_f32(), c.to_f32(), d.to_f32());
+    }
+    sum_lanes(lanes)
 }
 
 simd_fn! {
