@@ -36,7 +36,7 @@ enum Case {
         heads: usize,
         #[arg(long, default_value_t = 128)]
         dim: usize,
-        #[arg(long, default_value_t = 64)]
+        #[arg(long, default_value_t = 32)]
         chunk: usize,
         #[arg(long, default_value_t = 1)]
         states_every: usize,

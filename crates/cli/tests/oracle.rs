@@ -84,8 +84,10 @@ fn results_are_written_and_pass_as_expectations_and_a_tolerance_can_fail() {
     );
 }
 
+type Change<'a> = &'a dyn Fn(&str, Array<f32>) -> Option<Array<f32>>;
+
 /// The packed golden file with some tensors changed or left out.
-fn changed(path: &Path, change: impl Fn(&str, Array<f32>) -> Option<Array<f32>>) {
+fn changed(path: &Path, change: Change<'_>) {
     let file = TensorFile::open(&fixture("packed")).unwrap();
     let arrays: Vec<(String, Array<f32>)> = file
         .names()
@@ -100,7 +102,7 @@ fn changed(path: &Path, change: impl Fn(&str, Array<f32>) -> Option<Array<f32>>)
 #[test]
 fn missing_misshapen_and_mistyped_tensors_are_named_with_what_was_expected() {
     let folder = tempfile::tempdir().unwrap();
-    let check = |file: &str, words: &[&str], change: &dyn Fn(&str, Array<f32>) -> Option<Array<f32>>| {
+    let check = |file: &str, words: &[&str], change: Change<'_>| {
         let path = folder.path().join(file);
         changed(&path, change);
         let output = oracle(&[&"gdn", &path]);

@@ -111,7 +111,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { scale: None, l2norm: L2Norm::Inside, chunk: 64, states_every: 1 }
+        Options { scale: None, l2norm: L2Norm::Inside, chunk: 32, states_every: 1 }
     }
 }
 

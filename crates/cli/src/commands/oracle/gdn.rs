@@ -17,7 +17,7 @@ pub(crate) struct GdnArgs {
     #[command(flatten)]
     common: Common,
     /// Tokens per chunk.
-    #[arg(long, default_value_t = 64, value_name = "C", value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, default_value_t = 32, value_name = "C", value_parser = clap::value_parser!(u16).range(1..=256))]
     chunk: u16,
     /// Where q and k are normalised, if the file's `l2norm` asks for it or this is given.
     #[arg(long)]
