@@ -8,7 +8,7 @@ use ballast_kernels::attention::{
 use ballast_kernels::{Element, Scratch};
 use clap::Args;
 
-use super::{Common, Site, Storage, expect, finish, metadata_number, sequences};
+use super::{Common, Results, Site, Storage, expect, finish, metadata_number, sequences};
 use crate::commands::Global;
 use crate::exit::Outcome;
 
@@ -82,10 +82,7 @@ struct Problem {
 
 impl Problem {
     /// All results, and the bytes that forward kept for backward.
-    fn solve<T: Element>(
-        &self,
-        options: &Options,
-    ) -> anyhow::Result<(Vec<(&'static str, Array<f32>)>, usize)> {
+    fn solve<T: Element>(&self, options: &Options) -> anyhow::Result<(Results, usize)> {
         let stored = |x: &Array<f32>| -> Vec<T> { x.values.iter().map(|x| T::from_f32(*x)).collect() };
         let wide = |shape: &[usize], x: &[T]| Array {
             shape: shape.to_vec(),

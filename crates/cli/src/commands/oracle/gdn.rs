@@ -8,7 +8,7 @@ use ballast_kernels::gated_delta_rule::{
 use ballast_kernels::{Element, Scratch};
 use clap::{Args, ValueEnum};
 
-use super::{Common, Storage, expect, finish, metadata_number, sequences};
+use super::{Common, Results, Storage, expect, finish, metadata_number, sequences};
 use crate::commands::Global;
 use crate::exit::Outcome;
 
@@ -102,10 +102,7 @@ impl Problem {
     }
 
     /// All results, and the bytes that forward kept for backward.
-    fn solve<T: Element>(
-        &self,
-        options: &Options,
-    ) -> anyhow::Result<(Vec<(&'static str, Array<f32>)>, usize)> {
+    fn solve<T: Element>(&self, options: &Options) -> anyhow::Result<(Results, usize)> {
         let stored = |x: &Array<f32>| -> Vec<T> { x.values.iter().map(|x| T::from_f32(*x)).collect() };
         let Dims { key_heads, value_heads, key_dim, value_dim } = self.dims;
         let [b, t] = self.batch;

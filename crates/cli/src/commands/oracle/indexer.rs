@@ -5,7 +5,7 @@ use ballast_kernels::indexer::{Dims, Input, Options, indexer_scores, indexer_top
 use ballast_kernels::{Element, Scratch};
 use clap::Args;
 
-use super::{Common, Site, Storage, expect, finish, metadata_number, sequences};
+use super::{Common, Results, Site, Storage, expect, finish, metadata_number, sequences};
 use crate::commands::Global;
 use crate::exit::Outcome;
 
@@ -52,7 +52,7 @@ fn solve<T: Element>(
     dims: Dims,
     options: &Options,
     topk: usize,
-) -> anyhow::Result<Vec<(&'static str, Array<f32>)>> {
+) -> anyhow::Result<Results> {
     let stored = |x: &Array<f32>| -> Vec<T> { x.values.iter().map(|x| T::from_f32(*x)).collect() };
     let (b, t) = (q.shape[0], q.shape[1]);
     let (q, k) = (stored(q), stored(k));

@@ -68,6 +68,9 @@ enum Storage {
     Bf16,
 }
 
+/// The results of an operation, by name.
+type Results = Vec<(&'static str, Array<f32>)>;
+
 /// The dtype of a site.
 #[derive(Clone, Copy, ValueEnum)]
 enum Site {
@@ -132,7 +135,7 @@ struct Row {
 fn finish(
     common: &Common,
     file: &TensorFile,
-    results: Vec<(&'static str, Array<f32>)>,
+    results: Results,
     notes: serde_json::Value,
     global: &Global,
 ) -> anyhow::Result<Outcome> {
