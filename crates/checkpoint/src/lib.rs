@@ -14,6 +14,7 @@ pub mod open;
 pub mod repair;
 pub mod staging;
 pub mod synthetic;
+pub mod tensor_file;
 mod transfer;
 pub mod verify;
 pub mod view;

@@ -5,6 +5,7 @@ mod convert;
 mod demo;
 mod diff;
 mod inspect;
+mod oracle;
 mod repair;
 
 use std::path::Path;
@@ -58,6 +59,8 @@ enum Command {
     Diff(diff::DiffArgs),
     /// Put the f32 bits of rounded protected tensors back from the original.
     Repair(repair::RepairArgs),
+    /// Run a kernel on given inputs, and compare with expected results.
+    Oracle(oracle::OracleArgs),
 }
 
 impl Cli {
@@ -80,6 +83,7 @@ impl Cli {
             Command::Convert(args) => convert::run(args, global),
             Command::Diff(args) => diff::run(args, global),
             Command::Repair(args) => repair::run(args, global),
+            Command::Oracle(args) => oracle::run(args, global),
         }
     }
 }

@@ -1,0 +1,141 @@
+//! One safetensors file as a bag of named arrays: for commands that take inputs and give results, not for
+//! checkpoints.
+
+use std::path::{Path, PathBuf};
+
+use ballast_contract::Dtype;
+
+use crate::cast::{self, Buffer};
+use crate::error::{Error, Place, Result};
+use crate::header::{Header, TensorInfo};
+use crate::open::Checkpoint;
+use crate::staging::Staging;
+
+/// An opened file.
+#[derive(Debug)]
+pub struct TensorFile {
+    path: PathBuf,
+    file: Checkpoint,
+}
+
+/// Shape and values of a tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Array<T> {
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// Values, row-major.
+    pub values: Vec<T>,
+}
+
+impl TensorFile {
+    /// Opens `path` and validates its header.
+    pub fn open(path: &Path) -> Result<TensorFile> {
+        Ok(TensorFile { path: path.into(), file: Checkpoint::open(path)? })
+    }
+
+    /// Whether there is a tensor called `name`.
+    pub fn has(&self, name: &str) -> bool {
+        self.file.tensors.iter().any(|t| t.name == name)
+    }
+
+    /// The names of all tensors.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.file.tensors.iter().map(|t| t.name.as_str())
+    }
+
+    /// A `__metadata__` value.
+    pub fn metadata(&self, key: &str) -> Option<&str> {
+        self.file.metadata_value(key)
+    }
+
+    /// An error about the tensor `name` of this file.
+    pub fn error(&self, name: &str, problem: impl Into<String>) -> Error {
+        let place = Place { tensor: Some(name.into()), byte: None };
+        Error::Header { file: self.path.clone(), place, problem: problem.into() }
+    }
+
+    /// A float tensor, widened or rounded to f32.
+    pub fn f32(&self, name: &str) -> Result<Array<f32>> {
+        let (dtype, shape, mut data) = self.raw(name)?;
+        if !dtype.is_plain_float() {
+            return Err(self.error(name, format!("a float tensor was expected, found {dtype}")));
+        }
+        let elements = data.as_ref().len() / dtype.bytes().unwrap_or(1) as usize;
+        let mut wide = Buffer::default();
+        cast::convert(data.as_mut(), dtype, wide.resize(elements * 4), Dtype::F32);
+        Ok(Array { shape, values: bytemuck::cast_slice(wide.as_ref()).to_vec() })
+    }
+
+    /// An I32 or I64 tensor.
+    pub fn integers(&self, name: &str) -> Result<Array<i64>> {
+        let (dtype, shape, data) = self.raw(name)?;
+        let values = match dtype {
+            Dtype::I64 => bytemuck::cast_slice(data.as_ref()).to_vec(),
+            Dtype::I32 => bytemuck::cast_slice::<u8, i32>(data.as_ref()).iter().map(|x| *x as i64).collect(),
+            _ => return Err(self.error(name, format!("an I32 or I64 tensor was expected, found {dtype}"))),
+        };
+        Ok(Array { shape, values })
+    }
+
+    fn raw(&self, name: &str) -> Result<(Dtype, Vec<usize>, Buffer)> {
+        let Some(t) = self.file.tensors.iter().find(|t| t.name == name) else {
+            let mut names: Vec<&str> = self.names().collect();
+            names.sort_unstable();
+            names.truncate(20);
+            return Err(self.error(name, format!("it is not in the file, which holds: {}", names.join(", "))));
+        };
+        let mut data = Buffer::default();
+        self.file.files[t.file].read_at(data.resize(t.bytes as usize), t.begin)?;
+        Ok((t.dtype, t.shape.iter().map(|d| *d as usize).collect(), data))
+    }
+}
+
+/// Writes F32 tensors into the new file `path`: whole, or not at all.
+pub fn write_f32(
+    path: &Path,
+    tensors: &[(&str, &Array<f32>)],
+    metadata: &[(String, String)],
+    force: bool,
+) -> Result<()> {
+    let staging = Staging::new(path, true, force, &[])?;
+    let mut header = Header { metadata: metadata.to_vec(), tensors: Vec::new() };
+    let mut begin = 0;
+    for (name, array) in tensors {
+        let bytes = 4 * array.values.len() as u64;
+        let shape = array.shape.iter().map(|d| *d as u64).collect();
+        header.tensors.push(TensorInfo { name: name.to_string(), dtype: Dtype::F32, shape, begin, bytes });
+        begin += bytes;
+    }
+    let staged = staging.staged();
+    let mut data = header.to_bytes();
+    staging.check_space(data.len() as u64 + begin)?;
+    for (_, array) in tensors {
+        data.extend_from_slice(bytemuck::cast_slice(&array.values));
+    }
+    std::fs::write(&staged, data).map_err(Error::io(&staged, "write"))?;
+    std::fs::File::open(&staged).and_then(|f| f.sync_all()).map_err(Error::io(&staged, "flush"))?;
+    staging.commit()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrays_survive_writing_and_reading_and_mistakes_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.safetensors");
+        let array = Array { shape: vec![2, 3], values: vec![1.0, 2.5, -3.0, 0.0, 1e-30, f32::MAX] };
+        write_f32(&path, &[("a", &array)], &[("scale".into(), "2".into())], false).unwrap();
+        let file = TensorFile::open(&path).unwrap();
+        assert_eq!(file.f32("a").unwrap(), array);
+        assert_eq!(file.metadata("scale"), Some("2"));
+        let missing = file.f32("b").unwrap_err().to_string();
+        assert!(
+            missing.contains("x.safetensors") && missing.contains("\"b\"") && missing.contains("holds: a"),
+            "{missing}"
+        );
+        assert!(file.integers("a").unwrap_err().to_string().contains("I32 or I64"));
+        assert!(write_f32(&path, &[], &[], false).is_err(), "no overwriting");
+    }
+}

@@ -1,0 +1,89 @@
+//! `ballast oracle indexer`
+
+use ballast_checkpoint::tensor_file::{Array, TensorFile};
+use ballast_kernels::indexer::{Dims, Input, Options, indexer_scores, indexer_topk, topk_scratch};
+use ballast_kernels::{Element, Scratch};
+use clap::Args;
+
+use super::{Common, Results, Site, Storage, expect, finish, metadata_number, sequences};
+use crate::commands::Global;
+use crate::exit::Outcome;
+
+#[derive(Args)]
+pub(crate) struct IndexerArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Keys kept for every query [default: as the file says].
+    #[arg(long, value_name = "K")]
+    topk: Option<usize>,
+    /// What q.k is rounded to before the relu.
+    #[arg(long, default_value = "f32")]
+    logits: Site,
+}
+
+pub(super) fn run(args: IndexerArgs, global: &Global) -> anyhow::Result<Outcome> {
+    let file = TensorFile::open(&args.common.input)?;
+    let q = file.f32("q")?;
+    let &[b, t, heads, dim] = &q.shape[..] else {
+        return Err(file.error("q", format!("shape [B,T,heads,d] was expected, found {:?}", q.shape)).into());
+    };
+    let dims = Dims { heads, dim };
+    let (k, w) = (expect(&file, "k", &[b, t, dim])?, expect(&file, "w", &[b, t, heads])?);
+    let topk = args.topk.map_or_else(|| metadata_number(&file, "topk"), |k| Ok(Some(k)))?;
+    let Some(topk) = topk else {
+        return Err(file.error("q", "metadata `topk` is not there; give --topk").into());
+    };
+    let options = Options { logits: args.logits.into(), loss_scale: 0.0 };
+    let cu_seqlens = sequences(&file, b, t)?;
+    let solve = match args.common.storage {
+        Storage::F32 => solve::<f32>,
+        Storage::Bf16 => solve::<half::bf16>,
+    };
+    let results = solve(&q, &k, &w, &cu_seqlens, dims, &options, topk)?;
+    finish(&args.common, &file, results, serde_json::json!({ "topk": topk }), global)
+}
+
+/// scores [B, T, T], zero where a query does not see a key, and the chosen keys [B, T, topk], -1 in unused places.
+fn solve<T: Element>(
+    q: &Array<f32>,
+    k: &Array<f32>,
+    w: &Array<f32>,
+    cu_seqlens: &[usize],
+    dims: Dims,
+    options: &Options,
+    topk: usize,
+) -> anyhow::Result<Results> {
+    let stored = |x: &Array<f32>| -> Vec<T> { x.values.iter().map(|x| T::from_f32(*x)).collect() };
+    let (b, t) = (q.shape[0], q.shape[1]);
+    let (q, k) = (stored(q), stored(k));
+    let input = Input { q: &q, k: &k, w: &w.values, cu_seqlens };
+    let longest = cu_seqlens.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0);
+    let scratch = Scratch::new(topk_scratch::<T>(dims, longest));
+    let mut selected = vec![0; b * t * topk];
+    indexer_topk(&mut selected, &input, dims, options, topk, &scratch)?;
+    let mut scores = vec![0.0; b * t * t];
+    for (sequence, w) in cu_seqlens.windows(2).enumerate() {
+        let length = w[1] - w[0];
+        let mut own = vec![0.0; length * length];
+        indexer_scores(&mut own, &input, dims, options, sequence, 0..length, &scratch)?;
+        for (i, row) in own.chunks(length.max(1)).enumerate() {
+            // Keys are numbered from the start of their sequence.
+            scores[(w[0] + i) * t..][..=i].copy_from_slice(&row[..=i]);
+        }
+    }
+    let position = |key: &u32| if *key == u32::MAX { -1.0 } else { *key as f32 };
+    let chosen = selected
+        .chunks(topk.max(1))
+        .flat_map(|row| {
+            // In the order of the keys, unused places last.
+            let mut row = row.to_vec();
+            row.sort_unstable();
+            row
+        })
+        .map(|key| position(&key))
+        .collect();
+    Ok(vec![
+        ("scores", Array { shape: vec![b, t, t], values: scores }),
+        ("selected", Array { shape: vec![b, t, topk], values: chosen }),
+    ])
+}

@@ -1,0 +1,49 @@
+//! New tokens against a cache: forward's formulas and code, with queries that begin in the middle.
+
+use super::forward::run;
+use super::tile::{Problem, Span};
+use super::{Dims, Options, Saved, Selected, check_dims, check_extras};
+use crate::error::{Result, check, check_len};
+use crate::{Element, Scratch};
+
+/// Keys and values of one sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct Cache<'a, T> {
+    /// [capacity, kv_heads, hd]
+    pub k: &'a [T],
+    /// [capacity, kv_heads, vd]
+    pub v: &'a [T],
+    /// Tokens that are filled, the new ones included.
+    pub len: usize,
+}
+
+/// o [n, heads, vd] of the last n tokens of the cache, whose queries are q [n, heads, hd]. `selected` has a row for
+/// each of them; scratch is that of [`super::forward_scratch`].
+#[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
+pub fn attention_decode<T: Element>(
+    o: &mut [T],
+    q: &[T],
+    cache: &Cache<'_, T>,
+    sinks: Option<&[f32]>,
+    selected: Option<Selected<'_>>,
+    dims: Dims,
+    options: &Options,
+    scratch: &Scratch,
+) -> Result {
+    check_dims(dims, options)?;
+    let queries = q.len() / (dims.heads * dims.head_dim);
+    check_len("q", q, queries * dims.heads * dims.head_dim)?;
+    check_len("o", o, queries * dims.heads * dims.value_dim)?;
+    check_extras(dims, sinks, selected, queries)?;
+    check(queries <= cache.len, || {
+        format!("{queries} queries of a cache of {} tokens, which should hold theirs", cache.len)
+    })?;
+    let capacity = cache.k.len() / (dims.kv_heads * dims.head_dim);
+    check(cache.len <= capacity, || format!("{} tokens in a cache of {capacity}", cache.len))?;
+    check_len("cache.k", cache.k, capacity * dims.kv_heads * dims.head_dim)?;
+    check_len("cache.v", cache.v, capacity * dims.kv_heads * dims.value_dim)?;
+    let problem = Problem { q, k: cache.k, v: cache.v, sinks, selected, dims, options: *options };
+    let span = Span { query: 0, queries, key: 0, offset: cache.len - queries };
+    run(o, &mut Saved::default(), &problem, &[span], scratch);
+    Ok(())
+}

@@ -1,0 +1,153 @@
+//! Causal depthwise convolution with SiLU, over packed sequences.
+//!
+//! x, y [tokens, channels]; weight [channels, 1, W], tap W-1 on the current token; no bias:
+//! ```text
+//! p_t = sum_j w_j x_{t-(W-1)+j}      y_t = silu(p_t)                       for each channel
+//! dp_t = dy_t (s + p_t s (1 - s)),  s = sigmoid(p_t)
+//! dx_t = sum_j w_j dp_{t+(W-1)-j}    dw_j = sum_t dp_t x_{t-(W-1)+j}
+//! ```
+//! What lies before the first token of a sequence is its initial state [W-1, channels], oldest row first, or zero;
+//! never the sequence before. The final state is the last W-1 rows of (initial state, x): decoding goes on from
+//! there, one token at a time, with [`conv_step`]. Backward needs x alone; p is made anew.
+//!
+//! A task owns a tile of channels and walks through all tokens, so that dw is one sum in the order of the tokens.
+
+mod backward;
+mod forward;
+
+#[cfg(test)]
+mod tests;
+
+pub use backward::{Grads, conv_backward};
+pub use forward::{conv_forward, conv_step};
+
+use crate::Element;
+use crate::error::{Result, check, check_len};
+use crate::gated_delta_rule::check_cu_seqlens;
+use crate::scratch::take;
+
+/// Channels of a task.
+const TILE: usize = 128;
+
+/// Tokens that are widened at once.
+const ROWS: usize = 32;
+
+/// Widest kernel.
+pub const MAX_WIDTH: usize = 8;
+
+/// Channels and taps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dims {
+    /// Channels of x and y.
+    pub channels: usize,
+    /// W: taps of the kernel, 2 to 8.
+    pub width: usize,
+}
+
+impl Dims {
+    /// Elements of one sequence's state.
+    pub fn state_len(&self) -> usize {
+        (self.width - 1) * self.channels
+    }
+}
+
+/// The inputs: `tokens` is the last entry of `cu_seqlens`.
+#[derive(Clone, Copy, Debug)]
+pub struct Input<'a, T, W> {
+    /// [tokens, channels]
+    pub x: &'a [T],
+    /// [channels, 1, W]
+    pub weight: &'a [W],
+    /// [sequences, W-1, channels]; `None` is zero
+    pub state: Option<&'a [T]>,
+    /// Where sequences begin and end: starts with 0, never falls; the convolution starts anew at each boundary.
+    pub cu_seqlens: &'a [usize],
+}
+
+/// f32 that one slot of scratch needs for forward.
+pub fn forward_scratch(dims: Dims) -> usize {
+    (dims.width + (ROWS + dims.width - 1) + ROWS) * TILE
+}
+
+/// f32 that one slot of scratch needs for backward.
+pub fn backward_scratch(dims: Dims) -> usize {
+    // taps and their gradients; x with what comes before and after; dp with what comes after; one row of dx
+    (2 * dims.width + (ROWS + 2 * (dims.width - 1)) + (ROWS + dims.width - 1) + 1) * TILE
+}
+
+fn check_dims(dims: Dims) -> Result {
+    check(dims.channels > 0, || "a convolution over 0 channels".into())?;
+    check((2..=MAX_WIDTH).contains(&dims.width), || {
+        format!("a kernel of width {}: between 2 and {MAX_WIDTH}", dims.width)
+    })
+}
+
+/// The number of sequences.
+fn check_input<T, W>(dims: Dims, input: &Input<'_, T, W>) -> Result<usize> {
+    check_dims(dims)?;
+    let tokens = check_cu_seqlens(input.cu_seqlens)?;
+    let sequences = input.cu_seqlens.len() - 1;
+    check_len("x", input.x, tokens * dims.channels)?;
+    check_len("weight", input.weight, dims.channels * dims.width)?;
+    if let Some(state) = input.state {
+        check_len("state", state, sequences * dims.state_len())?;
+    }
+    Ok(sequences)
+}
+
+/// A tile of channels: the first one and how many.
+#[derive(Clone, Copy)]
+struct Tile {
+    first: usize,
+    len: usize,
+}
+
+impl Tile {
+    fn all(channels: usize) -> impl rayon::iter::IndexedParallelIterator<Item = Tile> {
+        use rayon::prelude::*;
+        (0..channels.div_ceil(TILE))
+            .into_par_iter()
+            .map(move |i| Tile { first: i * TILE, len: TILE.min(channels - i * TILE) })
+    }
+
+    /// Row `i` of the virtual sequence (state, x): rows before 0 are the state's or zero.
+    fn load_row<T: Element, W>(
+        self,
+        target: &mut [f32],
+        input: &Input<'_, T, W>,
+        dims: Dims,
+        sequence: usize,
+        i: isize,
+    ) {
+        let target = &mut target[..self.len];
+        if i >= 0 {
+            let at = (input.cu_seqlens[sequence] + i as usize) * dims.channels + self.first;
+            return T::load(target, &input.x[at..at + self.len]);
+        }
+        match input.state {
+            Some(state) => {
+                let row = (dims.width as isize - 1 + i) as usize;
+                let at = sequence * dims.state_len() + row * dims.channels + self.first;
+                T::load(target, &state[at..at + self.len]);
+            }
+            None => target.fill(0.0),
+        }
+    }
+
+    /// The taps as [W, TILE]; channels beyond the tile have zeros.
+    fn load_taps<'a, W: Element>(
+        self,
+        slot: &mut &'a mut [f32],
+        weight: &[W],
+        width: usize,
+    ) -> &'a mut [f32] {
+        let taps = take(slot, width * TILE);
+        taps.fill(0.0);
+        for c in 0..self.len {
+            for j in 0..width {
+                taps[j * TILE + c] = weight[(self.first + c) * width + j].to_f32();
+            }
+        }
+        taps
+    }
+}

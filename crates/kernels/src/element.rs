@@ -1,0 +1,139 @@
+//! What tensors are stored in: f32, or bf16 that is widened on the way in and rounded once on the way out.
+
+use half::bf16;
+
+use crate::simd::simd_fn;
+
+/// A storage type. Arithmetic is never done in it.
+pub trait Element: Copy + Default + Send + Sync + PartialEq + std::fmt::Debug + 'static {
+    /// Name, as the checkpoint format has it.
+    const NAME: &'static str;
+    /// The exact value.
+    fn to_f32(self) -> f32;
+    /// The nearest value, ties to even.
+    fn from_f32(x: f32) -> Self;
+    /// Widens all of `source`.
+    fn load(target: &mut [f32], source: &[Self]);
+    /// Rounds all of `source`.
+    fn store(target: &mut [Self], source: &[f32]);
+    /// The slice itself, when it is f32 already.
+    fn as_f32(slice: &[Self]) -> Option<&[f32]>;
+    /// The slice itself, when it is f32 already.
+    fn as_f32_mut(slice: &mut [Self]) -> Option<&mut [f32]>;
+}
+
+impl Element for f32 {
+    const NAME: &'static str = "F32";
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn from_f32(x: f32) -> f32 {
+        x
+    }
+
+    fn load(target: &mut [f32], source: &[f32]) {
+        target.copy_from_slice(source);
+    }
+
+    fn store(target: &mut [f32], source: &[f32]) {
+        target.copy_from_slice(source);
+    }
+
+    fn as_f32(slice: &[f32]) -> Option<&[f32]> {
+        Some(slice)
+    }
+
+    fn as_f32_mut(slice: &mut [f32]) -> Option<&mut [f32]> {
+        Some(slice)
+    }
+}
+
+impl Element for bf16 {
+    const NAME: &'static str = "BF16";
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits((self.to_bits() as u32) << 16)
+    }
+
+    #[inline(always)]
+    fn from_f32(x: f32) -> bf16 {
+        bf16::from_bits(bf16_bits(x))
+    }
+
+    fn load(target: &mut [f32], source: &[bf16]) {
+        widen_bf16(target, source);
+    }
+
+    fn store(target: &mut [bf16], source: &[f32]) {
+        round_bf16(target, source);
+    }
+
+    fn as_f32(_: &[bf16]) -> Option<&[f32]> {
+        None
+    }
+
+    fn as_f32_mut(_: &mut [bf16]) -> Option<&mut [f32]> {
+        None
+    }
+}
+
+/// To nearest, ties to even; a NaN stays a NaN.
+#[inline(always)]
+fn bf16_bits(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
+    let nan = ((bits >> 16) | 0x40) as u16;
+    if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded }
+}
+
+simd_fn! {
+    fn widen_bf16(target: &mut [f32], source: &[bf16]) {
+        assert_eq!(target.len(), source.len());
+        for (t, s) in target.iter_mut().zip(source) {
+            *t = s.to_f32();
+        }
+    }
+}
+
+simd_fn! {
+    fn round_bf16(target: &mut [bf16], source: &[f32]) {
+        assert_eq!(target.len(), source.len());
+        for (t, s) in target.iter_mut().zip(source) {
+            *t = bf16::from_f32(*s);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_agrees_with_the_half_crate_around_every_bf16_value() {
+        for high in 0..=u16::MAX {
+            for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(((high as u32) << 16) | low);
+                assert_eq!(
+                    <bf16 as Element>::from_f32(x).to_bits(),
+                    half::bf16::from_f32(x).to_bits(),
+                    "{x:e}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_bf16_value_survives_load_and_store() {
+        let all: Vec<bf16> = (0..=u16::MAX).map(bf16::from_bits).filter(|x| !x.is_nan()).collect();
+        let mut wide = vec![0.0; all.len()];
+        let mut back = vec![bf16::ZERO; all.len()];
+        bf16::load(&mut wide, &all);
+        bf16::store(&mut back, &wide);
+        assert!(all.iter().zip(&back).all(|(a, b)| a.to_bits() == b.to_bits()));
+    }
+}

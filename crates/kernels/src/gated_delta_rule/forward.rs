@@ -1,0 +1,186 @@
+//! Forward, chunk by chunk, one task for each sequence and key head.
+
+use rayon::prelude::*;
+
+use super::chunk::{Head, Keys, l2_rstd, prefetch_rows};
+use super::{Dims, Input, L2Norm, Options, Saved, check_input, kept_chunks};
+use crate::error::{Result, check_len};
+use crate::matmul::{Mat, matmul_add};
+use crate::scratch::take;
+use crate::shared::Shared;
+use crate::{Element, Scratch};
+
+/// Where forward writes.
+pub struct Output<'a, T> {
+    /// [tokens, Hv, dv]
+    pub o: &'a mut [T],
+    /// [sequences, Hv, dk, dv]: the states that leave the sequences
+    pub ht: Option<&'a mut [f32]>,
+}
+
+/// f32 that one slot of scratch needs for forward.
+pub fn forward_scratch(dims: Dims, options: &Options) -> usize {
+    let c = options.chunk;
+    Keys::len(dims, c) + Head::len(dims, c) + c * dims.value_dim + dims.group() * dims.state_len()
+}
+
+/// o and ht from the inputs; into `saved`, whose memory is used again, what backward needs.
+pub fn gated_delta_rule_forward<T: Element>(
+    output: Output<'_, T>,
+    saved: Option<&mut Saved<T>>,
+    input: &Input<'_, T>,
+    dims: Dims,
+    options: &Options,
+    scratch: &Scratch,
+) -> Result {
+    let tokens = check_input(dims, options, input)?;
+    let sequences = input.cu_seqlens.len() - 1;
+    check_len("o", output.o, tokens * dims.value_heads * dims.value_dim)?;
+    if let Some(ht) = &output.ht {
+        check_len("ht", ht, sequences * dims.value_heads * dims.state_len())?;
+    }
+    let save = saved.is_some();
+    let mut unsaved = Saved::default();
+    let saved = saved.unwrap_or(&mut unsaved);
+    let rows = tokens * dims.key_heads;
+    let (norm_rows, copies) = match options.l2norm {
+        L2Norm::Off => (0, 0),
+        L2Norm::Inside => (if save { rows } else { 0 }, 0),
+        L2Norm::Outside => (rows, rows * dims.key_dim),
+    };
+    // Where the kept states of each sequence begin.
+    let mut first_kept = vec![0];
+    for w in input.cu_seqlens.windows(2) {
+        first_kept.push(first_kept[first_kept.len() - 1] + kept_chunks(w[1] - w[0], options));
+    }
+    let states = if save { first_kept[sequences] * dims.value_heads * dims.state_len() } else { 0 };
+    saved.q_rstd.resize(norm_rows, 0.0);
+    saved.k_rstd.resize(norm_rows, 0.0);
+    saved.q_normalised.resize(copies, T::default());
+    saved.k_normalised.resize(copies, T::default());
+    saved.states.resize(states, 0.0);
+    let (mut q, mut k) = (input.q, input.k);
+    if options.l2norm == L2Norm::Outside {
+        l2norm_copy(&mut saved.q_normalised, &mut saved.q_rstd, input.q, dims.key_dim);
+        l2norm_copy(&mut saved.k_normalised, &mut saved.k_rstd, input.k, dims.key_dim);
+        (q, k) = (&saved.q_normalised, &saved.k_normalised);
+    }
+    let targets = Targets {
+        o: Shared::new(output.o),
+        ht: output.ht.map(Shared::new),
+        states: Shared::new(&mut saved.states),
+        q_rstd: Shared::new(&mut saved.q_rstd),
+        k_rstd: Shared::new(&mut saved.k_rstd),
+        save,
+    };
+    let tasks: Vec<(usize, usize)> =
+        (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
+    tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
+        scratch.with(forward_scratch(dims, options), |slot| {
+            run(&targets, input, q, k, dims, options, sequence, key_head, first_kept[sequence], slot);
+        });
+    });
+    Ok(())
+}
+
+/// What the tasks write: every (sequence, key head) its own rows.
+struct Targets<'a, T> {
+    o: Shared<'a, T>,
+    ht: Option<Shared<'a, f32>>,
+    states: Shared<'a, f32>,
+    q_rstd: Shared<'a, f32>,
+    k_rstd: Shared<'a, f32>,
+    save: bool,
+}
+
+fn run<T: Element>(
+    targets: &Targets<'_, T>,
+    input: &Input<'_, T>,
+    q: &[T],
+    k: &[T],
+    dims: Dims,
+    options: &Options,
+    sequence: usize,
+    key_head: usize,
+    first_kept: usize,
+    mut slot: &mut [f32],
+) {
+    let (dv, group, len) = (dims.value_dim, dims.group(), dims.state_len());
+    let scale = options.scale.unwrap_or((dims.key_dim as f32).powf(-0.5));
+    let mut keys = Keys::take(&mut slot, dims, options.chunk);
+    let mut chunk_head = Head::take(&mut slot, dims, options.chunk);
+    let out = take(&mut slot, options.chunk * dv);
+    let states = take(&mut slot, group * len);
+    let first_head = key_head * group;
+    match input.h0 {
+        Some(h0) => {
+            let at = (sequence * dims.value_heads + first_head) * len;
+            states.copy_from_slice(&h0[at..at + group * len]);
+        }
+        None => states.fill(0.0),
+    }
+    let (begin, end) = (input.cu_seqlens[sequence], input.cu_seqlens[sequence + 1]);
+    for (number, first) in (begin..end).step_by(options.chunk).enumerate() {
+        let c = options.chunk.min(end - first);
+        if targets.save && number.is_multiple_of(options.states_every) {
+            let kept = first_kept + number / options.states_every;
+            // SAFETY: these heads' states of this sequence's chunk belong to this task alone.
+            unsafe { targets.states.part((kept * dims.value_heads + first_head) * len, group * len) }
+                .copy_from_slice(states);
+        }
+        let mut store_rstd = |i: usize, rk: f32, rq: f32| {
+            if targets.save {
+                let at = (first + i) * dims.key_heads + key_head;
+                // SAFETY: a token of this sequence and this key head belongs to this task alone.
+                unsafe {
+                    targets.k_rstd.part(at, 1)[0] = rk;
+                    targets.q_rstd.part(at, 1)[0] = rq;
+                }
+            }
+        };
+        let rstd: Option<&mut dyn FnMut(usize, f32, f32)> =
+            if options.l2norm == L2Norm::Inside { Some(&mut store_rstd) } else { None };
+        let next = first + c..(first + c + options.chunk).min(end);
+        prefetch_rows(q, dims.key_heads, key_head, dims.key_dim, next.start, next.end);
+        prefetch_rows(k, dims.key_heads, key_head, dims.key_dim, next.start, next.end);
+        keys.load(dims, q, k, key_head, first, c, rstd);
+        for j in 0..group {
+            let head = first_head + j;
+            let state = &mut states[j * len..(j + 1) * len];
+            prefetch_rows(input.v, dims.value_heads, head, dv, next.start, next.end);
+            chunk_head.load(dims, input, &keys, state, head, first, c);
+            // O = s (E Q S + P Vn)
+            let out = &mut out[..c * dv];
+            for i in 0..c {
+                let qs = &chunk_head.kqs[(c + i) * dv..(c + i + 1) * dv];
+                crate::simd::scale_into(&mut out[i * dv..(i + 1) * dv], scale * chunk_head.e[i], qs);
+            }
+            let (p, vn) = (&chunk_head.p[..c * c], &chunk_head.vn[..c * dv]);
+            matmul_add(out, scale, Mat::dense(p, c, c), Mat::dense(vn, c, dv));
+            for i in 0..c {
+                let at = ((first + i) * dims.value_heads + head) * dv;
+                // SAFETY: a token of this sequence and this value head belongs to this task alone.
+                T::store(unsafe { targets.o.part(at, dv) }, &out[i * dv..(i + 1) * dv]);
+            }
+            chunk_head.advance(state, &keys, dims, c);
+        }
+    }
+    if let Some(ht) = &targets.ht {
+        let at = (sequence * dims.value_heads + first_head) * len;
+        // SAFETY: these heads' final states of this sequence belong to this task alone.
+        unsafe { ht.part(at, group * len) }.copy_from_slice(states);
+    }
+}
+
+/// Normalised rows of width `width` in their own storage type, and their factors.
+fn l2norm_copy<T: Element>(y: &mut [T], rstd: &mut [f32], x: &[T], width: usize) {
+    y.par_chunks_mut(width).zip(x.par_chunks(width)).zip(rstd.par_iter_mut()).for_each_init(
+        || vec![0.0; width],
+        |row, ((y, x), rstd)| {
+            T::load(row, x);
+            *rstd = l2_rstd(row);
+            super::chunk::scale(row, *rstd);
+            T::store(y, row);
+        },
+    );
+}

@@ -1,0 +1,193 @@
+//! The gated delta rule, with the l2norm of q and k inside.
+//!
+//! One head, row vectors, S [dk, dv] the state, s the scale (dk^-1/2 unless given), r = 1/sqrt(sum x^2 + 1e-6):
+//! ```text
+//! token by token   S = e^g S;   d = beta (v - S^T k);   S = S + k d^T;   o = s S^T q
+//! gates            g = -exp(A_log) softplus(a + dt_bias)      beta = sigmoid(b)
+//! ```
+//! A chunk of C tokens at once, S the state that enters it:
+//! ```text
+//! G_i = sum_{m<=i} g_m      E_i = e^{G_i}      d_i = e^{G_C - G_i}      D_ij = e^{G_i - G_j}  for i >= j
+//! L = stril(beta_i (k_i.k_j) D_ij)             P = tril((q_i.k_j) D_ij)
+//! R = beta (V - E K S)                         Vn = (I + L)^-1 R          by forward substitution
+//! O = s (E Q S + P Vn)                         S' = E_C S + K^T (d Vn)
+//! ```
+//! which is the usual form with U and W multiplied out: Vn = U - W S, so neither is needed, nor the inverse.
+//! Backward, chunks in reverse, dS' the gradient of the state that leaves the chunk:
+//! ```text
+//! dVn = s P^T dO + d (K dS')                   dR = (I + L)^-T dVn        by back substitution
+//! dL  = -stril(dR Vn^T)                        dP = s tril(dO Vn^T)
+//! X = V - E K S      dV = beta dR              M = -beta E dR             Y = s E dO
+//! dbeta_i = <dR_i, X_i> + sum_j dL_ij (k_i.k_j) D_ij
+//! H_ij = dL_ij D_ij beta_i                     N_ij = dP_ij D_ij
+//! dQ = Y S^T + N K                             dK = M S^T + (H + H^T) K + N^T Q + d (Vn dS'^T)
+//! dS = E_C dS' + K^T M + Q^T Y
+//! dG_i = <M_i, (K S)_i> + <Y_i, (Q S)_i> + sum_j (H_ij k_i.k_j + N_ij q_i.k_j) - sum_j (H_ji k_j.k_i + N_ji q_j.k_i)
+//!        - <K_i, d_i (Vn dS'^T)_i>             dG_C += E_C <S, dS'> + sum_i <K_i, d_i (Vn dS'^T)_i>
+//! dg_t = sum of dG_i over i >= t in the chunk
+//! l2norm: dx = r (dy - y <dy, y>)
+//! ```
+//! dL needs no inverse because A^T dA A^T = (A^T dVn)(A R)^T with A = (I + L)^-1. All exponents are <= 0 and are taken
+//! after the mask; G is summed in f64, so that a small decay beside a huge one keeps its digits.
+//!
+//! Several value heads may share a key head (value head h uses key head h / (Hv/Hk)); q and k are never repeated. A
+//! batch is a packing of sequences of equal length: everything is [tokens, heads, width] with `cu_seqlens`.
+//!
+//! Kept for backward ([`Saved`]): the rstd of q and k, and the state at every `states_every`-th chunk. Normalised q
+//! and k, L, P, Vn are made anew, chunk by chunk, in scratch.
+
+mod backward;
+mod chunk;
+mod forward;
+mod gates;
+pub mod reference;
+mod step;
+
+#[cfg(test)]
+mod tests;
+
+pub use backward::{Grads, backward_scratch, gated_delta_rule_backward};
+pub use forward::{Output, forward_scratch, gated_delta_rule_forward};
+pub use gates::{gates_backward, gates_forward};
+pub use step::{gated_delta_rule_step, step_scratch};
+
+pub use crate::packing::check_cu_seqlens;
+
+use crate::Element;
+use crate::error::{Result, check, check_len};
+
+/// Inside the root of the l2norm.
+pub const L2NORM_EPS: f32 = 1e-6;
+
+/// Heads and widths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dims {
+    /// Hk: heads of q and k.
+    pub key_heads: usize,
+    /// Hv: heads of v, g, beta and the output; a multiple of Hk.
+    pub value_heads: usize,
+    /// dk: width of q and k.
+    pub key_dim: usize,
+    /// dv: width of v.
+    pub value_dim: usize,
+}
+
+impl Dims {
+    /// Value heads that share a key head.
+    pub fn group(&self) -> usize {
+        self.value_heads / self.key_heads
+    }
+
+    /// Elements of one head's state.
+    pub fn state_len(&self) -> usize {
+        self.key_dim * self.value_dim
+    }
+}
+
+/// Where q and k are normalised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum L2Norm {
+    /// They are taken as they are.
+    Off,
+    /// In the kernel, in f32, chunk by chunk: nothing of their size is kept.
+    Inside,
+    /// Before the kernel, into copies of their own storage type that are kept for backward: what frameworks do
+    /// without a fused kernel. For comparison.
+    Outside,
+}
+
+/// Settings of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Options {
+    /// s; `None` is dk^-1/2.
+    pub scale: Option<f32>,
+    /// Where q and k are normalised.
+    pub l2norm: L2Norm,
+    /// Tokens per chunk, 1 to 256: a tuning choice, the result differs by rounding only.
+    pub chunk: usize,
+    /// Backward keeps the state of every so many chunks and makes the others anew: 1 is fastest, more is leaner.
+    pub states_every: usize,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { scale: None, l2norm: L2Norm::Inside, chunk: 32, states_every: 1 }
+    }
+}
+
+/// The inputs: `tokens` is the last entry of `cu_seqlens`.
+#[derive(Clone, Copy, Debug)]
+pub struct Input<'a, T> {
+    /// [tokens, Hk, dk]
+    pub q: &'a [T],
+    /// [tokens, Hk, dk]
+    pub k: &'a [T],
+    /// [tokens, Hv, dv]
+    pub v: &'a [T],
+    /// [tokens, Hv], log decay, <= 0
+    pub g: &'a [f32],
+    /// [tokens, Hv]
+    pub beta: &'a [f32],
+    /// [sequences, Hv, dk, dv]; `None` is zero
+    pub h0: Option<&'a [f32]>,
+    /// Where sequences begin and end: starts with 0, never falls; state is reset at each boundary.
+    pub cu_seqlens: &'a [usize],
+}
+
+/// What forward keeps for backward, beside the inputs themselves.
+#[derive(Clone, Debug, Default)]
+pub struct Saved<T> {
+    /// [tokens, Hk], empty without l2norm
+    pub q_rstd: Vec<f32>,
+    /// [tokens, Hk], empty without l2norm
+    pub k_rstd: Vec<f32>,
+    /// [tokens, Hk, dk], only for [`L2Norm::Outside`]
+    pub q_normalised: Vec<T>,
+    /// [tokens, Hk, dk], only for [`L2Norm::Outside`]
+    pub k_normalised: Vec<T>,
+    /// [kept chunks, Hv, dk, dv]: the states that enter them
+    pub states: Vec<f32>,
+}
+
+impl<T> Saved<T> {
+    /// Bytes of all fields.
+    pub fn bytes(&self) -> usize {
+        let f32s = self.q_rstd.len() + self.k_rstd.len() + self.states.len();
+        f32s * size_of::<f32>() + (self.q_normalised.len() + self.k_normalised.len()) * size_of::<T>()
+    }
+}
+
+/// Bytes that [`Saved`] will have, without running.
+pub fn saved_bytes<T: Element>(dims: Dims, options: &Options, cu_seqlens: &[usize]) -> usize {
+    let tokens = cu_seqlens.last().copied().unwrap_or(0);
+    let kept: usize = cu_seqlens.windows(2).map(|w| kept_chunks(w[1] - w[0], options)).sum();
+    let rstd = if options.l2norm == L2Norm::Off { 0 } else { 2 * tokens * dims.key_heads };
+    let copies =
+        if options.l2norm == L2Norm::Outside { 2 * tokens * dims.key_heads * dims.key_dim } else { 0 };
+    (rstd + kept * dims.value_heads * dims.state_len()) * size_of::<f32>() + copies * size_of::<T>()
+}
+
+/// States that are kept of a sequence of `tokens` tokens.
+fn kept_chunks(tokens: usize, options: &Options) -> usize {
+    tokens.div_ceil(options.chunk).div_ceil(options.states_every)
+}
+
+fn check_input<T>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result<usize> {
+    let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
+    check(key_heads > 0 && value_heads > 0 && value_heads.is_multiple_of(key_heads), || {
+        format!("{value_heads} value heads are not a multiple of {key_heads} key heads")
+    })?;
+    check(key_dim > 0 && value_dim > 0, || "heads of width 0".into())?;
+    check((1..=256).contains(&options.chunk), || format!("chunk {}: between 1 and 256", options.chunk))?;
+    check(options.states_every > 0, || "states_every 0: at least 1".into())?;
+    let tokens = check_cu_seqlens(input.cu_seqlens)?;
+    check_len("q", input.q, tokens * key_heads * key_dim)?;
+    check_len("k", input.k, tokens * key_heads * key_dim)?;
+    check_len("v", input.v, tokens * value_heads * value_dim)?;
+    check_len("g", input.g, tokens * value_heads)?;
+    check_len("beta", input.beta, tokens * value_heads)?;
+    if let Some(h0) = input.h0 {
+        check_len("h0", h0, (input.cu_seqlens.len() - 1) * value_heads * dims.state_len())?;
+    }
+    Ok(tokens)
+}

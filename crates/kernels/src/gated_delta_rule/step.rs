@@ -1,0 +1,75 @@
+//! One token: the same rule, on a state that the caller owns. For decoding.
+
+use rayon::prelude::*;
+
+use super::chunk::{l2_rstd, scale};
+use super::{Dims, L2Norm, Options};
+use crate::Element;
+use crate::error::{Result, check_len};
+use crate::simd::{axpy, scale_into};
+
+/// f32 of scratch that one step needs: see [`gated_delta_rule_step`].
+pub fn step_scratch(dims: Dims) -> usize {
+    2 * dims.key_heads * dims.key_dim + dims.value_heads * dims.value_dim * 2
+}
+
+/// o [Hv, dv] of one token with q, k [Hk, dk], v [Hv, dv], g, beta `[Hv]`; `state` [Hv, dk, dv] moves on.
+pub fn gated_delta_rule_step<T: Element>(
+    o: &mut [T],
+    state: &mut [f32],
+    q: &[T],
+    k: &[T],
+    v: &[T],
+    g: &[f32],
+    beta: &[f32],
+    dims: Dims,
+    options: &Options,
+    scratch: &mut [f32],
+) -> Result {
+    let Dims { key_heads, value_heads, key_dim: dk, value_dim: dv } = dims;
+    check_len("o", o, value_heads * dv)?;
+    check_len("state", state, value_heads * dk * dv)?;
+    check_len("q", q, key_heads * dk)?;
+    check_len("k", k, key_heads * dk)?;
+    check_len("v", v, value_heads * dv)?;
+    check_len("g", g, value_heads)?;
+    check_len("beta", beta, value_heads)?;
+    crate::error::check(scratch.len() >= step_scratch(dims), || {
+        "scratch is shorter than step_scratch says".into()
+    })?;
+    let s = options.scale.unwrap_or((dk as f32).powf(-0.5));
+    let (qk, rest) = scratch.split_at_mut(2 * key_heads * dk);
+    let (q_wide, k_wide) = qk.split_at_mut(key_heads * dk);
+    T::load(q_wide, q);
+    T::load(k_wide, k);
+    if options.l2norm != L2Norm::Off {
+        for row in q_wide.chunks_mut(dk).chain(k_wide.chunks_mut(dk)) {
+            let r = l2_rstd(row);
+            scale(row, r);
+        }
+    }
+    let (q_wide, k_wide) = (&*q_wide, &*k_wide);
+    let heads =
+        o.par_chunks_mut(dv).zip(state.par_chunks_mut(dk * dv)).zip(rest.par_chunks_mut(2 * dv)).enumerate();
+    heads.with_min_len(4).for_each(|(h, ((o, state), work))| {
+        let key = h / dims.group() * dk..(h / dims.group() + 1) * dk;
+        let (q, k) = (&q_wide[key.clone()], &k_wide[key]);
+        let (delta, out) = work.split_at_mut(dv);
+        let decay = g[h].exp();
+        // delta = beta (v - S^T k), with S decayed row by row on the way
+        T::load(delta, &v[h * dv..(h + 1) * dv]);
+        for (row, k) in state.chunks_mut(dv).zip(k) {
+            scale(row, decay);
+            axpy(delta, -k, row);
+        }
+        scale(delta, beta[h]);
+        out.fill(0.0);
+        for ((row, k), q) in state.chunks_mut(dv).zip(k).zip(q) {
+            axpy(row, *k, delta);
+            axpy(out, *q, row);
+        }
+        scale_into(delta, s, out);
+        T::store(o, delta);
+    });
+    Ok(())
+}

@@ -1,0 +1,227 @@
+//! Scores in tiles, and the choice of keys.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::{Dims, Input, Options, block_tokens, check_input};
+use crate::attention::UNUSED;
+use crate::attention::tile::{KEYS, Keys, Span, key_rows, key_rows_len, spans};
+use crate::error::{Result, check, check_len};
+use crate::matmul::{Mat, matmul};
+use crate::scratch::take;
+use crate::shared::Shared;
+use crate::simd::{fma, simd_fn};
+use crate::{Element, Scratch};
+
+/// The queries of a block, and one tile of their logits.
+pub(super) struct Scorer<'s> {
+    dims: Dims,
+    options: Options,
+    /// [tokens x heads, d]
+    pub(super) q: &'s mut [f32],
+    /// [tokens x heads, keys]
+    pub(super) x: &'s mut [f32],
+    k: &'s mut [f32],
+}
+
+impl<'s> Scorer<'s> {
+    pub(super) fn len<T: Element>(dims: Dims, gathered: bool) -> usize {
+        block_tokens(dims) * dims.heads * (dims.dim + KEYS) + key_rows_len::<T>(dims.dim, gathered)
+    }
+
+    pub(super) fn take<T: Element>(
+        slot: &mut &'s mut [f32],
+        dims: Dims,
+        options: &Options,
+        gathered: bool,
+    ) -> Scorer<'s> {
+        let rows = block_tokens(dims) * dims.heads;
+        Scorer {
+            dims,
+            options: *options,
+            q: take(slot, rows * dims.dim),
+            x: take(slot, rows * KEYS),
+            k: take(slot, key_rows_len::<T>(dims.dim, gathered)),
+        }
+    }
+
+    pub(super) fn load<T: Element>(&mut self, input: &Input<'_, T>, row: usize, tokens: usize) {
+        let width = self.dims.heads * self.dims.dim;
+        T::load(&mut self.q[..tokens * width], &input.q[row * width..(row + tokens) * width]);
+    }
+
+    /// x of the loaded queries and `keys`; the rows of both.
+    pub(super) fn logits<'k, T: Element>(
+        &'k mut self,
+        input: &'k Input<'_, T>,
+        keys: Keys<'_>,
+        span: Span,
+        tokens: usize,
+    ) -> (&'k mut [f32], &'k [f32], Mat<'k>) {
+        let Dims { heads, dim } = self.dims;
+        let rows = tokens * heads;
+        let k = key_rows(self.k, input.k, keys, span, 0, 1, dim);
+        let q = &self.q[..rows * dim];
+        let x = &mut self.x[..rows * keys.len()];
+        matmul(x, 1.0, Mat::dense(q, rows, dim), k.t());
+        self.options.logits.round_all(x);
+        (x, q, k)
+    }
+
+    /// scores [tokens, stride], columns from `at` on: those of `keys`.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn scores<T: Element>(
+        &mut self,
+        scores: &mut [f32],
+        stride: usize,
+        at: usize,
+        input: &Input<'_, T>,
+        keys: Keys<'_>,
+        span: Span,
+        row: usize,
+        tokens: usize,
+    ) {
+        let (heads, count) = (self.dims.heads, keys.len());
+        let scale = (self.dims.dim as f32).powf(-0.5);
+        let (x, _, _) = self.logits(input, keys, span, tokens);
+        for t in 0..tokens {
+            let scores = &mut scores[t * stride + at..t * stride + at + count];
+            scores.fill(0.0);
+            for h in 0..heads {
+                let w = input.w[(row + t) * heads + h];
+                let at = (t * heads + h) * count;
+                add_relu(scores, w, &x[at..at + count], scale);
+            }
+            unsign_zeros(scores);
+        }
+    }
+}
+
+simd_fn! {
+    /// score += w relu(x scale); a NaN stays one.
+    fn add_relu(scores: &mut [f32], w: f32, x: &[f32], scale: f32) {
+        assert_eq!(scores.len(), x.len());
+        for (score, x) in scores.iter_mut().zip(x) {
+            let x = *x * scale;
+            *score = fma::<FMA>(w, if x < 0.0 { 0.0 } else { x }, *score);
+        }
+    }
+}
+
+simd_fn! {
+    /// -0 becomes 0: as scores they are equal.
+    fn unsign_zeros(scores: &mut [f32]) {
+        for score in scores {
+            *score += 0.0;
+        }
+    }
+}
+
+/// f32 that one slot of scratch needs for [`indexer_topk`] and [`indexer_scores`]; `longest` is the length of the
+/// longest sequence.
+pub fn topk_scratch<T: Element>(dims: Dims, longest: usize) -> usize {
+    // the scores of a block; the order of one query's keys
+    Scorer::len::<T>(dims, false) + block_tokens(dims) * longest + longest
+}
+
+/// scores [tokens.len(), tokens.end] of some queries of one sequence, counted from its start, with the keys up to the
+/// last of them; a column beyond a query's own position is what a key of the future would get.
+pub fn indexer_scores<T: Element>(
+    scores: &mut [f32],
+    input: &Input<'_, T>,
+    dims: Dims,
+    options: &Options,
+    sequence: usize,
+    tokens: Range<usize>,
+    scratch: &Scratch,
+) -> Result {
+    check_input(dims, input)?;
+    let all = spans(input.cu_seqlens);
+    check(sequence < all.len() && tokens.end <= all[sequence].queries, || {
+        format!("sequence {sequence} has no tokens {tokens:?}")
+    })?;
+    check_len("scores", scores, tokens.len() * tokens.end)?;
+    let (span, stride) = (all[sequence], tokens.end);
+    scratch.with(topk_scratch::<T>(dims, stride), |mut slot| {
+        let mut scorer = Scorer::take::<T>(&mut slot, dims, options, false);
+        for first in tokens.clone().step_by(block_tokens(dims)) {
+            let count = block_tokens(dims).min(tokens.end - first);
+            scorer.load(input, span.query + first, count);
+            let rows = &mut scores[(first - tokens.start) * stride..];
+            for at in (0..stride).step_by(KEYS) {
+                let keys = Keys::Range { first: at, count: KEYS.min(stride - at) };
+                scorer.scores(rows, stride, at, input, keys, span, span.query + first, count);
+            }
+        }
+    });
+    Ok(())
+}
+
+/// selected [tokens, topk]: the keys of each query in ascending order, then unused slots.
+pub fn indexer_topk<T: Element>(
+    selected: &mut [u32],
+    input: &Input<'_, T>,
+    dims: Dims,
+    options: &Options,
+    topk: usize,
+    scratch: &Scratch,
+) -> Result {
+    let tokens = check_input(dims, input)?;
+    check(topk > 0, || "topk 0: at least 1".into())?;
+    check(tokens < UNUSED as usize, || format!("{tokens} tokens: positions are u32"))?;
+    check_len("selected", selected, tokens * topk)?;
+    let all = spans(input.cu_seqlens);
+    let longest = all.iter().map(|s| s.queries).max().unwrap_or(0);
+    let mut tasks = Vec::new();
+    for span in &all {
+        tasks.extend((0..span.queries).step_by(block_tokens(dims)).rev().map(|first| (*span, first)));
+    }
+    let selected = Shared::new(selected);
+    tasks.par_iter().with_max_len(1).for_each(|&(span, first)| {
+        let count = block_tokens(dims).min(span.queries - first);
+        // SAFETY: the queries of a block belong to one task.
+        let rows = unsafe { selected.part((span.query + first) * topk, count * topk) };
+        if span.queries <= topk {
+            for (i, row) in rows.chunks_exact_mut(topk).enumerate() {
+                row.fill(UNUSED);
+                row[..first + i + 1].iter_mut().zip(0..).for_each(|(slot, key)| *slot = key);
+            }
+            return;
+        }
+        scratch.with(topk_scratch::<T>(dims, longest), |mut slot| {
+            let mut scorer = Scorer::take::<T>(&mut slot, dims, options, false);
+            let scores = take(&mut slot, block_tokens(dims) * longest);
+            let order: &mut [u32] = bytemuck::cast_slice_mut(slot);
+            let stride = first + count;
+            scorer.load(input, span.query + first, count);
+            for at in (0..stride).step_by(KEYS) {
+                let keys = Keys::Range { first: at, count: KEYS.min(stride - at) };
+                scorer.scores(scores, stride, at, input, keys, span, span.query + first, count);
+            }
+            for (i, row) in rows.chunks_exact_mut(topk).enumerate() {
+                let order = &mut order[..first + i + 1];
+                choose(order, &scores[i * stride..i * stride + first + i + 1], topk);
+                write_keys(row, &order[..topk.min(first + i + 1)]);
+            }
+        });
+    });
+    Ok(())
+}
+
+/// The front of `order` becomes the min(topk, len) keys of the highest score, ascending.
+fn choose(order: &mut [u32], scores: &[f32], topk: usize) {
+    order.iter_mut().zip(0..).for_each(|(slot, key)| *slot = key);
+    if topk < order.len() {
+        // A total order: no two keys are equal, so the set is determined.
+        order.select_nth_unstable_by(topk - 1, |a, b| {
+            scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b))
+        });
+        order[..topk].sort_unstable();
+    }
+}
+
+fn write_keys(row: &mut [u32], keys: &[u32]) {
+    row[..keys.len()].copy_from_slice(keys);
+    row[keys.len()..].fill(UNUSED);
+}

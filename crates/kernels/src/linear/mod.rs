@@ -1,0 +1,150 @@
+//! The linear layer, weight [outputs, inputs] as checkpoints store it.
+//!
+//! ```text
+//! y = x W^T + b        dx = dy W        dW += dy^T x        db += sum dy
+//! ```
+//! x, y and W may each be f32 or bf16: bf16 is widened panel by panel into scratch, and all products are f32. C is cut
+//! into tiles by its shape alone; a tile is one task, and its sum over the inner dimension runs in one order. dW is cut
+//! the same way, so no sum crosses a thread.
+//!
+//! Up to [`GEMV_TOKENS`] tokens the weight is read once, where it lies, row by row: decoding is bound by its bytes.
+
+mod gemv;
+mod product;
+
+#[cfg(test)]
+mod tests;
+
+pub use gemv::GEMV_TOKENS;
+
+use rayon::prelude::*;
+
+use crate::error::{Result, check, check_len};
+use crate::partition::{add_partials, block_rows, blocks};
+use crate::{Element, KernelError, Scratch};
+use product::{Operand, product};
+
+/// Widths of the layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dims {
+    /// Width of x.
+    pub inputs: usize,
+    /// Width of y.
+    pub outputs: usize,
+}
+
+impl Dims {
+    /// Elements of the weight.
+    pub fn weight_len(&self) -> usize {
+        self.inputs * self.outputs
+    }
+}
+
+/// f32 that one slot of scratch needs for any call on `tokens` tokens.
+pub fn linear_scratch(dims: Dims, tokens: usize) -> usize {
+    let gemv = if tokens <= GEMV_TOKENS { tokens * dims.inputs } else { 0 };
+    product::SCRATCH.max(gemv).max(blocks(tokens) * dims.outputs)
+}
+
+/// y [tokens, outputs] from x [tokens, inputs], w [outputs, inputs] and, unless `None`, bias \[outputs\].
+pub fn linear_forward<Y: Element, X: Element, W: Element>(
+    y: &mut [Y],
+    x: &[X],
+    w: &[W],
+    bias: Option<&[W]>,
+    dims: Dims,
+    scratch: &Scratch,
+) -> Result {
+    let tokens = check_dims(x, w, dims)?;
+    check_len("y", y, tokens * dims.outputs)?;
+    if let Some(bias) = bias {
+        check_len("bias", bias, dims.outputs)?;
+    }
+    if tokens <= GEMV_TOKENS {
+        gemv::gemv(y, x, w, bias, dims, scratch);
+        return Ok(());
+    }
+    let add_bias = |row: &mut [f32], first: usize| {
+        if let Some(bias) = bias {
+            for (y, b) in row.iter_mut().zip(&bias[first..]) {
+                *y += b.to_f32();
+            }
+        }
+    };
+    let (a, b) = (Operand::new(x, dims.inputs), Operand::new(w, dims.inputs).t());
+    product(
+        y,
+        false,
+        a,
+        b,
+        (tokens, dims.outputs, dims.inputs),
+        bias.is_some().then_some(&add_bias),
+        scratch,
+    );
+    Ok(())
+}
+
+/// dx [tokens, inputs] (written) from dy [tokens, outputs] and w.
+pub fn linear_backward_input<X: Element, Y: Element, W: Element>(
+    dx: &mut [X],
+    dy: &[Y],
+    w: &[W],
+    dims: Dims,
+    scratch: &Scratch,
+) -> Result {
+    let tokens = check_dims(dx, w, dims)?;
+    check_len("dy", dy, tokens * dims.outputs)?;
+    let (a, b) = (Operand::new(dy, dims.outputs), Operand::new(w, dims.inputs));
+    product(dx, false, a, b, (tokens, dims.inputs, dims.outputs), None, scratch);
+    Ok(())
+}
+
+/// dw [outputs, inputs] and, unless `None`, dbias \[outputs\] (both accumulated) from dy and x.
+pub fn linear_backward_weight<Y: Element, X: Element>(
+    dw: &mut [f32],
+    dbias: Option<&mut [f32]>,
+    dy: &[Y],
+    x: &[X],
+    dims: Dims,
+    scratch: &Scratch,
+) -> Result {
+    let tokens = check_dims(x, dw, dims)?;
+    check_len("dy", dy, tokens * dims.outputs)?;
+    if let Some(dbias) = &dbias {
+        check_len("dbias", dbias, dims.outputs)?;
+    }
+    let (a, b) = (Operand::new(dy, dims.outputs).t(), Operand::new(x, dims.inputs));
+    product(dw, true, a, b, (dims.outputs, dims.inputs, tokens), None, scratch);
+    if let Some(dbias) = dbias {
+        add_bias_gradient(dbias, dy, dims.outputs, scratch);
+    }
+    Ok(())
+}
+
+/// dbias += sum of the rows of dy, block by block.
+fn add_bias_gradient<Y: Element>(dbias: &mut [f32], dy: &[Y], outputs: usize, scratch: &Scratch) {
+    let rows = dy.len() / outputs;
+    let block = block_rows(rows);
+    scratch.with(blocks(rows) * outputs, |partials| {
+        partials.fill(0.0);
+        partials.par_chunks_mut(outputs).zip(dy.par_chunks(block * outputs)).for_each(|(sum, dy)| {
+            for row in dy.chunks(outputs) {
+                for (sum, dy) in sum.iter_mut().zip(row) {
+                    *sum += dy.to_f32();
+                }
+            }
+        });
+        add_partials(dbias, partials);
+    });
+}
+
+/// The number of tokens.
+fn check_dims<X, W>(x: &[X], w: &[W], dims: Dims) -> Result<usize, KernelError> {
+    let Dims { inputs, outputs } = dims;
+    check(inputs > 0 && outputs > 0, || format!("a linear layer {inputs} -> {outputs}"))?;
+    check(x.len().is_multiple_of(inputs), || {
+        format!("the input side has {} elements, not rows of {inputs}", x.len())
+    })?;
+    check_len("w", w, dims.weight_len())?;
+    Ok(x.len() / inputs)
+}

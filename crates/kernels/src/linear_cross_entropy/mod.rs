@@ -1,0 +1,249 @@
+//! The output projection and the cross entropy in one, a slice of tokens at a time.
+//!
+//! Token t with hidden h, weight W [V, H], target y, cap c, smoothing e, z-loss coefficient z:
+//! ```text
+//! u = W h          l = c tanh(u / c), or u          L = ln sum_j e^{l_j}
+//! loss = L - (1 - e) l_y - e mean(l) + z L^2
+//! dl_j = e^{l_j - L} (1 + 2 z L) - (1 - e) [j = y] - e / V         du = dl (1 - (l / c)^2)
+//! dh = s W^T du    dW += s du h^T                                  s the given factor, 1 / tokens as a rule
+//! ```
+//! Only the logits of one slice exist at a time, and they turn into their gradient in place: memory is slice x V f32
+//! whatever the batch. A token whose target is the ignored one adds nothing to loss, count or gradients.
+
+#[cfg(test)]
+mod tests;
+
+use rayon::prelude::*;
+
+use crate::error::{Result, check, check_len};
+use crate::linear::{Dims, linear_backward_input, linear_backward_weight, linear_forward, linear_scratch};
+use crate::simd::{exp_f32, simd_fn, sum_by, tanh_f32};
+use crate::{Element, Scratch};
+
+/// Settings of the loss.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Options {
+    /// Target of tokens that do not count.
+    pub ignore_index: i64,
+    /// c: logits are squeezed into (-c, c).
+    pub soft_cap: Option<f32>,
+    /// z: coefficient of the squared log-sum.
+    pub z_loss: f32,
+    /// e: part of the target that is spread over the vocabulary.
+    pub label_smoothing: f32,
+    /// Tokens whose logits exist at a time.
+    pub slice: usize,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { ignore_index: -100, soft_cap: None, z_loss: 0.0, label_smoothing: 0.0, slice: 512 }
+    }
+}
+
+/// The loss of a batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Loss {
+    /// Sum over the tokens that count, z-loss included.
+    pub sum: f64,
+    /// The z-loss in that sum.
+    pub z_sum: f64,
+    /// Tokens that count.
+    pub tokens: usize,
+}
+
+/// Where gradients go.
+pub struct Grads<'a, T> {
+    /// [tokens, H], written
+    pub dhidden: &'a mut [T],
+    /// [V, H], accumulated; `None` for a frozen weight
+    pub dw: Option<&'a mut [f32]>,
+    /// s: what the gradient of the loss sum is multiplied by.
+    pub scale: f32,
+}
+
+/// f32 that the logits of one slice need.
+pub fn logits_len(vocabulary: usize, tokens: usize, options: &Options) -> usize {
+    options.slice.min(tokens) * vocabulary
+}
+
+/// f32 that one slot of scratch needs.
+pub fn linear_cross_entropy_scratch(dims: Dims, tokens: usize, options: &Options) -> usize {
+    linear_scratch(dims, options.slice.min(tokens))
+}
+
+/// Tokens that count among these targets: what 1 / s usually is.
+pub fn counted_tokens(targets: &[i64], options: &Options) -> usize {
+    targets.iter().filter(|target| **target != options.ignore_index).count()
+}
+
+/// The loss of hidden [tokens, H] under w [V, H] (`dims.inputs` is H, `dims.outputs` V) and targets \[tokens\], and the
+/// gradients unless `None`. `logits` is working memory of [`logits_len`] f32.
+pub fn linear_cross_entropy<T: Element, W: Element>(
+    mut grads: Option<Grads<'_, T>>,
+    hidden: &[T],
+    w: &[W],
+    targets: &[i64],
+    dims: Dims,
+    options: &Options,
+    logits: &mut [f32],
+    scratch: &Scratch,
+) -> Result<Loss> {
+    check_input(&grads, hidden, w, targets, dims, options)?;
+    let Dims { inputs, outputs } = dims;
+    check(logits.len() >= logits_len(outputs, targets.len(), options), || {
+        "logits is shorter than logits_len says".into()
+    })?;
+    let scale = grads.as_ref().map(|grads| grads.scale);
+    let mut loss = Loss::default();
+    for (slice, targets) in targets.chunks(options.slice).enumerate() {
+        let rows = slice * options.slice * inputs..(slice * options.slice + targets.len()) * inputs;
+        let hidden = &hidden[rows.clone()];
+        let logits = &mut logits[..targets.len() * outputs];
+        linear_forward(logits, hidden, w, None, dims, scratch)?;
+        // In the order of the tokens, each row by one task.
+        let losses: Vec<Option<(f64, f64)>> = logits
+            .par_chunks_mut(outputs)
+            .zip(targets)
+            .map(|(row, target)| {
+                if *target == options.ignore_index {
+                    row.fill(0.0);
+                    return None;
+                }
+                Some(row_loss(row, *target as usize, options, scale))
+            })
+            .collect();
+        for (token, z) in losses.into_iter().flatten() {
+            loss.sum += token;
+            loss.z_sum += z;
+            loss.tokens += 1;
+        }
+        if let Some(grads) = &mut grads {
+            linear_backward_input(&mut grads.dhidden[rows], logits, w, dims, scratch)?;
+            if let Some(dw) = &mut grads.dw {
+                linear_backward_weight(dw, None, logits, hidden, dims, scratch)?;
+            }
+        }
+    }
+    Ok(loss)
+}
+
+fn check_input<T, W>(
+    grads: &Option<Grads<'_, T>>,
+    hidden: &[T],
+    w: &[W],
+    targets: &[i64],
+    dims: Dims,
+    options: &Options,
+) -> Result {
+    let Dims { inputs, outputs } = dims;
+    check(inputs > 0 && outputs > 0, || format!("a projection {inputs} -> {outputs}"))?;
+    check(options.slice > 0, || "slices of 0 tokens".into())?;
+    check(options.soft_cap.is_none_or(|cap| cap > 0.0), || "a soft cap must be above 0".into())?;
+    check((0.0..1.0).contains(&options.label_smoothing), || {
+        format!("label smoothing {}: from 0 to below 1", options.label_smoothing)
+    })?;
+    check_len("hidden", hidden, targets.len() * inputs)?;
+    check_len("w", w, dims.weight_len())?;
+    if let Some(grads) = grads {
+        check_len("dhidden", grads.dhidden, hidden.len())?;
+        if let Some(dw) = &grads.dw {
+            check_len("dw", dw, dims.weight_len())?;
+        }
+    }
+    let valid = |target: &i64| *target == options.ignore_index || (0..outputs as i64).contains(target);
+    match targets.iter().position(|target| !valid(target)) {
+        None => Ok(()),
+        Some(t) => {
+            check(false, || format!("token {t} has target {} of a vocabulary of {outputs}", targets[t]))
+        }
+    }
+}
+
+/// (loss, z-loss) of one token; with `scale`, its logits become their gradient.
+fn row_loss(row: &mut [f32], target: usize, options: &Options, scale: Option<f32>) -> (f64, f64) {
+    let count = row.len() as f64;
+    if let Some(cap) = options.soft_cap {
+        cap_row(row, cap);
+    }
+    let max = row_max(row);
+    let (mut exps, mut sum) = (0f64, 0f64);
+    // f64 across blocks: a vocabulary is long enough for f32 to lose digits.
+    for block in row.chunks(4096) {
+        exps += exp_sum(block, max) as f64;
+        if options.label_smoothing > 0.0 {
+            sum += block_sum(block) as f64;
+        }
+    }
+    let log_sum = max as f64 + exps.ln();
+    let (smoothing, z) = (options.label_smoothing as f64, options.z_loss as f64);
+    let z_loss = z * log_sum * log_sum;
+    let loss = log_sum - (1.0 - smoothing) * row[target] as f64 - smoothing * sum / count + z_loss;
+    if let Some(scale) = scale {
+        let slope = |logit: f32| options.soft_cap.map_or(1.0, |cap| 1.0 - (logit / cap) * (logit / cap));
+        let on_target = scale * (1.0 - smoothing) as f32 * slope(row[target]);
+        let weight = scale * (1.0 + 2.0 * z * log_sum) as f32;
+        let spread = scale * (smoothing / count) as f32;
+        match options.soft_cap {
+            None => gradient_row(row, max, (1.0 / exps) as f32 * weight, spread),
+            Some(cap) => capped_gradient_row(row, max, (1.0 / exps) as f32 * weight, spread, cap),
+        }
+        row[target] -= on_target;
+    }
+    (loss, z_loss)
+}
+
+simd_fn! {
+    fn cap_row(row: &mut [f32], cap: f32) {
+        for l in row {
+            *l = cap * tanh_f32::<FMA>(*l / cap);
+        }
+    }
+}
+
+simd_fn! {
+    /// The largest value; NaN when there is one.
+    fn row_max(row: &[f32]) -> f32 {
+        let mut lanes = [f32::NEG_INFINITY; 16];
+        let (chunks, rest) = row.as_chunks::<16>();
+        let larger = |a: f32, b: f32| if a >= b || a.is_nan() { a } else { b };
+        for chunk in chunks {
+            for i in 0..16 {
+                lanes[i] = larger(lanes[i], chunk[i]);
+            }
+        }
+        for (lane, l) in lanes.iter_mut().zip(rest) {
+            *lane = larger(*lane, *l);
+        }
+        lanes.into_iter().fold(f32::NEG_INFINITY, larger)
+    }
+}
+
+simd_fn! {
+    fn exp_sum(block: &[f32], max: f32) -> f32 {
+        sum_by(block, block, block, |l, _, _| exp_f32::<FMA>(l - max))
+    }
+}
+
+simd_fn! {
+    fn block_sum(block: &[f32]) -> f32 {
+        sum_by(block, block, block, |l, _, _| l)
+    }
+}
+
+simd_fn! {
+    fn gradient_row(row: &mut [f32], max: f32, weight: f32, spread: f32) {
+        for l in row {
+            *l = exp_f32::<FMA>(*l - max) * weight - spread;
+        }
+    }
+}
+
+simd_fn! {
+    fn capped_gradient_row(row: &mut [f32], max: f32, weight: f32, spread: f32, cap: f32) {
+        for l in row {
+            let squeezed = *l / cap;
+            *l = (exp_f32::<FMA>(*l - max) * weight - spread) * (1.0 - squeezed * squeezed);
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! The matrix product of f32 blocks, behind one function so that its implementation can be swapped.
+//!
+//! C = alpha C + beta A B, one thread. A, B and C are strided views; the result depends on shapes and values alone.
+
+use crate::shared::Shared;
+
+/// A matrix inside a slice: element (i, j) is `data[i * row_stride + j * column_stride]`.
+#[derive(Clone, Copy)]
+pub struct Mat<'a> {
+    data: &'a [f32],
+    rows: usize,
+    columns: usize,
+    row_stride: usize,
+    column_stride: usize,
+}
+
+impl<'a> Mat<'a> {
+    /// Row-major, `row_stride` elements from row to row.
+    ///
+    /// # Panics
+    /// When the slice is too short.
+    pub fn new(data: &'a [f32], rows: usize, columns: usize, row_stride: usize) -> Mat<'a> {
+        let needed = if rows == 0 || columns == 0 { 0 } else { (rows - 1) * row_stride + columns };
+        assert!(
+            data.len() >= needed,
+            "a {rows}x{columns} matrix with stride {row_stride} in {} elements",
+            data.len()
+        );
+        Mat { data, rows, columns, row_stride, column_stride: 1 }
+    }
+
+    /// Row-major without gaps.
+    pub fn dense(data: &'a [f32], rows: usize, columns: usize) -> Mat<'a> {
+        Mat::new(data, rows, columns, columns)
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Row i.
+    ///
+    /// # Panics
+    /// When the rows are not contiguous, or there is no such row.
+    pub fn row(&self, i: usize) -> &'a [f32] {
+        assert!(self.column_stride == 1 && i < self.rows, "row {i} of {}", self.rows);
+        &self.data[i * self.row_stride..i * self.row_stride + self.columns]
+    }
+
+    /// The transpose, without moving anything.
+    pub fn t(self) -> Mat<'a> {
+        Mat {
+            rows: self.columns,
+            columns: self.rows,
+            row_stride: self.column_stride,
+            column_stride: self.row_stride,
+            ..self
+        }
+    }
+}
+
+/// Row-major C [rows, columns] = alpha C + beta A B, where C's rows are `row_stride` apart. With alpha = 0 the old
+/// content of C is not read.
+///
+/// # Panics
+/// When the shapes do not fit.
+pub fn matmul_strided(c: &mut [f32], row_stride: usize, alpha: f32, beta: f32, a: Mat<'_>, b: Mat<'_>) {
+    let (m, n, k) = (a.rows, b.columns, a.columns);
+    assert_eq!(k, b.rows, "inner sizes");
+    if m == 0 || n == 0 {
+        return;
+    }
+    assert!(row_stride >= n && c.len() >= (m - 1) * row_stride + n, "C is too short");
+    // SAFETY: the line above has checked C, which is borrowed mutably, so it overlaps neither A nor B.
+    unsafe { product(c.as_mut_ptr(), row_stride, alpha, beta, a, b) }
+}
+
+/// [`matmul_strided`] into a tile of C whose first element is `begin`, while other threads write other tiles.
+///
+/// # Safety
+/// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere meanwhile.
+///
+/// # Panics
+/// When the shapes do not fit.
+pub(crate) unsafe fn matmul_tile(
+    c: &Shared<'_, f32>,
+    begin: usize,
+    row_stride: usize,
+    alpha: f32,
+    a: Mat<'_>,
+    b: Mat<'_>,
+) {
+    let (m, n) = (a.rows, b.columns);
+    assert_eq!(a.columns, b.rows, "inner sizes");
+    if m == 0 || n == 0 {
+        return;
+    }
+    assert!(row_stride >= n, "rows of C overlap");
+    let data = c.pointer(begin, (m - 1) * row_stride + n);
+    // SAFETY: `pointer` has checked that the tile lies inside C; it is this call's alone by the caller's promise.
+    unsafe { product(data, row_stride, alpha, 1.0, a, b) }
+}
+
+/// # Safety
+/// `c` points to m rows of n elements, `row_stride` apart, that nothing else uses.
+unsafe fn product(c: *mut f32, row_stride: usize, alpha: f32, beta: f32, a: Mat<'_>, b: Mat<'_>) {
+    let (m, n, k) = (a.rows, b.columns, a.columns);
+    // SAFETY: every element of A and B that the product touches lies inside its slice, as `Mat::new` has checked;
+    // C by the caller's promise.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            c,
+            1,
+            row_stride as isize,
+            alpha != 0.0,
+            a.data.as_ptr(),
+            a.column_stride as isize,
+            a.row_stride as isize,
+            b.data.as_ptr(),
+            b.column_stride as isize,
+            b.row_stride as isize,
+            alpha,
+            beta,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// Dense C = beta A B.
+pub fn matmul(c: &mut [f32], beta: f32, a: Mat<'_>, b: Mat<'_>) {
+    matmul_strided(c, b.columns, 0.0, beta, a, b);
+}
+
+/// Dense C += beta A B.
+pub fn matmul_add(c: &mut [f32], beta: f32, a: Mat<'_>, b: Mat<'_>) {
+    matmul_strided(c, b.columns, 1.0, beta, a, b);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn values(n: usize, seed: u32) -> Vec<f32> {
+        (0..n as u32)
+            .map(|i| ((i.wrapping_mul(2654435761).wrapping_add(seed) >> 16) as f32 / 65536.0) - 0.5)
+            .collect()
+    }
+
+    proptest! {
+        #[test]
+        fn any_shape_stride_and_transpose_agrees_with_a_triple_loop(
+            m in 0usize..20, n in 0usize..20, k in 0usize..20,
+            ta in any::<bool>(), tb in any::<bool>(), add in any::<bool>(), gap in 0usize..3,
+        ) {
+            let (ra, ca) = if ta { (k, m) } else { (m, k) };
+            let (rb, cb) = if tb { (n, k) } else { (k, n) };
+            let (a, b) = (values(ra * (ca + gap), 1), values(rb * (cb + gap), 2));
+            let mut c = values(m * (n + gap), 3);
+            let before = c.clone();
+            let view = |data, rows, columns, t: bool| {
+                let mat = Mat::new(data, rows, columns, columns + gap);
+                if t { mat.t() } else { mat }
+            };
+            matmul_strided(&mut c, n + gap, if add { 1.0 } else { 0.0 }, 0.5, view(&a, ra, ca, ta), view(&b, rb, cb, tb));
+            for i in 0..m {
+                for j in 0..n + gap {
+                    let old = before[i * (n + gap) + j] as f64;
+                    if j >= n {
+                        prop_assert_eq!(c[i * (n + gap) + j] as f64, old);
+                        continue;
+                    }
+                    let sum: f64 = (0..k).map(|l| {
+                        let x = if ta { a[l * (ca + gap) + i] } else { a[i * (ca + gap) + l] };
+                        let y = if tb { b[j * (cb + gap) + l] } else { b[l * (cb + gap) + j] };
+                        x as f64 * y as f64
+                    }).sum();
+                    let expected = 0.5 * sum + if add { old } else { 0.0 };
+                    prop_assert!((c[i * (n + gap) + j] as f64 - expected).abs() < 1e-5);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn without_addition_the_old_content_is_not_read() {
+        let mut c = [f32::NAN; 4];
+        matmul(&mut c, 1.0, Mat::dense(&[1.0, 2.0], 2, 1), Mat::dense(&[3.0, 4.0], 1, 2));
+        assert_eq!(c, [3.0, 4.0, 6.0, 8.0]);
+    }
+}

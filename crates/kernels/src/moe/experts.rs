@@ -1,0 +1,238 @@
+//! The experts: gather, gate and up, gated unit, down, weighted sum; and back.
+
+use rayon::prelude::*;
+
+use super::route::check_routing;
+use super::{Dims, Dispatch, Routing, check_dims};
+use crate::error::{Result, check, check_len};
+use crate::glu::{Activation, glu_backward, glu_forward};
+use crate::linear::{self, linear_backward_input, linear_backward_weight, linear_forward, linear_scratch};
+use crate::scratch::take;
+use crate::{Element, Scratch};
+
+/// The weights of all experts.
+#[derive(Clone, Copy, Debug)]
+pub struct Experts<'a, W> {
+    /// [E, 2 Im, H]: gate over up
+    pub gate_up: &'a [W],
+    /// [E, H, Im]
+    pub down: &'a [W],
+    /// The gated unit.
+    pub activation: Activation,
+}
+
+/// Where the gradients of the experts go.
+pub struct ExpertsGrads<'a, T> {
+    /// [tokens, H], written
+    pub dx: &'a mut [T],
+    /// [tokens, k], written: for [`super::route_backward`]
+    pub dweights: &'a mut [f32],
+    /// [E, 2 Im, H], accumulated
+    pub dgate_up: &'a mut [f32],
+    /// [E, H, Im], accumulated
+    pub ddown: &'a mut [f32],
+}
+
+/// What forward keeps for backward, beside x, the routing and the dispatch.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Saved<T> {
+    /// [tokens * k, Im], in the order of the dispatch
+    pub gate: Vec<T>,
+    /// [tokens * k, Im], in the order of the dispatch
+    pub up: Vec<T>,
+}
+
+impl<T> Saved<T> {
+    /// Bytes of all fields.
+    pub fn bytes(&self) -> usize {
+        (self.gate.len() + self.up.len()) * size_of::<T>()
+    }
+}
+
+/// f32 that one slot of scratch needs for any call on `tokens` tokens.
+pub fn moe_scratch(dims: Dims, tokens: usize) -> usize {
+    let up = linear::Dims { inputs: dims.hidden, outputs: dims.intermediate };
+    let down = linear::Dims { inputs: dims.intermediate, outputs: dims.hidden };
+    linear_scratch(up, tokens).max(linear_scratch(down, tokens))
+}
+
+/// The parts of one expert.
+struct Expert<'a, W> {
+    gate: &'a [W],
+    up: &'a [W],
+    down: &'a [W],
+    begin: usize,
+    slots: &'a [u32],
+}
+
+impl<'a, W> Expert<'a, W> {
+    /// Those that have tokens, by index.
+    fn all(
+        experts: &'a Experts<'a, W>,
+        dispatch: &'a Dispatch,
+        dims: Dims,
+    ) -> impl Iterator<Item = (usize, Expert<'a, W>)> {
+        let len = dims.hidden * dims.intermediate;
+        let busy = (0..dims.experts).filter(|e| dispatch.offsets[*e] < dispatch.offsets[e + 1]);
+        busy.map(move |e| {
+            let (gate, up) = experts.gate_up[2 * e * len..2 * (e + 1) * len].split_at(len);
+            let begin = dispatch.offsets[e];
+            let slots = &dispatch.slots[begin..dispatch.offsets[e + 1]];
+            (e, Expert { gate, up, down: &experts.down[e * len..(e + 1) * len], begin, slots })
+        })
+    }
+}
+
+/// y [tokens, H] from x [tokens, H]; `saved` takes what backward needs; `work` is working memory, resized as needed.
+pub fn experts_forward<T: Element, W: Element>(
+    y: &mut [T],
+    saved: &mut Saved<T>,
+    x: &[T],
+    routing: &Routing,
+    dispatch: &Dispatch,
+    experts: &Experts<'_, W>,
+    dims: Dims,
+    work: &mut Vec<f32>,
+    scratch: &Scratch,
+) -> Result {
+    let tokens = check_experts(x, routing, dispatch, experts, dims)?;
+    check_len("y", y, x.len())?;
+    let Dims { top_k, hidden, intermediate, .. } = dims;
+    let (up_dims, down_dims) = linear_dims(dims);
+    saved.gate.resize(dispatch.slots.len() * intermediate, T::default());
+    saved.up.resize(dispatch.slots.len() * intermediate, T::default());
+    let load = dispatch.largest_load();
+    work.resize(tokens * hidden + load * (2 * hidden + intermediate), 0.0);
+    let mut slot = work.as_mut_slice();
+    let sums = take(&mut slot, tokens * hidden);
+    let rows = take(&mut slot, load * hidden);
+    let out = take(&mut slot, load * hidden);
+    let h = take(&mut slot, load * intermediate);
+    sums.fill(0.0);
+    for (_, expert) in Expert::all(experts, dispatch, dims) {
+        let n = expert.slots.len();
+        let (rows, out, h) = (&mut rows[..n * hidden], &mut out[..n * hidden], &mut h[..n * intermediate]);
+        let kept = expert.begin * intermediate..(expert.begin + n) * intermediate;
+        let (gate, up) = (&mut saved.gate[kept.clone()], &mut saved.up[kept]);
+        Dispatch::gather(rows, expert.slots, x, top_k, hidden);
+        linear_forward(gate, rows, expert.gate, None, up_dims, scratch)?;
+        linear_forward(up, rows, expert.up, None, up_dims, scratch)?;
+        unit(h, gate, up, experts.activation)?;
+        linear_forward(out, h, expert.down, None, down_dims, scratch)?;
+        Dispatch::scatter(sums, expert.slots, out, |slot| routing.weights[slot as usize], top_k, hidden);
+    }
+    store(y, sums);
+    Ok(())
+}
+
+/// All gradients from dy [tokens, H], x and what forward kept; `work` as in [`experts_forward`].
+pub fn experts_backward<T: Element, W: Element>(
+    grads: ExpertsGrads<'_, T>,
+    dy: &[T],
+    x: &[T],
+    saved: &Saved<T>,
+    routing: &Routing,
+    dispatch: &Dispatch,
+    experts: &Experts<'_, W>,
+    dims: Dims,
+    work: &mut Vec<f32>,
+    scratch: &Scratch,
+) -> Result {
+    let tokens = check_experts(x, routing, dispatch, experts, dims)?;
+    let Dims { top_k, hidden, intermediate, .. } = dims;
+    check_len("dy", dy, x.len())?;
+    check_len("dx", grads.dx, x.len())?;
+    check_len("dweights", grads.dweights, tokens * top_k)?;
+    check_len("dgate_up", grads.dgate_up, experts.gate_up.len())?;
+    check_len("ddown", grads.ddown, experts.down.len())?;
+    check_len("saved gate", &saved.gate, dispatch.slots.len() * intermediate)?;
+    check_len("saved up", &saved.up, dispatch.slots.len() * intermediate)?;
+    let (up_dims, down_dims) = linear_dims(dims);
+    let load = dispatch.largest_load();
+    work.resize(tokens * hidden + load * (3 * hidden + 6 * intermediate), 0.0);
+    let mut slot = work.as_mut_slice();
+    let sums = take(&mut slot, tokens * hidden);
+    let mut wide = [(); 3].map(|_| take(&mut slot, load * hidden));
+    let mut inner = [(); 6].map(|_| take(&mut slot, load * intermediate));
+    sums.fill(0.0);
+    let len = hidden * intermediate;
+    for (e, expert) in Expert::all(experts, dispatch, dims) {
+        let n = expert.slots.len();
+        let [rows, drows, part] = wide.each_mut().map(|buffer| &mut buffer[..n * hidden]);
+        let [gate, up, h, dh, dgate, dup] = inner.each_mut().map(|buffer| &mut buffer[..n * intermediate]);
+        let kept = expert.begin * intermediate..(expert.begin + n) * intermediate;
+        T::load(gate, &saved.gate[kept.clone()]);
+        T::load(up, &saved.up[kept]);
+        Dispatch::gather(rows, expert.slots, x, top_k, hidden);
+        Dispatch::gather(drows, expert.slots, dy, top_k, hidden);
+        glu_forward(h, gate, up, experts.activation)?;
+        // a = D^T dy;  dw = <a, h>;  dh = w a;  h becomes w h
+        linear_backward_input(dh, drows, expert.down, down_dims, scratch)?;
+        for (i, slot) in expert.slots.iter().enumerate() {
+            let row = i * intermediate..(i + 1) * intermediate;
+            let weight = routing.weights[*slot as usize];
+            grads.dweights[*slot as usize] = crate::simd::dot(&dh[row.clone()], &h[row.clone()]);
+            h[row.clone()].iter_mut().chain(&mut dh[row]).for_each(|x| *x *= weight);
+        }
+        linear_backward_weight(&mut grads.ddown[e * len..(e + 1) * len], None, drows, h, down_dims, scratch)?;
+        glu_backward(dgate, dup, dh, gate, up, experts.activation)?;
+        let (dw_gate, dw_up) = grads.dgate_up[2 * e * len..2 * (e + 1) * len].split_at_mut(len);
+        for (dw, d, w) in [(dw_gate, dgate, expert.gate), (dw_up, dup, expert.up)] {
+            linear_backward_weight(dw, None, d, rows, up_dims, scratch)?;
+            linear_backward_input(part, d, w, up_dims, scratch)?;
+            Dispatch::scatter(sums, expert.slots, part, |_| 1.0, top_k, hidden);
+        }
+    }
+    store(grads.dx, sums);
+    Ok(())
+}
+
+/// h = act(gate) up, from stored gate and up into f32.
+fn unit<T: Element>(h: &mut [f32], gate: &[T], up: &[T], activation: Activation) -> Result {
+    if let (Some(gate), Some(up)) = (T::as_f32(gate), T::as_f32(up)) {
+        return glu_forward(h, gate, up, activation);
+    }
+    const N: usize = 256;
+    h.par_chunks_mut(N).zip(gate.par_chunks(N)).zip(up.par_chunks(N)).with_min_len(64).try_for_each(
+        |((h, gate), up)| {
+            let (mut g, mut u) = ([0f32; N], [0f32; N]);
+            let (g, u) = (&mut g[..h.len()], &mut u[..h.len()]);
+            T::load(g, gate);
+            T::load(u, up);
+            glu_forward(h, g, u, activation)
+        },
+    )
+}
+
+fn store<T: Element>(y: &mut [T], sums: &[f32]) {
+    let n = crate::partition::ELEMENTS;
+    y.par_chunks_mut(n).zip(sums.par_chunks(n)).for_each(|(y, sums)| T::store(y, sums));
+}
+
+fn linear_dims(dims: Dims) -> (linear::Dims, linear::Dims) {
+    let Dims { hidden, intermediate, .. } = dims;
+    (
+        linear::Dims { inputs: hidden, outputs: intermediate },
+        linear::Dims { inputs: intermediate, outputs: hidden },
+    )
+}
+
+/// The number of tokens.
+fn check_experts<T, W>(
+    x: &[T],
+    routing: &Routing,
+    dispatch: &Dispatch,
+    experts: &Experts<'_, W>,
+    dims: Dims,
+) -> Result<usize> {
+    check_dims(dims)?;
+    check(x.len().is_multiple_of(dims.hidden), || {
+        format!("x has {} elements, not rows of {}", x.len(), dims.hidden)
+    })?;
+    let tokens = x.len() / dims.hidden;
+    check_routing(routing, tokens, dims)?;
+    check(*dispatch == Dispatch::new(routing, dims)?, || "the dispatch is of another routing".into())?;
+    check_len("gate_up", experts.gate_up, 2 * dims.experts * dims.hidden * dims.intermediate)?;
+    check_len("down", experts.down, dims.experts * dims.hidden * dims.intermediate)?;
+    Ok(tokens)
+}

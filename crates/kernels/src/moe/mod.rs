@@ -1,0 +1,53 @@
+//! Mixture of experts: routing, experts, load balance.
+//!
+//! One token with router logits l \[E\], f32 throughout:
+//! ```text
+//! softmax   p = softmax(l), the k largest p                w_i = p_i, or p_i / sum of the chosen
+//! sigmoid   s = sigmoid(l), choice by c = s + bias: groups by the sum of their two best c, the best groups kept,
+//!           then the k largest c in them                   w_i = scaling s_i / (sum of the chosen + 1e-20)
+//! y = sum_i w_i m_{e_i} D_{e_i} (act(G_{e_i} x) * (U_{e_i} x))         m an optional multiplier per expert
+//! ```
+//! Equal scores: the lowest index first, always. The bias steers the choice and has no gradient.
+//! ```text
+//! softmax, normalised   dl_i = w_i (dw_i - sum_j dw_j w_j) on the chosen, 0 elsewhere
+//! softmax, not          dl_j = p_j (dw_j - sum_i dw_i p_i), dw 0 off the chosen
+//! sigmoid               ds_i = scaling (dw_i - sum_j dw_j s_j / S) / S,  S = sum s + 1e-20;   dl_i = ds_i s_i (1 - s_i)
+//! expert                a = D^T dy;  dw = <a, h>;  dh = w a;  dD += dy (w h)^T;  then the gated unit and G, U
+//! balance               loss = E sum_e f_e P_e,  f_e = choices of e / tokens,  P_e = mean p_e    (f has no gradient)
+//!                       dl_j = E p_j (f_j - sum_e f_e p_e) / tokens
+//! ```
+//! <a, h> is <dy, D h>, so the experts' outputs are not kept for the gradient of the weights: only gate and up are.
+//!
+//! Experts run one after another, each product in parallel; a token's sum runs over its experts by index.
+
+mod balance;
+mod experts;
+mod route;
+
+#[cfg(test)]
+mod tests;
+
+pub use balance::load_balancing_loss;
+pub use experts::{Experts, ExpertsGrads, Saved, experts_backward, experts_forward, moe_scratch};
+pub use route::{Dispatch, Router, Routing, route_backward, route_forward};
+
+use crate::error::{Result, check};
+
+/// Sizes of the layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dims {
+    /// E: experts.
+    pub experts: usize,
+    /// k: experts of a token.
+    pub top_k: usize,
+    /// H: width of x and y.
+    pub hidden: usize,
+    /// Im: width inside an expert.
+    pub intermediate: usize,
+}
+
+fn check_dims(dims: Dims) -> Result {
+    let Dims { experts, top_k, hidden, intermediate } = dims;
+    check(top_k > 0 && top_k <= experts, || format!("{top_k} of {experts} experts"))?;
+    check(hidden > 0 && intermediate > 0, || format!("experts {hidden} -> {intermediate} -> {hidden}"))
+}

@@ -1,0 +1,120 @@
+//! Norms over the last dimension, rows x \[width\], all arithmetic in f32.
+//!
+//! ```text
+//! RMSNorm        r = 1/sqrt(mean x^2 + eps)      x^ = x r           y = x^ gamma        gamma = 1 + w, w, or 1
+//!                dx = r (gamma dy - x^ mean(x^ gamma dy))           dw = sum dy x^
+//! LayerNorm      r = 1/sqrt(mean (x - m)^2 + eps)  x^ = (x - m) r   y = x^ w + b        m = mean x
+//!                dx = r (w dy - mean(w dy) - x^ mean(x^ w dy))      dw = sum dy x^      db = sum dy
+//! gated RMSNorm  y = n silu(z),  n = x^ w         norm first, gate after; rows are the heads of o
+//!                dn = dy silu(z)                  dz = dy n (s + z s (1 - s)),  s = sigmoid(z)
+//!                dx = r (w dn - x^ mean(x^ w dn))                   dw = sum dn x^
+//! l2norm         r = 1/sqrt(sum x^2 + eps)        y = x r           dx = r (dy - y <dy, y>)
+//! ```
+//! Kept for backward ([`Saved`]): r of every row, and m for LayerNorm; x^ is made anew from the input.
+
+mod gated;
+mod l2;
+mod layer;
+mod rms;
+
+#[cfg(test)]
+mod tests;
+
+pub use gated::{gated_rms_norm_backward, gated_rms_norm_forward};
+pub use l2::{l2norm_backward, l2norm_forward};
+pub use layer::{layer_norm_backward, layer_norm_forward};
+pub use rms::{rms_norm_backward, rms_norm_forward};
+
+use rayon::prelude::*;
+
+use crate::error::{Result, check, check_len};
+use crate::partition::{blocks, task_rows};
+use crate::shared::Shared;
+use crate::{Element, KernelError};
+
+/// What the normalised row is multiplied by.
+#[derive(Clone, Copy, Debug)]
+pub enum Gamma<'a, W> {
+    /// 1 + w (Qwen3-Next, Gemma 2 and 3): weights start at 0.
+    OnePlus(&'a [W]),
+    /// w itself.
+    Plain(&'a [W]),
+    /// Nothing.
+    Weightless,
+}
+
+impl<W> Gamma<'_, W> {
+    fn check(&self, width: usize) -> Result {
+        match self {
+            Gamma::OnePlus(w) | Gamma::Plain(w) => check_len("weight", w, width),
+            Gamma::Weightless => Ok(()),
+        }
+    }
+}
+
+/// What a norm keeps for backward, beside its input.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Saved {
+    /// \[rows\]: r of every row
+    pub rstd: Vec<f32>,
+    /// \[rows\]: mean of every row, for LayerNorm only
+    pub mean: Vec<f32>,
+}
+
+impl Saved {
+    /// Bytes of all fields.
+    pub fn bytes(&self) -> usize {
+        (self.rstd.len() + self.mean.len()) * size_of::<f32>()
+    }
+
+    fn resize(&mut self, rows: usize, mean: bool) {
+        self.rstd.resize(rows, 0.0);
+        self.mean.resize(if mean { rows } else { 0 }, 0.0);
+    }
+}
+
+/// f32 of scratch that the backward of a norm over `rows` rows needs; `parameters` counts its weight and bias.
+pub fn norm_backward_scratch(rows: usize, width: usize, parameters: usize) -> usize {
+    blocks(rows) * width * parameters
+}
+
+/// The number of rows.
+fn check_rows<T>(name: &'static str, slice: &[T], width: usize) -> Result<usize, KernelError> {
+    check(width > 0 && slice.len().is_multiple_of(width), || {
+        format!("{name} has {} elements, not rows of {width}", slice.len())
+    })?;
+    Ok(slice.len() / width)
+}
+
+/// Runs `norm(row, y, x)` on every row; what it returns goes to (`rstd`, `mean`) where these are kept.
+fn for_rows<T: Element>(
+    y: &mut [T],
+    saved: Option<&mut Saved>,
+    keep_mean: bool,
+    x: &[T],
+    width: usize,
+    norm: impl Fn(usize, &mut [T], &[T]) -> (f32, f32) + Sync,
+) {
+    let mut none = Saved::default();
+    let saved = match saved {
+        Some(saved) => {
+            saved.resize(x.len() / width, keep_mean);
+            saved
+        }
+        None => &mut none,
+    };
+    let (rstd_len, mean_len) = (saved.rstd.len(), saved.mean.len());
+    let (rstd, mean) = (Shared::new(&mut saved.rstd), Shared::new(&mut saved.mean));
+    let rows = task_rows(width);
+    y.par_chunks_mut(rows * width).zip(x.par_chunks(rows * width)).enumerate().for_each(|(task, (y, x))| {
+        for (i, (y, x)) in y.chunks_mut(width).zip(x.chunks(width)).enumerate() {
+            let row = task * rows + i;
+            let (r, m) = norm(row, y, x);
+            // SAFETY: a row belongs to one task.
+            unsafe {
+                rstd.part(row.min(rstd_len), usize::from(rstd_len > 0)).fill(r);
+                mean.part(row.min(mean_len), usize::from(mean_len > 0)).fill(m);
+            }
+        }
+    });
+}

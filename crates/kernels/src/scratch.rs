@@ -1,0 +1,74 @@
+//! Working memory that the caller owns: one slot per thread.
+//!
+//! Every kernel that needs scratch has a sibling `*_scratch(...)` that says how many f32 one slot must have; a
+//! model makes one [`Scratch`] of the largest of these and hands it to every call.
+
+use std::sync::{Mutex, PoisonError};
+
+/// One buffer of f32 per thread of a pool.
+#[derive(Debug)]
+pub struct Scratch {
+    slots: Vec<Mutex<Vec<f32>>>,
+}
+
+impl Scratch {
+    /// Slots of `len` f32 for every thread of the current rayon pool.
+    pub fn new(len: usize) -> Scratch {
+        let threads = rayon::current_num_threads().max(1);
+        Scratch { slots: (0..threads).map(|_| Mutex::new(vec![0.0; len])).collect() }
+    }
+
+    /// Bytes of all slots.
+    pub fn bytes(&self) -> usize {
+        self.slots.iter().map(|slot| slot.lock().unwrap_or_else(PoisonError::into_inner).len() * 4).sum()
+    }
+
+    /// Runs `work` with `len` f32 of unspecified content. A slot that is too small grows, so that a forgotten
+    /// plan costs memory and not correctness; [`Scratch::bytes`] shows it.
+    pub fn with<R>(&self, len: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
+        // The thread's own slot is free unless the pool differs from the one that made the scratch, or a kernel
+        // waits inside a kernel; any free slot serves.
+        let own = rayon::current_thread_index().unwrap_or(0);
+        for i in 0..self.slots.len() {
+            if let Ok(mut slot) = self.slots[(own + i) % self.slots.len()].try_lock() {
+                if slot.len() < len {
+                    slot.resize(len, 0.0);
+                }
+                return work(&mut slot[..len]);
+            }
+        }
+        work(&mut vec![0.0; len])
+    }
+}
+
+/// Takes `len` f32 off the front of a slot.
+pub(crate) fn take<'a>(slot: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
+    let (head, tail) = std::mem::take(slot).split_at_mut(len);
+    *slot = tail;
+    head
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_has_the_length_asked_for_and_the_bytes_are_counted() {
+        let scratch = Scratch::new(10);
+        let threads = rayon::current_num_threads();
+        assert_eq!(scratch.bytes(), threads * 40);
+        scratch.with(7, |slot| assert_eq!(slot.len(), 7));
+        scratch.with(20, |slot| assert_eq!(slot.len(), 20));
+        assert_eq!(scratch.bytes(), threads * 40 + 40);
+    }
+
+    #[test]
+    fn a_kernel_inside_a_kernel_gets_other_memory() {
+        let scratch = Scratch::new(4);
+        scratch.with(4, |outer| {
+            outer.fill(1.0);
+            scratch.with(4, |inner| inner.fill(2.0));
+            assert_eq!(outer, [1.0; 4]);
+        });
+    }
+}
