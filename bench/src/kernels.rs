@@ -10,9 +10,11 @@ use ballast_kernels::gated_delta_rule::{
     Dims, Grads, Input, L2Norm, Options, Output, Saved, backward_scratch, forward_scratch,
     gated_delta_rule_backward, gated_delta_rule_forward,
 };
+use ballast_kernels::matmul::{Mat, matmul};
 use ballast_kernels::{Element, Scratch};
 use clap::{Parser, Subcommand, ValueEnum};
 use half::bf16;
+use rayon::prelude::*;
 
 #[derive(Parser)]
 struct Args {
@@ -28,6 +30,11 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Case {
+    /// A square matrix product on every thread at once: what the machine can do.
+    Peak {
+        #[arg(long, default_value_t = 512)]
+        size: usize,
+    },
     /// The gated delta rule, one sequence, as many key as value heads.
     Gdn {
         #[arg(long, default_value_t = 2048)]
@@ -58,6 +65,10 @@ fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     rayon::ThreadPoolBuilder::new().num_threads(args.threads).build_global()?;
     match args.case {
+        Case::Peak { size } => {
+            let seconds = peak(size, args.threads, args.repetitions)?;
+            report(seconds, 2.0 * (size * size * size * args.threads) as f64);
+        }
         Case::Gdn { tokens, heads, dim, chunk, states_every, storage, backward } => {
             let dims = Dims { key_heads: heads, value_heads: heads, key_dim: dim, value_dim: dim };
             let options = Options { scale: None, l2norm: L2Norm::Inside, chunk, states_every };
@@ -99,6 +110,22 @@ fn values(n: usize, seed: u64) -> Vec<f32> {
         (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     };
     (0..n).map(|_| next()).collect()
+}
+
+/// Seconds of one product of [size, size] matrices while every thread does one.
+fn peak(size: usize, threads: usize, repetitions: usize) -> anyhow::Result<f64> {
+    const PRODUCTS: usize = 20;
+    let (a, b) = (values(size * size, 1), values(size * size, 2));
+    let mut outputs = vec![vec![0.0; size * size]; threads];
+    let seconds = median(repetitions, || {
+        outputs.par_iter_mut().with_max_len(1).for_each(|c| {
+            for _ in 0..PRODUCTS {
+                matmul(c, 1.0, Mat::dense(&a, size, size), Mat::dense(&b, size, size));
+            }
+        });
+        Ok(())
+    })?;
+    Ok(seconds / PRODUCTS as f64)
 }
 
 fn gdn<T: Element>(

@@ -23,14 +23,14 @@ pub(crate) struct OracleArgs {
 
 #[derive(Subcommand)]
 enum Operation {
-    /// The gated delta rule. IN holds q, k [B,T,Hk,dk] (raw), v [B,T,Hv,dv], g, beta [B,T,Hv], and optionally
-    /// h0 [N,Hv,dk,dv], cu_seqlens [N+1], do, dht; metadata `scale` and `l2norm`.
+    /// The gated delta rule. IN holds q, k [B, T, Hk, dk] (raw), v [B, T, Hv, dv], g, beta [B, T, Hv], and optionally
+    /// h0 [N, Hv, dk, dv], cu_seqlens `[N+1]`, do, dht; metadata `scale` and `l2norm`.
     Gdn(gdn::GdnArgs),
-    /// Softmax attention, causal. IN holds q [B,T,heads,hd], k [B,T,kv,hd], v [B,T,kv,vd], and optionally sinks [heads],
-    /// cu_seqlens [N+1], do; metadata `scale`, `window`, `cap`.
+    /// Softmax attention, causal. IN holds q [B, T, heads, hd], k [B, T, kv, hd], v [B, T, kv, vd], and optionally sinks `[heads]`,
+    /// cu_seqlens `[N+1]`, do; metadata `scale`, `window`, `cap`.
     Attention(attention::AttentionArgs),
-    /// The sparse indexer: scores and choice of keys. IN holds q [B,T,heads,d], k [B,T,d], w [B,T,heads], and optionally
-    /// cu_seqlens [N+1]; metadata `topk`.
+    /// The sparse indexer: scores and choice of keys. IN holds q [B, T, heads, d], k [B, T, d], w [B, T, heads], and optionally
+    /// cu_seqlens `[N+1]`; metadata `topk`.
     Indexer(indexer::IndexerArgs),
 }
 
