@@ -45,7 +45,7 @@ enum Case {
         dim: usize,
         #[arg(long, default_value_t = 32)]
         chunk: usize,
-        #[arg(long, default_value_t = 1)]
+        #[arg(long, default_value_t = 4)]
         states_every: usize,
         #[arg(long, default_value = "f32")]
         storage: Storage,

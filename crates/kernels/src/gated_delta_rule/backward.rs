@@ -8,7 +8,7 @@ use crate::error::{Result, check, check_len};
 use crate::matmul::{Mat, matmul, matmul_add, matmul_strided};
 use crate::scratch::take;
 use crate::shared::Shared;
-use crate::simd::{axpy, dot, dot_body, scale_rows, simd_fn};
+use crate::simd::{dot, dot_body, fma, scale_rows, simd_fn};
 use crate::{Element, Scratch};
 
 /// Where backward writes (nothing is accumulated: these are activations' gradients).
@@ -130,15 +130,17 @@ struct Work<'s> {
     hn: &'s mut [f32],
     /// N: [c, c]
     n: &'s mut [f32],
-    /// d (Vn dS'^T): [c, dk]
+    /// Vn dS'^T: [c, dk]
     dk1: &'s mut [f32],
+    /// [M; Y] S^T: [2c, dk]
+    through: &'s mut [f32],
     /// [c]
     dbeta: &'s mut [f32],
 }
 
 impl<'s> Work<'s> {
     fn len(dims: Dims, c: usize) -> usize {
-        4 * c * dims.value_dim + 5 * c * c + c * dims.key_dim + c
+        4 * c * dims.value_dim + 5 * c * c + 3 * c * dims.key_dim + c
     }
 
     fn take(slot: &mut &'s mut [f32], dims: Dims, c: usize) -> Work<'s> {
@@ -149,6 +151,7 @@ impl<'s> Work<'s> {
             hn: take(slot, 2 * c * c),
             n: take(slot, c * c),
             dk1: take(slot, c * dims.key_dim),
+            through: take(slot, 2 * c * dims.key_dim),
             dbeta: take(slot, c),
         }
     }
@@ -264,7 +267,7 @@ impl<T: Element> Task<'_, '_, T> {
             self.load_keys(keys, key_head, first, c);
             for j in 0..group {
                 let state = &mut after[j * len..(j + 1) * len];
-                head.load(dims, self.input, keys, state, key_head * group + j, first, c);
+                head.load(dims, self.input, keys, state, key_head * group + j, first, c, false);
                 head.advance(state, keys, dims, c);
             }
         }
@@ -288,7 +291,7 @@ impl<T: Element> Task<'_, '_, T> {
         let (dk, dv) = (dims.key_dim, dims.value_dim);
         let s = self.options.scale.unwrap_or((dk as f32).powf(-0.5));
         let at = |i: usize| ((first + i) * heads + value_head) * dv;
-        let e_c = head.load(dims, self.input, keys, state, value_head, first, c);
+        let e_c = head.load(dims, self.input, keys, state, value_head, first, c, false);
         let kq = Mat::dense(&keys.kq[..2 * c * dk], 2 * c, dk);
         let k = Mat::dense(&keys.kq[..c * dk], c, dk);
         let vn = Mat::dense(&head.vn[..c * dv], c, dv);
@@ -310,33 +313,35 @@ impl<T: Element> Task<'_, '_, T> {
         // dG in f64: what one token adds another takes away, and only what is left counts.
         let mut dg = [0f64; 256];
         let mut last = (e_c * dot(state, d_state)) as f64;
-        scale_rows(dk1, &head.d[..c], dk);
-        for i in 0..c {
-            let t = dot(&dk1[i * dk..(i + 1) * dk], &keys.kq[i * dk..(i + 1) * dk]);
-            axpy(&mut dkq[i * dk..(i + 1) * dk], 1.0, &dk1[i * dk..(i + 1) * dk]);
-            dg[i] = -t as f64;
-            last += t as f64;
+        let mut gate = [0f32; 256];
+        add_with_dots(&mut dkq[..c * dk], &mut gate, dk1, &head.d[..c], &keys.kq[..c * dk], dk);
+        for (dg, t) in dg.iter_mut().zip(&gate[..c]) {
+            *dg = -*t as f64;
+            last += *t as f64;
         }
         dg[c - 1] += last;
 
         // row by row: dV, M, Y and their share of dbeta and dG
-        let mut gate = [0f32; 256];
         let (dr, d_out) = work.dr_do[..2 * c * dv].split_at(c * dv);
         let rows = &mut row[..c * dv];
-        let targets = RowTargets { d_value: rows, my: work.my, gate: &mut gate, dbeta: work.dbeta };
+        let targets = RowTargets { d_value: rows, my: work.my, dbeta: work.dbeta };
         row_gradients(targets, dr, d_out, head, s, c, dv);
         for (i, row) in rows.chunks_exact(dv).enumerate() {
             // SAFETY: a token of this sequence and this value head belongs to this task alone.
             T::store(unsafe { self.targets.dv.part(at(i), dv) }, row);
         }
-        for (dg, gate) in dg.iter_mut().zip(&gate[..c]) {
-            *dg += *gate as f64;
-        }
 
         // the c x c part
         triangle(work, &mut dg, &keys.products[..2 * c * c], head, s, c);
+        // [M; Y] S^T, and with it <M_i, (K S)_i> + <Y_i, (Q S)_i> without Q S
         let my = Mat::dense(&work.my[..2 * c * dv], 2 * c, dv);
-        matmul_add(dkq, 1.0, my, Mat::dense(state, dk, dv).t());
+        let through = &mut work.through[..2 * c * dk];
+        matmul(through, 1.0, my, Mat::dense(state, dk, dv).t());
+        let mut gates = [0f32; 512];
+        add_with_dots(dkq, &mut gates, through, &[1.0; 512][..2 * c], &keys.kq[..2 * c * dk], dk);
+        for i in 0..c {
+            dg[i] += (gates[i] + gates[c + i]) as f64;
+        }
         let (d_keys, d_queries) = dkq.split_at_mut(c * dk);
         matmul_add(d_keys, 1.0, Mat::dense(&work.hn[..2 * c * c], c, 2 * c), kq);
         matmul_add(d_queries, 1.0, Mat::dense(&work.n[..c * c], c, c), k);
@@ -357,19 +362,45 @@ impl<T: Element> Task<'_, '_, T> {
     /// The l2norm's backward, and out.
     fn store_keys(&self, dkq: &mut [f32], keys: &Keys<'_>, key_head: usize, first: usize, c: usize) {
         let (dims, dk) = (self.dims, self.dims.key_dim);
-        for i in 0..2 * c {
-            let (token, is_query) = (first + i % c, i >= c);
-            let at = token * dims.key_heads + key_head;
-            let (dy, y) = (&mut dkq[i * dk..(i + 1) * dk], &keys.kq[i * dk..(i + 1) * dk]);
-            if self.options.l2norm != L2Norm::Off {
-                let r = if is_query { self.saved.q_rstd[at] } else { self.saved.k_rstd[at] };
-                let along = dot(dy, y);
-                axpy(dy, -along, y);
-                scale(dy, r);
+        let at = |i: usize| (first + i % c) * dims.key_heads + key_head;
+        if self.options.l2norm != L2Norm::Off {
+            let mut rstd = [0f32; 512];
+            for i in 0..c {
+                (rstd[i], rstd[c + i]) = (self.saved.k_rstd[at(i)], self.saved.q_rstd[at(i)]);
             }
-            let target = if is_query { &self.targets.dq } else { &self.targets.dk };
+            l2norm_backward_rows(dkq, &keys.kq[..2 * c * dk], &rstd[..2 * c], dk);
+        }
+        for (i, row) in dkq.chunks_exact(dk).enumerate() {
+            let target = if i < c { &self.targets.dk } else { &self.targets.dq };
             // SAFETY: a token of this sequence and this key head belongs to this task alone.
-            T::store(unsafe { target.part(at * dk, dk) }, dy);
+            T::store(unsafe { target.part(at(i) * dk, dk) }, row);
+        }
+    }
+}
+
+simd_fn! {
+    /// Row by row: target += factor source, and the dot of that with the keys.
+    fn add_with_dots(
+        target: &mut [f32], dots: &mut [f32], source: &[f32], factors: &[f32], keys: &[f32], width: usize,
+    ) {
+        let rows = target.chunks_exact_mut(width).zip(source.chunks_exact(width)).zip(keys.chunks_exact(width));
+        for (((target, source), keys), (dot, factor)) in rows.zip(dots.iter_mut().zip(factors)) {
+            *dot = *factor * dot_body::<FMA>(source, keys);
+            for (t, s) in target.iter_mut().zip(source) {
+                *t = fma::<FMA>(*factor, *s, *t);
+            }
+        }
+    }
+}
+
+simd_fn! {
+    /// dx = r (dy - y <dy, y>), row by row in place.
+    fn l2norm_backward_rows(dy: &mut [f32], y: &[f32], rstd: &[f32], width: usize) {
+        for ((dy, y), r) in dy.chunks_exact_mut(width).zip(y.chunks_exact(width)).zip(rstd) {
+            let along = dot_body::<FMA>(dy, y);
+            for (dy, y) in dy.iter_mut().zip(y) {
+                *dy = *r * fma::<FMA>(-along, *y, *dy);
+            }
         }
     }
 }
@@ -380,20 +411,17 @@ struct RowTargets<'a> {
     d_value: &'a mut [f32],
     /// M, then Y: [2c, dv]
     my: &'a mut [f32],
-    /// <M_i, (K S)_i> + <Y_i, (Q S)_i>: [c]
-    gate: &'a mut [f32; 256],
     /// <dR_i, X_i>: [c]
     dbeta: &'a mut [f32],
 }
 
 simd_fn! {
-    /// dV, M, Y and their share of dbeta and dG, row by row.
+    /// dV, M, Y and their share of dbeta, row by row.
     fn row_gradients(to: RowTargets<'_>, dr: &[f32], d_out: &[f32], head: &Head<'_>, s: f32, c: usize, dv: usize) {
         let (m, y) = to.my[..2 * c * dv].split_at_mut(c * dv);
         for i in 0..c {
             let rows = i * dv..(i + 1) * dv;
             let (dr, d_out, x) = (&dr[rows.clone()], &d_out[rows.clone()], &head.x[rows.clone()]);
-            let (ks, qs) = (&head.kqs[rows.clone()], &head.kqs[(c + i) * dv..(c + i + 1) * dv]);
             let (d_value, m, y) = (&mut to.d_value[rows.clone()], &mut m[rows.clone()], &mut y[rows]);
             let (beta, e) = (head.beta[i], head.e[i]);
             for j in 0..dv {
@@ -402,7 +430,6 @@ simd_fn! {
                 y[j] = s * e * d_out[j];
             }
             to.dbeta[i] = dot_body::<FMA>(dr, x);
-            to.gate[i] = dot_body::<FMA>(m, ks) + dot_body::<FMA>(y, qs);
         }
     }
 }

@@ -105,7 +105,7 @@ pub(super) struct Head<'s> {
     pub(super) l: &'s mut [f32],
     /// [c, c], lower
     pub(super) p: &'s mut [f32],
-    /// [K; Q] S: [2c, dv]
+    /// K S, then Q S where it was asked for: [2c, dv]
     pub(super) kqs: &'s mut [f32],
     /// V - E K S: [c, dv]
     pub(super) x: &'s mut [f32],
@@ -132,8 +132,8 @@ impl<'s> Head<'s> {
         }
     }
 
-    /// Gates, L, P, [K;Q]S and Vn of tokens `first..first + c` of value head `head`, given the state that enters.
-    /// Returns E_C.
+    /// Gates, L, P, K S (with `queries` Q S too) and Vn of tokens `first..first + c` of value head `head`, given the
+    /// state that enters. Returns E_C.
     pub(super) fn load<T: Element>(
         &mut self,
         dims: Dims,
@@ -143,6 +143,7 @@ impl<'s> Head<'s> {
         head: usize,
         first: usize,
         c: usize,
+        queries: bool,
     ) -> f32 {
         let (dk, dv, heads) = (dims.key_dim, dims.value_dim, dims.value_heads);
         let mut sums = [0f64; 256];
@@ -161,8 +162,9 @@ impl<'s> Head<'s> {
         crate::simd::exp(&mut self.d[..c]);
         decays(self.decay, &sums, c);
         gate_products(self.l, self.p, keys.products, self.decay, self.beta, c);
-        let kqs = &mut self.kqs[..2 * c * dv];
-        matmul(kqs, 1.0, Mat::dense(&keys.kq[..2 * c * dk], 2 * c, dk), Mat::dense(state, dk, dv));
+        let rows = if queries { 2 * c } else { c };
+        let kq = Mat::dense(&keys.kq[..rows * dk], rows, dk);
+        matmul(&mut self.kqs[..rows * dv], 1.0, kq, Mat::dense(state, dk, dv));
         for (i, x) in self.x[..c * dv].chunks_exact_mut(dv).enumerate() {
             let at = ((first + i) * heads + head) * dv;
             T::load(x, &input.v[at..at + dv]);

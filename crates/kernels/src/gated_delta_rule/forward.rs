@@ -148,7 +148,7 @@ fn run<T: Element>(
             let head = first_head + j;
             let state = &mut states[j * len..(j + 1) * len];
             prefetch_rows(input.v, dims.value_heads, head, dv, next.start, next.end);
-            chunk_head.load(dims, input, &keys, state, head, first, c);
+            chunk_head.load(dims, input, &keys, state, head, first, c, true);
             // O = s (E Q S + P Vn)
             let out = &mut out[..c * dv];
             for i in 0..c {
