@@ -1,6 +1,6 @@
 //! From one checkpoint to another: layout, dtype, shards; then read back and compared with the source.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::Path;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::error::{Error, Result};
 use crate::jobs::Observer;
-use crate::layout::{Form, Layout, LayoutRequest, Naming, is_carried, metadata, relayout, stored_views};
+use crate::layout::{Form, Layout, LayoutRequest, Naming, is_carried, metadata, relayout};
 use crate::open::Checkpoint;
 use crate::staging::Staging;
 use crate::transfer::{Prepare, write_verified};
@@ -328,10 +328,4 @@ fn config_with_dtype(mut config: Value, dtype: Dtype) -> Value {
         set(text_config);
     }
     config
-}
-
-/// The tensors of the source by rank and name, as they are.
-pub(crate) fn stored_by_name(checkpoint: &Arc<Checkpoint>) -> HashMap<(usize, String), View> {
-    let ranks = stored_views(checkpoint).into_iter().enumerate();
-    ranks.flat_map(|(rank, views)| views.into_iter().map(move |v| ((rank, v.name.clone()), v))).collect()
 }

@@ -12,10 +12,9 @@ use ballast_contract::Dtype;
 use serde::Serialize;
 
 use crate::cast::{self, Buffer};
-use crate::convert::stored_by_name;
 use crate::error::{Error, Result};
 use crate::jobs::{self, CHUNK_BYTES, Workspace};
-use crate::layout::{Layout, relayout};
+use crate::layout::{Layout, relayout, stored_by_name};
 use crate::open::Checkpoint;
 use crate::view::View;
 
@@ -61,7 +60,7 @@ pub(crate) fn pairs_with_source(
 ) -> Result<Vec<Pair>> {
     let written = Arc::new(Checkpoint::open_consistent(staged)?);
     let detected = Layout::detect(&written);
-    if &detected != to && detected.naming != to.naming {
+    if detected.naming != to.naming {
         return Err(Error::Verification(format!("the layout reads back as {detected:?}, not {to:?}")));
     }
     let back = relayout(&written, to, from)?;

@@ -191,6 +191,14 @@ pub fn stored_views(checkpoint: &Arc<Checkpoint>) -> Vec<Vec<View>> {
     ranks
 }
 
+/// [`stored_views`] by rank and name.
+pub(crate) fn stored_by_name(
+    checkpoint: &Arc<Checkpoint>,
+) -> std::collections::HashMap<(usize, String), View> {
+    let ranks = stored_views(checkpoint).into_iter().enumerate();
+    ranks.flat_map(|(rank, views)| views.into_iter().map(move |v| ((rank, v.name.clone()), v))).collect()
+}
+
 /// The tensors of `checkpoint`, which is in layout `from`, as layout `to` has them, by rank.
 pub fn relayout(checkpoint: &Arc<Checkpoint>, from: &Layout, to: &Layout) -> Result<Vec<Vec<View>>> {
     rearranged(checkpoint, from, to).map_err(|e| e.of(&checkpoint.root))

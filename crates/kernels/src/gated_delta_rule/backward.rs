@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::chunk::{Head, Keys, prefetch_rows, scale, substitute_transposed};
-use super::{Dims, Input, L2Norm, Options, Saved, check_input, kept_chunks};
+use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept, kept_chunks};
 use crate::error::{Result, check, check_len};
 use crate::matmul::{Mat, matmul, matmul_add, matmul_strided};
 use crate::scratch::take;
@@ -69,10 +69,7 @@ pub fn gated_delta_rule_backward<T: Element>(
     if let Some(dht) = dht {
         check_len("dht", dht, states)?;
     }
-    let mut first_kept = vec![0];
-    for w in input.cu_seqlens.windows(2) {
-        first_kept.push(first_kept[first_kept.len() - 1] + kept_chunks(w[1] - w[0], options));
-    }
+    let first_kept = first_kept(input.cu_seqlens, options);
     check(saved.states.len() == first_kept[sequences] * dims.value_heads * dims.state_len(), || {
         "what forward saved does not belong to these inputs and options: was it asked to save?".into()
     })?;

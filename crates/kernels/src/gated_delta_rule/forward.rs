@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::chunk::{Head, Keys, l2_rstd, prefetch_rows};
-use super::{Dims, Input, L2Norm, Options, Saved, check_input, kept_chunks};
+use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept};
 use crate::error::{Result, check_len};
 use crate::matmul::{Mat, matmul_add};
 use crate::scratch::take;
@@ -48,11 +48,7 @@ pub fn gated_delta_rule_forward<T: Element>(
         L2Norm::Inside => (if save { rows } else { 0 }, 0),
         L2Norm::Outside => (rows, rows * dims.key_dim),
     };
-    // Where the kept states of each sequence begin.
-    let mut first_kept = vec![0];
-    for w in input.cu_seqlens.windows(2) {
-        first_kept.push(first_kept[first_kept.len() - 1] + kept_chunks(w[1] - w[0], options));
-    }
+    let first_kept = first_kept(input.cu_seqlens, options);
     let states = if save { first_kept[sequences] * dims.value_heads * dims.state_len() } else { 0 };
     saved.q_rstd.resize(norm_rows, 0.0);
     saved.k_rstd.resize(norm_rows, 0.0);

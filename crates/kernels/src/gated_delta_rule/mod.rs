@@ -173,6 +173,15 @@ fn kept_chunks(tokens: usize, options: &Options) -> usize {
     tokens.div_ceil(options.chunk).div_ceil(options.states_every)
 }
 
+/// Where the kept states of each sequence begin, and at the end how many there are.
+fn first_kept(cu_seqlens: &[usize], options: &Options) -> Vec<usize> {
+    let mut first = vec![0];
+    for w in cu_seqlens.windows(2) {
+        first.push(first[first.len() - 1] + kept_chunks(w[1] - w[0], options));
+    }
+    first
+}
+
 fn check_input<T>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result<usize> {
     let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
     check(key_heads > 0 && value_heads > 0 && value_heads.is_multiple_of(key_heads), || {

@@ -424,11 +424,8 @@ fn single_steps_are_the_whole_sequence() {
     let mut o = vec![0.0; v.len()];
     let mut scratch = vec![0.0; step_scratch(dims)];
     for t in 0..30 {
-        let row = |x: &'static str, width: usize| {
-            let _ = x;
-            t * width..(t + 1) * width
-        };
-        let (keys, values, gates) = (row("q", 32), row("v", 32), row("g", 4));
+        let row = |width: usize| t * width..(t + 1) * width;
+        let (keys, values, gates) = (row(32), row(32), row(4));
         gated_delta_rule_step(
             &mut o[values.clone()],
             &mut state,

@@ -8,7 +8,7 @@ use ballast_kernels::attention::{
 use ballast_kernels::{Element, Scratch};
 use clap::Args;
 
-use super::{Common, Results, Site, Storage, expect, finish, metadata_number, sequences};
+use super::{Common, Results, Site, Storage, expect, finish, metadata_number, optional, sequences};
 use crate::commands::Global;
 use crate::exit::Outcome;
 
@@ -41,16 +41,13 @@ pub(super) fn run(args: AttentionArgs, global: &Global) -> anyhow::Result<Outcom
         return Err(file.error("q", problem).into());
     };
     let dims = Dims { heads, kv_heads, head_dim, value_dim };
-    let optional = |name: &str, shape: &[usize]| -> anyhow::Result<Option<Array<f32>>> {
-        if file.has(name) { expect(&file, name, shape).map(Some) } else { Ok(None) }
-    };
     let problem = Problem {
         dims,
         batch: [b, t],
         k: expect(&file, "k", &[b, t, kv_heads, head_dim])?,
         v: expect(&file, "v", &[b, t, kv_heads, value_dim])?,
-        sinks: optional("sinks", &[heads])?,
-        d_o: optional("do", &[b, t, heads, value_dim])?,
+        sinks: optional(&file, "sinks", &[heads])?,
+        d_o: optional(&file, "do", &[b, t, heads, value_dim])?,
         cu_seqlens: sequences(&file, b, t)?,
         q,
     };

@@ -8,7 +8,7 @@ use ballast_kernels::gated_delta_rule::{
 use ballast_kernels::{Element, Scratch};
 use clap::{Args, ValueEnum};
 
-use super::{Common, Results, Storage, expect, finish, metadata_number, sequences};
+use super::{Common, Results, Storage, expect, finish, metadata_number, optional, sequences};
 use crate::commands::Global;
 use crate::exit::Outcome;
 
@@ -80,9 +80,6 @@ impl Problem {
             return Err(file.error("q", problem).into());
         };
         let dims = Dims { key_heads, value_heads, key_dim, value_dim };
-        let optional = |name: &str, shape: &[usize]| -> anyhow::Result<Option<Array<f32>>> {
-            if file.has(name) { expect(file, name, shape).map(Some) } else { Ok(None) }
-        };
         let cu_seqlens = sequences(file, b, t)?;
         let states = [cu_seqlens.len() - 1, value_heads, key_dim, value_dim];
         Ok(Problem {
@@ -92,9 +89,9 @@ impl Problem {
             v: expect(file, "v", &[b, t, value_heads, value_dim])?,
             g: expect(file, "g", &[b, t, value_heads])?,
             beta: expect(file, "beta", &[b, t, value_heads])?,
-            h0: optional("h0", &states)?,
-            d_o: optional("do", &[b, t, value_heads, value_dim])?,
-            dht: optional("dht", &states)?,
+            h0: optional(file, "h0", &states)?,
+            d_o: optional(file, "do", &[b, t, value_heads, value_dim])?,
+            dht: optional(file, "dht", &states)?,
             q,
             cu_seqlens,
             scale: metadata_number(file, "scale")?,

@@ -120,6 +120,11 @@ fn expect(file: &TensorFile, name: &str, shape: &[usize]) -> anyhow::Result<Arra
     Ok(array)
 }
 
+/// The same, for a tensor that need not be there.
+fn optional(file: &TensorFile, name: &str, shape: &[usize]) -> anyhow::Result<Option<Array<f32>>> {
+    if file.has(name) { expect(file, name, shape).map(Some) } else { Ok(None) }
+}
+
 /// One result, and how it compares with what the file expects.
 #[derive(Serialize)]
 struct Row {
