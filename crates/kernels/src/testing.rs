@@ -36,14 +36,21 @@ pub(crate) fn wide<T: Element>(x: &[T]) -> Vec<f64> {
     x.iter().map(|x| x.to_f32() as f64).collect()
 }
 
+pub(crate) fn rms(x: &[f64]) -> f64 {
+    (x.iter().map(|x| x * x).sum::<f64>() / x.len().max(1) as f64).sqrt()
+}
+
 /// Within `limit` for f32 storage, within the rounding of bf16 for bf16: RMS(a-b) <= limit (RMS(b) + 1e-8).
 pub(crate) fn assert_close<T: Element>(name: &str, got: &[T], expected: &[f64], limit: f64) {
+    assert_error(name, got, expected, rms(expected), limit);
+}
+
+/// The same against the `size` of the terms, for sums whose terms may cancel: RMS(a-b) <= limit (size + 1e-8).
+pub(crate) fn assert_error<T: Element>(name: &str, got: &[T], expected: &[f64], size: f64, limit: f64) {
     assert_eq!(got.len(), expected.len(), "{name}");
     let limit = if T::NAME == "BF16" { limit.max(4e-3) } else { limit };
-    let rms = |sum: f64| (sum / expected.len().max(1) as f64).sqrt();
-    let difference: f64 = wide(got).iter().zip(expected).map(|(a, b)| (a - b) * (a - b)).sum();
-    let size: f64 = expected.iter().map(|b| b * b).sum();
-    let ratio = rms(difference) / (rms(size) + 1e-8);
+    let difference: Vec<f64> = wide(got).iter().zip(expected).map(|(a, b)| a - b).collect();
+    let ratio = rms(&difference) / (size + 1e-8);
     assert!(ratio <= limit, "{name} ({}) is off by {ratio:e}", T::NAME);
 }
 
