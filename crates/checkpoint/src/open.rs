@@ -30,13 +30,43 @@ pub struct ShardFile {
     /// Its size when it was opened.
     pub bytes: u64,
     modified: Option<SystemTime>,
-    handle: File,
+    data: Data,
+}
+
+/// Where the bytes of a shard are.
+#[derive(Debug)]
+enum Data {
+    File(File),
+    Memory(Vec<u8>),
+}
+
+/// A tensor that is not in a file, but is to be treated as one that is.
+#[derive(Clone, Debug)]
+pub struct MemoryTensor {
+    /// Name.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape.
+    pub shape: Vec<u64>,
+    /// The elements as a file would have them.
+    pub data: Vec<u8>,
 }
 
 impl ShardFile {
     /// Fills `buffer` from byte `at` of the file.
     pub fn read_at(&self, buffer: &mut [u8], at: u64) -> Result<()> {
-        self.handle.read_exact_at(buffer, at).map_err(|e| match e.kind() {
+        let read = match &self.data {
+            Data::File(file) => file.read_exact_at(buffer, at),
+            Data::Memory(data) => match data.get(at as usize..at as usize + buffer.len()) {
+                Some(bytes) => {
+                    buffer.copy_from_slice(bytes);
+                    Ok(())
+                }
+                None => Err(std::io::ErrorKind::UnexpectedEof.into()),
+            },
+        };
+        read.map_err(|e| match e.kind() {
             std::io::ErrorKind::UnexpectedEof => Error::Header {
                 file: self.path.clone(),
                 place: Place { tensor: None, byte: Some(at) },
@@ -50,13 +80,19 @@ impl ShardFile {
         })
     }
 
-    /// The open file, for copies inside the kernel.
-    pub(crate) fn handle(&self) -> &File {
-        &self.handle
+    /// The open file, for copies inside the kernel; none for tensors in memory.
+    pub(crate) fn handle(&self) -> Option<&File> {
+        match &self.data {
+            Data::File(file) => Some(file),
+            Data::Memory(_) => None,
+        }
     }
 
     /// An error when the file is no longer what was opened.
     pub fn check_unchanged(&self) -> Result<()> {
+        if self.handle().is_none() {
+            return Ok(());
+        }
         let now = fs::metadata(&self.path).map_err(Error::io(&self.path, "look at"))?;
         if now.len() != self.bytes || now.modified().ok() != self.modified {
             return Err(Error::Header {
@@ -158,6 +194,48 @@ impl Checkpoint {
             checkpoint.add_folder(rank_folder, rank)?;
         }
         checkpoint.ranks = rank_folders.len().max(1);
+        Ok(checkpoint)
+    }
+
+    /// Tensors in memory as a checkpoint that takes the place of `like`: its config, its metadata, the files beside its
+    /// weights, and those of its own tensors that `carried` names.
+    pub fn in_memory(like: &Checkpoint, tensors: Vec<MemoryTensor>, carried: &[&str]) -> Result<Checkpoint> {
+        let mut checkpoint = Checkpoint {
+            root: like.root.clone(),
+            files: Vec::new(),
+            tensors: Vec::new(),
+            metadata: like.metadata.clone(),
+            config: like.config.clone(),
+            sidecars: like.sidecars.clone(),
+            ignored: Vec::new(),
+            ranks: 1,
+            issues: Vec::new(),
+        };
+        for tensor in tensors {
+            let MemoryTensor { name, dtype, shape, data } = tensor;
+            let expected = header::elements(&shape).and_then(|elements| dtype.bytes_for(elements));
+            let bytes = data.len() as u64;
+            if expected != Some(bytes) {
+                let problem = format!("{bytes} bytes are not {dtype} of shape {shape:?}");
+                return Err(Error::tensor(name, problem));
+            }
+            let path = like.root.join(format!("{name} (in memory)"));
+            let file = checkpoint.files.len();
+            checkpoint.files.push(ShardFile { path, bytes, modified: None, data: Data::Memory(data) });
+            checkpoint.tensors.push(StoredTensor { name, dtype, shape, file, begin: 0, bytes, rank: 0 });
+        }
+        let mut reopened: HashMap<usize, usize> = HashMap::new();
+        for tensor in like.tensors.iter().filter(|t| t.rank == 0 && carried.contains(&t.name.as_str())) {
+            let file = match reopened.get(&tensor.file) {
+                Some(file) => *file,
+                None => {
+                    checkpoint.files.push(open_shard(&like.files[tensor.file].path)?.0);
+                    reopened.insert(tensor.file, checkpoint.files.len() - 1);
+                    checkpoint.files.len() - 1
+                }
+            };
+            checkpoint.tensors.push(StoredTensor { file, ..tensor.clone() });
+        }
         Ok(checkpoint)
     }
 
@@ -339,7 +417,7 @@ fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
     let handle = File::open(path).map_err(Error::io(path, "open"))?;
     let metadata = handle.metadata().map_err(Error::io(path, "look at"))?;
     let bytes = metadata.len();
-    let file = ShardFile { path: path.into(), bytes, modified: metadata.modified().ok(), handle };
+    let file = ShardFile { path: path.into(), bytes, modified: metadata.modified().ok(), data: Data::File(handle) };
     let mut first = [0; 8];
     let first = &mut first[..bytes.min(8) as usize];
     file.read_at(first, 0)?;

@@ -293,11 +293,10 @@ fn copy(
 ) -> Result<()> {
     let end = from + bytes;
     #[cfg(target_os = "linux")]
-    while from < end {
+    while let (true, Some(handle)) = (from < end, source.handle()) {
         let (mut read, mut written) = (from, at);
         let count = usize::try_from(end - from).unwrap_or(usize::MAX);
-        match rustix::fs::copy_file_range(source.handle(), Some(&mut read), target, Some(&mut written), count)
-        {
+        match rustix::fs::copy_file_range(handle, Some(&mut read), target, Some(&mut written), count) {
             // Nothing copied: the source ended early (the plain way below says so), or the file systems
             // do not support it.
             Ok(0) => break,

@@ -4,6 +4,7 @@
 //! SwiGLU   act(x) = x s                    act'(x) = s + x s (1 - s),   s = sigmoid(x)
 //! GeGLU    act(x) = x s                    act'(x) = s + x s (1 - s) 2 c (1 + 3 a x^2)
 //!          s = (1 + tanh(u)) / 2 = sigmoid(2 u),  u = c (x + a x^3),  c = sqrt(2/pi),  a = 0.044715
+//! sigmoid  act(x) = s                      act'(x) = s (1 - s)
 //! dgate = dh up act'(gate)                 dup = dh act(gate)
 //! ```
 //!
@@ -23,6 +24,8 @@ pub enum Activation {
     Silu,
     /// The tanh form of gelu: GeGLU.
     GeluTanh,
+    /// sigmoid(x): an output gate.
+    Sigmoid,
 }
 
 /// sqrt(2/pi)
@@ -35,6 +38,12 @@ const A: f32 = 0.044_715;
 fn silu_both<const FMA: bool>(x: f32) -> (f32, f32) {
     let s = sigmoid_f32::<FMA>(x);
     (x * s, s + x * s * (1.0 - s))
+}
+
+#[inline(always)]
+fn sigmoid_both<const FMA: bool>(x: f32) -> (f32, f32) {
+    let s = sigmoid_f32::<FMA>(x);
+    (s, s * (1.0 - s))
 }
 
 #[inline(always)]
@@ -55,6 +64,7 @@ pub fn glu_forward<T: Element>(h: &mut [T], gate: &[T], up: &[T], activation: Ac
     tasks.for_each(|((h, gate), up)| match activation {
         Activation::Silu => swiglu(h, gate, up),
         Activation::GeluTanh => geglu(h, gate, up),
+        Activation::Sigmoid => sigmoid_gate(h, gate, up),
     });
     Ok(())
 }
@@ -81,6 +91,7 @@ pub fn glu_backward<T: Element>(
     tasks.for_each(|((((dgate, dup), dh), gate), up)| match activation {
         Activation::Silu => swiglu_backward(dgate, dup, dh, gate, up),
         Activation::GeluTanh => geglu_backward(dgate, dup, dh, gate, up),
+        Activation::Sigmoid => sigmoid_gate_backward(dgate, dup, dh, gate, up),
     });
     Ok(())
 }
@@ -109,6 +120,7 @@ macro_rules! gated {
 
 gated!(swiglu, swiglu_backward, silu_both);
 gated!(geglu, geglu_backward, gelu_both);
+gated!(sigmoid_gate, sigmoid_gate_backward, sigmoid_both);
 
 #[cfg(test)]
 mod tests {
@@ -121,6 +133,7 @@ mod tests {
     fn reference(gate: &[f64], up: &[f64], activation: Activation) -> Vec<f64> {
         let act = |x: f64| match activation {
             Activation::Silu => x / (1.0 + (-x).exp()),
+            Activation::Sigmoid => 1.0 / (1.0 + (-x).exp()),
             Activation::GeluTanh => {
                 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh())
             }
@@ -151,7 +164,7 @@ mod tests {
         fn both_units_and_their_gradients_agree_with_the_formula(
             n in 1usize..100, by in 0.1f64..12.0, seed in any::<u64>(),
         ) {
-            for activation in [Activation::Silu, Activation::GeluTanh] {
+            for activation in [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid] {
                 check::<f32>(n, by, activation, seed);
                 check::<bf16>(n, by, activation, seed);
             }

@@ -18,6 +18,7 @@ pub mod adamw;
 pub mod attention;
 pub mod conv;
 pub mod element;
+pub mod elementwise;
 pub mod embedding;
 pub mod error;
 pub mod gated_delta_rule;

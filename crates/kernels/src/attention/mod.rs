@@ -35,6 +35,7 @@
 mod backward;
 mod decode;
 mod forward;
+mod logits;
 pub mod reference;
 pub(crate) mod tile;
 
@@ -44,6 +45,7 @@ mod tests;
 pub use backward::{Grads, attention_backward, backward_buffer, backward_scratch};
 pub use decode::{Cache, attention_decode};
 pub use forward::{attention_forward, forward_scratch};
+pub use logits::attention_logits;
 
 use crate::Precision;
 use crate::error::{Result, check, check_len};

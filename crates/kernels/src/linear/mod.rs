@@ -99,6 +99,21 @@ pub fn linear_backward_input<X: Element, Y: Element, W: Element>(
     Ok(())
 }
 
+/// dx [tokens, inputs] += dy W: where several layers read one x, the sum of their gradients is kept in f32.
+pub fn linear_backward_input_add<Y: Element, W: Element>(
+    dx: &mut [f32],
+    dy: &[Y],
+    w: &[W],
+    dims: Dims,
+    scratch: &Scratch,
+) -> Result {
+    let tokens = check_dims(dx, w, dims)?;
+    check_len("dy", dy, tokens * dims.outputs)?;
+    let (a, b) = (Operand::new(dy, dims.outputs), Operand::new(w, dims.inputs));
+    product(dx, true, a, b, (tokens, dims.inputs, dims.outputs), None, scratch);
+    Ok(())
+}
+
 /// dw [outputs, inputs] and, unless `None`, dbias \[outputs\] (both accumulated) from dy and x.
 pub fn linear_backward_weight<Y: Element, X: Element>(
     dw: &mut [f32],

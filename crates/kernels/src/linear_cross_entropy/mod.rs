@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use crate::error::{Result, check, check_len};
 use crate::linear::{Dims, linear_backward_input, linear_backward_weight, linear_forward, linear_scratch};
 use crate::simd::{exp_f32, simd_fn, sum_by, tanh_f32};
-use crate::{Element, Scratch};
+use crate::{Element, Precision, Scratch};
 
 /// Settings of the loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -31,13 +31,15 @@ pub struct Options {
     pub z_loss: f32,
     /// e: part of the target that is spread over the vocabulary.
     pub label_smoothing: f32,
+    /// What the logits are rounded to, after the cap. Rounding has derivative 1.
+    pub logits: Precision,
     /// Tokens whose logits exist at a time.
     pub slice: usize,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { ignore_index: -100, soft_cap: None, z_loss: 0.0, label_smoothing: 0.0, slice: 512 }
+        Options { ignore_index: -100, soft_cap: None, z_loss: 0.0, label_smoothing: 0.0, logits: Precision::F32, slice: 512 }
     }
 }
 
@@ -166,6 +168,7 @@ fn row_loss(row: &mut [f32], target: usize, options: &Options, scale: Option<f32
     if let Some(cap) = options.soft_cap {
         cap_row(row, cap);
     }
+    options.logits.round_all(row);
     let max = row_max(row);
     let (mut exps, mut sum) = (0f64, 0f64);
     // f64 across blocks: a vocabulary is long enough for f32 to lose digits.

@@ -200,6 +200,7 @@ impl Problem {
                     let up = inner(&w[len + i * hidden..len + (i + 1) * hidden], x);
                     match self.activation {
                         Activation::Silu => gate / (1.0 + (-gate).exp()) * up,
+                        Activation::Sigmoid => up / (1.0 + (-gate).exp()),
                         Activation::GeluTanh => {
                             let c = (2.0 / std::f64::consts::PI).sqrt();
                             0.5 * gate * (1.0 + (c * (gate + 0.044715 * gate.powi(3))).tanh()) * up

@@ -1,0 +1,135 @@
+//! Token ids of several sequences, laid end to end.
+
+use ballast_kernels::packing::check_cu_seqlens;
+
+use crate::error::{Error, Result};
+
+/// Target of a token that does not count.
+pub const IGNORED: i64 = -100;
+
+/// Sequences laid end to end. A padded batch is one too: padding is left out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// [tokens]
+    pub ids: Vec<u32>,
+    /// [tokens]: the token that each should predict, or [`IGNORED`]
+    pub targets: Vec<i64>,
+    /// Where sequences begin and end: starts with 0.
+    pub cu_seqlens: Vec<usize>,
+    /// [tokens]: the place of each token in its sequence
+    pub positions: Vec<u32>,
+}
+
+impl Batch {
+    /// Sequences with these ends; every token's target is the one after it, the last of a sequence has none.
+    pub fn packed(ids: Vec<u32>, cu_seqlens: Vec<usize>) -> Result<Batch> {
+        let labels: Vec<i64> = ids.iter().map(|id| *id as i64).collect();
+        Batch::with_labels(ids, &labels, cu_seqlens)
+    }
+
+    /// The same with labels in the places of the ids, as transformers has them: token t should predict label t + 1.
+    pub fn with_labels(ids: Vec<u32>, labels: &[i64], cu_seqlens: Vec<usize>) -> Result<Batch> {
+        let tokens = check_cu_seqlens(&cu_seqlens)?;
+        if ids.len() != tokens || labels.len() != tokens {
+            return Err(Error::Input(format!(
+                "{} ids and {} labels where cu_seqlens ends at {tokens}",
+                ids.len(),
+                labels.len()
+            )));
+        }
+        let (mut targets, mut positions) = (vec![IGNORED; tokens], vec![0; tokens]);
+        for ends in cu_seqlens.windows(2) {
+            for t in ends[0]..ends[1] {
+                positions[t] = (t - ends[0]) as u32;
+                if t + 1 < ends[1] {
+                    targets[t] = labels[t + 1];
+                }
+            }
+        }
+        Ok(Batch { ids, targets, cu_seqlens, positions })
+    }
+
+    /// Rows of equal length: ids [rows, columns].
+    pub fn rows(ids: Vec<u32>, columns: usize) -> Result<Batch> {
+        if columns == 0 || !ids.len().is_multiple_of(columns) {
+            return Err(Error::Input(format!("{} ids are not rows of {columns}", ids.len())));
+        }
+        let ends = (0..=ids.len() / columns).map(|row| row * columns).collect();
+        Batch::packed(ids, ends)
+    }
+
+    /// Rows of `columns` with padding where `mask` is false; labels as in [`Batch::with_labels`]. Padding is left out.
+    pub fn padded(ids: &[u32], labels: &[i64], mask: &[bool], columns: usize) -> Result<Batch> {
+        if columns == 0 || ids.len() != mask.len() || ids.len() != labels.len() || !ids.len().is_multiple_of(columns) {
+            return Err(Error::Input(format!(
+                "{} ids, {} labels and {} mask entries are not rows of {columns}",
+                ids.len(),
+                labels.len(),
+                mask.len()
+            )));
+        }
+        let kept = |row: usize| (row * columns..(row + 1) * columns).filter(|t| mask[*t]);
+        let rows = ids.len() / columns;
+        let order: Vec<usize> = (0..rows).flat_map(kept).collect();
+        let mut ends = vec![0];
+        for row in 0..rows {
+            ends.push(ends[row] + kept(row).count());
+        }
+        let labels: Vec<i64> = order.iter().map(|t| labels[*t]).collect();
+        Batch::with_labels(order.iter().map(|t| ids[*t]).collect(), &labels, ends)
+    }
+
+    /// Tokens in all.
+    pub fn tokens(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Tokens that have a target.
+    pub fn counted(&self) -> usize {
+        self.targets.iter().filter(|target| **target != IGNORED).count()
+    }
+
+    /// An error unless every id and target is below `vocabulary`.
+    pub fn check(&self, vocabulary: usize) -> Result {
+        let bad = |value: i64| value != IGNORED && !(0..vocabulary as i64).contains(&value);
+        let ids = self.ids.iter().map(|id| *id as i64);
+        if let Some((at, id)) = ids.clone().enumerate().find(|(_, id)| bad(*id)) {
+            return Err(Error::Input(format!("token {at} has the id {id}, outside the vocabulary of {vocabulary}")));
+        }
+        match self.targets.iter().enumerate().find(|(_, target)| bad(**target)) {
+            Some((at, target)) => Err(Error::Input(format!(
+                "token {at} has the target {target}, outside the vocabulary of {vocabulary}"
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_are_the_next_token_of_the_same_sequence() {
+        let batch = Batch::packed(vec![5, 6, 7, 8, 9], vec![0, 3, 3, 5]).unwrap();
+        assert_eq!(batch.targets, [6, 7, IGNORED, 9, IGNORED]);
+        assert_eq!(batch.positions, [0, 1, 2, 0, 1]);
+        assert_eq!(batch.counted(), 3);
+    }
+
+    #[test]
+    fn padding_on_either_side_is_left_out() {
+        let (ids, labels) = ([1, 2, 0, 0, 3, 4], [1, 2, 0, 0, 3, 4]);
+        let mask = [true, true, false, false, true, true];
+        let batch = Batch::padded(&ids, &labels, &mask, 3).unwrap();
+        assert_eq!(batch, Batch::packed(vec![1, 2, 3, 4], vec![0, 2, 4]).unwrap());
+    }
+
+    #[test]
+    fn ids_outside_the_vocabulary_are_named() {
+        let batch = Batch::packed(vec![5, 160], vec![0, 2]).unwrap();
+        assert!(batch.check(160).unwrap_err().to_string().contains("token 1 has the id 160"));
+        assert!(Batch::rows(vec![1, 2, 3], 2).is_err());
+        assert!(Batch::packed(vec![1], vec![0, 2]).is_err());
+    }
+}

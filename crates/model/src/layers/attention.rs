@@ -1,0 +1,507 @@
+//! Softmax attention: projections, norms, rotation, attention, output gate, projection.
+//!
+//! ```text
+//! q, k = rotate(norm(W_q x)), rotate(norm(W_k x))      v = W_v x, norm(W_v x) or norm(W_k x)
+//! y = W_o (attention(q, k, v) * sigmoid(gate))         gate beside each head's query in W_q x, or none
+//! ```
+//! A layer may use another layer's k and v; their gradients then go to that layer, which comes later in backward.
+
+use std::sync::Arc;
+
+use ballast_kernels::Element;
+use ballast_kernels::attention::{self as kernel, Cache as KernelCache};
+use ballast_kernels::elementwise::{accumulate, convert};
+use ballast_kernels::glu::{Activation, glu_backward, glu_forward};
+use ballast_kernels::norm::Saved as NormSaved;
+use ballast_kernels::rotary::{Heads, rotary_backward, rotary_forward};
+
+use super::layer::Links;
+use super::{Keep, Linear, Norm, bytes_of};
+use crate::config::{Attention as Shape, Config, Values};
+use crate::error::Result;
+use crate::params::{Grads, Specs};
+use crate::run::{Run, zeros};
+
+#[derive(Clone, Debug)]
+pub(crate) struct Attention {
+    layer: usize,
+    shape: Shape,
+    /// Which of the run's tables rotates q and k.
+    table: usize,
+    q: Linear,
+    q_norm: Option<Norm>,
+    /// Of its own keys and values; none where they are another layer's.
+    kv: Option<KeyValueLayers>,
+    out: Linear,
+}
+
+#[derive(Clone, Debug)]
+struct KeyValueLayers {
+    k: Linear,
+    k_norm: Option<Norm>,
+    v: Option<Linear>,
+    v_norm: Option<Norm>,
+}
+
+/// Keys and values: [tokens, kv_heads, hd] each, rotated and normed.
+#[derive(Clone, Debug)]
+pub(crate) struct KeyValues<A> {
+    pub(crate) k: Arc<Vec<A>>,
+    pub(crate) v: Arc<Vec<A>>,
+}
+
+/// What forward keeps, beside x.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Saved<A> {
+    /// Before norm and rotation: [tokens, heads, hd]; empty without a norm
+    q_raw: Vec<A>,
+    /// [tokens, heads, hd]; empty without a gate
+    gate: Vec<A>,
+    /// Before norm and rotation: [tokens, kv_heads, hd]; empty without a norm
+    k_raw: Vec<A>,
+    /// Before the norm: [tokens, kv_heads, hd]; empty unless v is normed and not from k
+    v_raw: Vec<A>,
+    q_norm: NormSaved,
+    k_norm: NormSaved,
+    v_norm: NormSaved,
+    /// [tokens, heads, hd]; cheap if normed
+    q: Vec<A>,
+    /// [tokens, kv_heads, hd] each; cheap if normed, none if another layer's
+    kv: Option<KeyValues<A>>,
+    /// [tokens, heads, hd]
+    o: Vec<A>,
+    /// lse
+    attention: kernel::Saved,
+    /// [tokens, heads, hd]; cheap, empty without a gate
+    gated: Vec<A>,
+}
+
+impl<A> Saved<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        let own = [&self.q_raw, &self.gate, &self.k_raw, &self.v_raw, &self.q, &self.o, &self.gated];
+        let kv = self.kv.as_ref().map_or(0, |kv| (kv.k.len() + kv.v.len()) * size_of::<A>());
+        let norms = [&self.q_norm, &self.k_norm, &self.v_norm];
+        bytes_of(&own) + kv + norms.map(NormSaved::bytes).iter().sum::<usize>() + self.attention.bytes()
+    }
+}
+
+/// Keys and values of one sequence while decoding.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Cache<A> {
+    k: Vec<A>,
+    v: Vec<A>,
+}
+
+impl<A> Cache<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        (self.k.len() + self.v.len()) * size_of::<A>()
+    }
+}
+
+impl Attention {
+    pub(crate) fn new(
+        specs: &mut Specs,
+        name: &str,
+        layer: usize,
+        config: &Config,
+        shape: &Shape,
+        table: usize,
+    ) -> Attention {
+        let (h, hd) = (config.hidden, shape.head_dim);
+        let kv_width = shape.kv_heads * hd;
+        let linear = |specs: &mut Specs, part: &str, inputs, outputs| {
+            Linear::new(specs, &format!("{name}.{part}"), inputs, outputs, shape.bias)
+        };
+        let norm = |specs: &mut Specs, part: &str| Norm::new(specs, &format!("{name}.{part}"), hd, config);
+        let per_head = if shape.gated { 2 * hd } else { hd };
+        let q = linear(specs, "q_proj", h, shape.heads * per_head);
+        let q_norm = shape.qk_norm.then(|| norm(specs, "q_norm"));
+        let kv = shape.shared_from.is_none().then(|| KeyValueLayers {
+            k: linear(specs, "k_proj", h, kv_width),
+            k_norm: shape.qk_norm.then(|| norm(specs, "k_norm")),
+            v: (shape.values != Values::KeysNormed).then(|| linear(specs, "v_proj", h, kv_width)),
+            v_norm: (shape.values != Values::Projected).then(|| Norm::weightless(hd, config)),
+        });
+        let out = linear(specs, "o_proj", shape.heads * hd, h);
+        Attention { layer, shape: shape.clone(), table, q, q_norm, kv, out }
+    }
+
+    pub(crate) fn forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        x: &[A],
+        links: &mut Links<A>,
+        caches: Option<&mut Vec<Cache<A>>>,
+        shared_caches: Option<&[Cache<A>]>,
+        keep: Keep,
+    ) -> Result<(Vec<A>, Saved<A>)> {
+        let layer = Some(self.layer);
+        let mut saved = Saved::default();
+        let (q_raw, gate) = self.split_gate(self.q.forward(run, x)?);
+        let q = self.finish_queries(run, &mut saved.q_norm, &q_raw)?;
+        let kv = match &self.kv {
+            None => None,
+            Some(layers) => Some(self.key_values(run, layers, &mut saved, x, keep)?),
+        };
+        run.see(layer, "self_attn.q", &q);
+        if let Some(kv) = &kv {
+            run.see(layer, "self_attn.k", &kv.k);
+            run.see(layer, "self_attn.v", &kv.v);
+        }
+        let mut o = zeros(q.len());
+        match (caches, shared_caches) {
+            (Some(caches), _) => self.decode(run, &mut o, &q, kv.as_ref(), caches)?,
+            (None, Some(caches)) => self.attend_caches(run, &mut o, &q, caches)?,
+            (None, None) => {
+                if let (Some(kv), true) = (&kv, links.is_shared(self.layer)) {
+                    links.kv[self.layer] = Some(kv.clone());
+                }
+                let kv = kv.as_ref().unwrap_or_else(|| links.source(self.shape.shared_from));
+                let input = self.input(run, &q, kv);
+                self.see_logits(run, &input)?;
+                let options = self.options(run);
+                saved.attention =
+                    kernel::attention_forward(&mut o, &input, self.dims(), &options, keep.any(), run.scratch)?;
+            }
+        }
+        run.see(layer, "self_attn.o", &o);
+        let gated = self.apply_gate(&o, &gate)?;
+        let y = self.out.forward(run, if self.shape.gated { &gated } else { &o })?;
+        if keep.any() {
+            let cheap = self.shape.qk_norm;
+            saved.q_raw = if self.shape.qk_norm { q_raw } else { Vec::new() };
+            saved.gate = gate;
+            saved.q = if cheap { keep.cheap(q) } else { q };
+            saved.kv = kv.filter(|_| !cheap || keep == Keep::Everything);
+            saved.o = o;
+            saved.gated = keep.cheap(gated);
+        }
+        Ok((y, saved))
+    }
+
+    /// dx += the input's gradient.
+    pub(crate) fn backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dx: &mut [f32],
+        dy: &[A],
+        x: &[A],
+        links: &mut Links<A>,
+        mut saved: Saved<A>,
+    ) -> Result {
+        let layer = Some(self.layer);
+        if saved.q.is_empty() {
+            saved.q = self.finish_queries(run, &mut NormSaved::default(), &saved.q_raw)?;
+        }
+        if let (None, Some(layers)) = (&saved.kv, &self.kv) {
+            saved.kv = Some(self.finish_key_values(run, layers, &mut saved)?);
+        }
+        if self.shape.gated && saved.gated.is_empty() {
+            saved.gated = self.apply_gate(&saved.o, &saved.gate)?;
+        }
+        let attended = if self.shape.gated { &saved.gated } else { &saved.o };
+        let d_attended = self.out.backward_alone(run, grads, dy, attended)?;
+        let (d_o, dgate) = if self.shape.gated {
+            let (mut dgate, mut d_o) = (zeros(saved.gate.len()), std::mem::take(&mut saved.gated));
+            glu_backward(&mut dgate, &mut d_o, &d_attended, &saved.gate, &saved.o, Activation::Sigmoid)?;
+            (d_o, dgate)
+        } else {
+            (d_attended, Vec::new())
+        };
+        run.see_gradient(layer, "self_attn.o", &d_o);
+        let kv = saved.kv.as_ref().unwrap_or_else(|| links.source(self.shape.shared_from));
+        let (mut dq, mut dk, mut dv) = (zeros(saved.q.len()), zeros::<A>(kv.k.len()), zeros::<A>(kv.v.len()));
+        {
+            let input = self.input(run, &saved.q, kv);
+            let (dims, options) = (self.dims(), self.options(run));
+            let mut buffer = vec![0.0; kernel::backward_buffer::<A>(dims, run.tokens())];
+            let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
+            kernel::attention_backward(
+                to,
+                &d_o,
+                &saved.o,
+                &input,
+                &saved.attention,
+                dims,
+                &options,
+                &mut buffer,
+                run.scratch,
+            )?;
+        }
+        drop(d_o);
+        run.see_gradient(layer, "self_attn.q", &dq);
+        run.see_gradient(layer, "self_attn.k", &dk);
+        run.see_gradient(layer, "self_attn.v", &dv);
+        rotary_backward(&mut dq, &run.tables[self.table], self.heads(self.shape.heads))?;
+        let dq = match &self.q_norm {
+            Some(norm) => norm.backward(run, grads, &dq, &saved.q_raw, &saved.q_norm)?,
+            None => dq,
+        };
+        let dq = self.join_gate(dq, dgate);
+        self.q.backward(run, grads, dx, &dq, x)?;
+        match &self.kv {
+            None => links.add_gradients(self.shape.shared_from, &dk, &dv),
+            Some(layers) => self.key_values_backward(run, grads, dx, layers, dk, dv, &saved, links, x),
+        }
+    }
+
+    fn dims(&self) -> kernel::Dims {
+        let hd = self.shape.head_dim;
+        kernel::Dims { heads: self.shape.heads, kv_heads: self.shape.kv_heads, head_dim: hd, value_dim: hd }
+    }
+
+    fn options(&self, run: &Run<'_>) -> kernel::Options {
+        kernel::Options {
+            scale: Some(self.shape.scale),
+            window: self.shape.window,
+            soft_cap: self.shape.soft_cap,
+            qk_product: run.precision.qk_product,
+            logits: run.precision.logits,
+        }
+    }
+
+    fn input<'a, A>(&self, run: &'a Run<'_>, q: &'a [A], kv: &'a KeyValues<A>) -> kernel::Input<'a, A> {
+        kernel::Input { q, k: &kv.k, v: &kv.v, sinks: None, selected: None, cu_seqlens: run.cu_seqlens() }
+    }
+
+    fn heads(&self, heads: usize) -> Heads {
+        Heads { heads, width: self.shape.head_dim, offset: 0 }
+    }
+
+    /// q and gate apart: each head has one after the other.
+    fn split_gate<A: Element>(&self, both: Vec<A>) -> (Vec<A>, Vec<A>) {
+        if !self.shape.gated {
+            return (both, Vec::new());
+        }
+        let hd = self.shape.head_dim;
+        let (mut q, mut gate) = (zeros(both.len() / 2), zeros(both.len() / 2));
+        for ((q, gate), both) in q.chunks_mut(hd).zip(gate.chunks_mut(hd)).zip(both.chunks(2 * hd)) {
+            q.copy_from_slice(&both[..hd]);
+            gate.copy_from_slice(&both[hd..]);
+        }
+        (q, gate)
+    }
+
+    fn join_gate<A: Element>(&self, q: Vec<A>, gate: Vec<A>) -> Vec<A> {
+        if !self.shape.gated {
+            return q;
+        }
+        let hd = self.shape.head_dim;
+        let mut both = zeros(2 * q.len());
+        for ((q, gate), both) in q.chunks(hd).zip(gate.chunks(hd)).zip(both.chunks_mut(2 * hd)) {
+            both[..hd].copy_from_slice(q);
+            both[hd..].copy_from_slice(gate);
+        }
+        both
+    }
+
+    fn apply_gate<A: Element>(&self, o: &[A], gate: &[A]) -> Result<Vec<A>> {
+        if !self.shape.gated {
+            return Ok(Vec::new());
+        }
+        let mut gated = zeros(o.len());
+        glu_forward(&mut gated, gate, o, Activation::Sigmoid)?;
+        Ok(gated)
+    }
+
+    fn finish_queries<A: Element>(&self, run: &Run<'_>, saved: &mut NormSaved, raw: &[A]) -> Result<Vec<A>> {
+        let mut q = match &self.q_norm {
+            Some(norm) => {
+                let (q, rstd) = norm.forward(run, raw)?;
+                *saved = rstd;
+                q
+            }
+            None => raw.to_vec(),
+        };
+        rotary_forward(&mut q, &run.tables[self.table], self.heads(self.shape.heads))?;
+        Ok(q)
+    }
+
+    fn key_values<A: Element>(
+        &self,
+        run: &Run<'_>,
+        layers: &KeyValueLayers,
+        saved: &mut Saved<A>,
+        x: &[A],
+        keep: Keep,
+    ) -> Result<KeyValues<A>> {
+        saved.k_raw = layers.k.forward(run, x)?;
+        if let Some(v) = &layers.v {
+            saved.v_raw = v.forward(run, x)?;
+        }
+        let kv = self.finish_key_values(run, layers, saved)?;
+        if layers.k_norm.is_none() || !keep.any() {
+            saved.k_raw = Vec::new();
+        }
+        if layers.v_norm.is_none() || !keep.any() {
+            saved.v_raw = Vec::new();
+        }
+        Ok(kv)
+    }
+
+    /// k and v from what their projections gave.
+    fn finish_key_values<A: Element>(
+        &self,
+        run: &Run<'_>,
+        layers: &KeyValueLayers,
+        saved: &mut Saved<A>,
+    ) -> Result<KeyValues<A>> {
+        let mut k = match &layers.k_norm {
+            Some(norm) => {
+                let (k, rstd) = norm.forward(run, &saved.k_raw)?;
+                saved.k_norm = rstd;
+                k
+            }
+            None => saved.k_raw.clone(),
+        };
+        rotary_forward(&mut k, &run.tables[self.table], self.heads(self.shape.kv_heads))?;
+        let v_raw = if layers.v.is_some() { &saved.v_raw } else { &saved.k_raw };
+        let v = match &layers.v_norm {
+            Some(norm) => {
+                let (v, rstd) = norm.forward(run, v_raw)?;
+                saved.v_norm = rstd;
+                v
+            }
+            None => v_raw.clone(),
+        };
+        Ok(KeyValues { k: Arc::new(k), v: Arc::new(v) })
+    }
+
+    fn key_values_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dx: &mut [f32],
+        layers: &KeyValueLayers,
+        mut dk: Vec<A>,
+        mut dv: Vec<A>,
+        saved: &Saved<A>,
+        links: &mut Links<A>,
+        x: &[A],
+    ) -> Result {
+        if let Some((more_k, more_v)) = links.take_gradients(self.layer) {
+            for (own, mut more) in [(&mut dk, more_k), (&mut dv, more_v)] {
+                accumulate(&mut more, own)?;
+                convert(own, &more)?;
+            }
+        }
+        rotary_backward(&mut dk, &run.tables[self.table], self.heads(self.shape.kv_heads))?;
+        let dk = match &layers.k_norm {
+            Some(norm) => norm.backward(run, grads, &dk, &saved.k_raw, &saved.k_norm)?,
+            None => dk,
+        };
+        layers.k.backward(run, grads, dx, &dk, x)?;
+        let v_raw = if layers.v.is_some() { &saved.v_raw } else { &saved.k_raw };
+        let dv = match &layers.v_norm {
+            Some(norm) => norm.backward(run, grads, &dv, v_raw, &saved.v_norm)?,
+            None => dv,
+        };
+        layers.v.as_ref().unwrap_or(&layers.k).backward(run, grads, dx, &dv, x)
+    }
+
+    /// Appends the new keys and values to the caches, and attends.
+    fn decode<A: Element>(
+        &self,
+        run: &Run<'_>,
+        o: &mut [A],
+        q: &[A],
+        kv: Option<&KeyValues<A>>,
+        caches: &mut [Cache<A>],
+    ) -> Result {
+        let Some(kv) = kv else { return Ok(()) };
+        let width = self.shape.kv_heads * self.shape.head_dim;
+        for (cache, ends) in caches.iter_mut().zip(run.cu_seqlens().windows(2)) {
+            let new = ends[0] * width..ends[1] * width;
+            cache.k.extend_from_slice(&kv.k[new.clone()]);
+            cache.v.extend_from_slice(&kv.v[new.clone()]);
+        }
+        self.attend_caches(run, o, q, caches)?;
+        // What has left the window is dropped, a whole window at a time.
+        if let Some(window) = self.shape.window {
+            for cache in caches {
+                let tokens = cache.k.len() / width;
+                if tokens >= 2 * window {
+                    cache.k.drain(..(tokens - window) * width);
+                    cache.v.drain(..(tokens - window) * width);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn attend_caches<A: Element>(&self, run: &Run<'_>, o: &mut [A], q: &[A], caches: &[Cache<A>]) -> Result {
+        let (dims, options) = (self.dims(), self.options(run));
+        let (width, kv_width) = (dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim);
+        for (cache, ends) in caches.iter().zip(run.cu_seqlens().windows(2)) {
+            let rows = ends[0] * width..ends[1] * width;
+            let cache = KernelCache { k: &cache.k, v: &cache.v, len: cache.k.len() / kv_width };
+            kernel::attention_decode(
+                &mut o[rows.clone()],
+                &q[rows],
+                &cache,
+                None,
+                None,
+                dims,
+                &options,
+                run.scratch,
+            )?;
+        }
+        Ok(())
+    }
+
+    /// The logits of every sequence [heads, tokens, tokens], for a probe that wants them: they exist nowhere else.
+    fn see_logits<A: Element>(&self, run: &Run<'_>, input: &kernel::Input<'_, A>) -> Result {
+        if run.wanted(self.layer, "self_attn.logits") {
+            let logits = kernel::attention_logits(input, self.dims(), &self.options(run))?;
+            run.show("", Some(self.layer), "self_attn.logits", &logits, &[logits.len()]);
+        }
+        Ok(())
+    }
+
+    /// Bytes that forward keeps.
+    pub(crate) fn saved_bytes<A>(&self, tokens: usize, keep: Keep, options: &kernel::Options) -> usize {
+        if !keep.any() {
+            return 0;
+        }
+        let shape = &self.shape;
+        let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        let everything = keep == Keep::Everything;
+        let own = self.kv.is_some();
+        let normed_v = own && shape.values == Values::Normed;
+        let mut elements = q; // o
+        if shape.gated {
+            elements += q + if everything { q } else { 0 };
+        }
+        if shape.qk_norm {
+            elements += q + if own { kv } else { 0 } + if normed_v { kv } else { 0 };
+        }
+        if everything || !shape.qk_norm {
+            elements += q + if own { 2 * kv } else { 0 };
+        }
+        let mut rows = 0;
+        if shape.qk_norm {
+            rows += shape.heads + if own { shape.kv_heads } else { 0 };
+        }
+        if own && shape.values != Values::Projected {
+            rows += shape.kv_heads;
+        }
+        tokens * (elements * size_of::<A>() + rows * 4) + kernel::saved_bytes(self.dims(), options, tokens)
+    }
+
+    pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {
+        let mut needs = vec![
+            self.q.scratch(tokens),
+            self.out.scratch(tokens),
+            kernel::forward_scratch::<A>(self.dims(), None),
+            kernel::backward_scratch::<A>(self.dims(), None),
+        ];
+        needs.extend(self.q_norm.iter().map(|norm| norm.scratch(tokens * self.shape.heads)));
+        if let Some(kv) = &self.kv {
+            needs.push(kv.k.scratch(tokens));
+            needs.extend(kv.v.iter().map(|v| v.scratch(tokens)));
+            needs.extend(kv.k_norm.iter().map(|norm| norm.scratch(tokens * self.shape.kv_heads)));
+        }
+        needs.into_iter().max().unwrap_or(0)
+    }
+}

@@ -1,0 +1,387 @@
+//! A mixture of experts, with the expert that every token has.
+//!
+//! ```text
+//! logits = W_r x                       in f32; Gemma 4: W_r (s x / rms(x)) H^-1/2, x the residual
+//! y = sum over the chosen of weight * expert(x)  +  sigmoid(w_g x) shared(x), or shared(x)
+//! ```
+
+use ballast_kernels::Element;
+use ballast_kernels::elementwise::{accumulate, add_assign, row_products, scale_rows};
+use ballast_kernels::glu::Activation;
+use ballast_kernels::moe::{
+    self, Dims, Dispatch, Experts as Weights, ExpertsGrads, Router as KernelRouter, Routing, experts_backward,
+    experts_forward, moe_scratch, route_backward, route_forward,
+};
+use ballast_kernels::norm::{
+    Gamma, Saved as NormSaved, norm_backward_scratch, rms_norm_backward, rms_norm_forward,
+};
+
+use super::mlp::{self, Mlp};
+use super::{Keep, Linear, bytes_of};
+use crate::config::{Config, Experts as Shape, Router as RouterShape};
+use crate::error::Result;
+use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
+use crate::run::{Run, lower, zeros};
+
+#[derive(Clone, Debug)]
+pub(crate) struct Experts {
+    layer: usize,
+    shape: Shape,
+    hidden: usize,
+    eps: f32,
+    activation: Activation,
+    router: Router,
+    gate_up: Id<Weight>,
+    down: Id<Weight>,
+    shared: Option<Shared>,
+}
+
+/// What makes the logits.
+#[derive(Clone, Debug)]
+enum Router {
+    Plain { linear: Linear },
+    Biased { linear: Linear, bias: Id<Protected> },
+    Normed { linear: Linear<Protected>, scale: Id<Protected>, per_expert_scale: Id<Weight> },
+}
+
+#[derive(Clone, Debug)]
+struct Shared {
+    mlp: Mlp,
+    gate: Option<Linear>,
+}
+
+/// What forward keeps, beside x.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Saved<A> {
+    /// [tokens, E]
+    logits: Vec<f32>,
+    routing: Routing,
+    /// Gate and up of the experts' tokens
+    experts: moe::Saved<A>,
+    /// Of the router's norm
+    router_norm: NormSaved,
+    shared: mlp::Saved<A>,
+    /// [tokens, H]; empty without a gate
+    shared_out: Vec<A>,
+    /// sigmoid of the shared expert's gate: \[tokens\]
+    shared_factor: Vec<f32>,
+}
+
+impl<A> Saved<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        bytes_of(&[&self.logits, &self.shared_factor])
+            + bytes_of(&[&self.shared_out])
+            + self.routing.bytes()
+            + self.experts.bytes()
+            + self.router_norm.bytes()
+            + self.shared.bytes()
+    }
+}
+
+impl Experts {
+    /// Qwen and DeepSeek: everything is in `{name}.mlp`; Gemma 4: in `{name}.router` and `{name}.experts`.
+    pub(crate) fn new(specs: &mut Specs, name: &str, layer: usize, config: &Config, shape: Shape) -> Experts {
+        let (h, e, im) = (config.hidden, shape.count, shape.intermediate);
+        let normed = shape.router == RouterShape::Normed;
+        let mlp = if normed { name.to_string() } else { format!("{name}.mlp") };
+        let router = match shape.router {
+            RouterShape::Softmax { .. } => {
+                Router::Plain { linear: Linear::new(specs, &format!("{mlp}.gate"), h, e, false) }
+            }
+            RouterShape::SigmoidGroups { .. } => Router::Biased {
+                linear: Linear::new(specs, &format!("{mlp}.gate"), h, e, false),
+                bias: specs.protected_constant(format!("{mlp}.gate.e_score_correction_bias"), &[e], Init::Zeros),
+            },
+            RouterShape::Normed => Router::Normed {
+                linear: Linear::protected(specs, &format!("{name}.router.proj"), h, e),
+                scale: specs.protected(format!("{name}.router.scale"), &[h], Init::Ones),
+                per_expert_scale: specs.weight(format!("{name}.router.per_expert_scale"), &[e], Init::Ones),
+            },
+        };
+        let shared = shape.shared.map(|shared| {
+            let part = if shared.gated { "shared_expert" } else { "shared_experts" };
+            let gate = format!("{mlp}.shared_expert_gate");
+            Shared {
+                mlp: Mlp::new(specs, &format!("{mlp}.{part}"), h, shared.intermediate, config.activation),
+                gate: shared.gated.then(|| Linear::new(specs, &gate, h, 1, false)),
+            }
+        });
+        Experts {
+            layer,
+            shape,
+            hidden: h,
+            eps: config.eps,
+            activation: config.activation,
+            router,
+            gate_up: specs.weight(format!("{mlp}.experts.gate_up_proj"), &[e, 2 * im, h], Init::Normal),
+            down: specs.weight(format!("{mlp}.experts.down_proj"), &[e, h, im], Init::Normal),
+            shared,
+        }
+    }
+
+    /// From x [tokens, H] and the residual, which Gemma's router looks at.
+    pub(crate) fn forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        x: &[A],
+        residual: &[A],
+        keep: Keep,
+    ) -> Result<(Vec<A>, Saved<A>)> {
+        let (dims, layer) = (self.dims(), Some(self.layer));
+        let mut saved = Saved::default();
+        let (logits, router_norm) = self.logits(run, x, residual)?;
+        run.see(layer, "mlp.router", &logits);
+        let scale = self.per_expert_scale(run);
+        let routing = route_forward(&logits, scale.as_deref(), &self.kernel_router(run), dims)?;
+        run.see(layer, "mlp.router_weights", &routing.weights);
+        let dispatch = Dispatch::new(&routing, dims)?;
+        let (mut y, mut work) = (zeros(x.len()), Vec::new());
+        match (&run.params[self.gate_up], &run.params[self.down]) {
+            (Weight::F32(gate_up), Weight::F32(down)) => {
+                let weights = Weights { gate_up, down, activation: self.activation };
+                let to = &mut saved.experts;
+                experts_forward(&mut y, to, x, &routing, &dispatch, &weights, dims, &mut work, run.scratch)?;
+            }
+            (Weight::Bf16(gate_up), Weight::Bf16(down)) => {
+                let weights = Weights { gate_up, down, activation: self.activation };
+                let to = &mut saved.experts;
+                experts_forward(&mut y, to, x, &routing, &dispatch, &weights, dims, &mut work, run.scratch)?;
+            }
+            _ => unreachable!("weights are cast all at once"),
+        }
+        if let Some(shared) = &self.shared {
+            let (mut out, shared_saved) = shared.mlp.forward(run, x, keep)?;
+            saved.shared = shared_saved;
+            if let Some(gate) = &shared.gate {
+                let factor = sigmoid(gate.forward(run, x)?);
+                let plain = out.clone();
+                scale_rows(&mut out, &plain, &factor, self.hidden)?;
+                (saved.shared_out, saved.shared_factor) = (keep.dear(plain), keep.dear(factor));
+            }
+            add_assign(&mut y, &out)?;
+        }
+        if keep.any() {
+            (saved.logits, saved.routing, saved.router_norm) = (logits, routing, router_norm);
+        } else {
+            saved.experts = moe::Saved::default();
+        }
+        Ok((y, saved))
+    }
+
+    /// dx += the gradient of x, d_residual += that of the residual (the same buffer's content where they are one).
+    pub(crate) fn backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dx: &mut [f32],
+        d_residual: Option<&mut [f32]>,
+        dy: &[A],
+        x: &[A],
+        residual: &[A],
+        saved: Saved<A>,
+    ) -> Result {
+        let dims = self.dims();
+        let (routing, logits) = (&saved.routing, &saved.logits);
+        let dispatch = Dispatch::new(routing, dims)?;
+        let mut d_experts: Vec<A> = zeros(x.len());
+        let mut dweights = vec![0.0; routing.weights.len()];
+        let mut work = Vec::new();
+        // Both gradients at once: they are taken out for a moment. A frozen one is given a place all the same.
+        let mut dgate_up = std::mem::take(&mut grads[self.gate_up]);
+        let mut ddown = std::mem::take(&mut grads[self.down]);
+        let (learned_gate_up, learned_down) = (!dgate_up.is_empty(), !ddown.is_empty());
+        dgate_up.resize(run.params[self.gate_up].len(), 0.0);
+        ddown.resize(run.params[self.down].len(), 0.0);
+        let to = ExpertsGrads {
+            dx: &mut d_experts,
+            dweights: &mut dweights,
+            dgate_up: &mut dgate_up,
+            ddown: &mut ddown,
+        };
+        match (&run.params[self.gate_up], &run.params[self.down]) {
+            (Weight::F32(gate_up), Weight::F32(down)) => {
+                let w = Weights { gate_up, down, activation: self.activation };
+                let s = &saved.experts;
+                experts_backward(to, dy, x, s, routing, &dispatch, &w, dims, &mut work, run.scratch)?;
+            }
+            (Weight::Bf16(gate_up), Weight::Bf16(down)) => {
+                let w = Weights { gate_up, down, activation: self.activation };
+                let s = &saved.experts;
+                experts_backward(to, dy, x, s, routing, &dispatch, &w, dims, &mut work, run.scratch)?;
+            }
+            _ => unreachable!("weights are cast all at once"),
+        }
+        grads[self.gate_up] = if learned_gate_up { dgate_up } else { Vec::new() };
+        grads[self.down] = if learned_down { ddown } else { Vec::new() };
+        accumulate(dx, &d_experts)?;
+        drop(d_experts);
+        let mut dlogits = vec![0.0; logits.len()];
+        let scale = self.per_expert_scale(run);
+        let mut dscale = scale.as_ref().map(|scale| vec![0.0; scale.len()]);
+        let router = self.kernel_router(run);
+        route_backward(
+            &mut dlogits,
+            dscale.as_deref_mut(),
+            &dweights,
+            logits,
+            routing,
+            scale.as_deref(),
+            &router,
+            dims,
+        )?;
+        run.see_gradient(Some(self.layer), "mlp.router", &dlogits);
+        self.logits_backward(run, grads, dx, d_residual, &mut dlogits, dscale, x, residual, &saved.router_norm)?;
+        self.shared_backward(run, grads, dx, dy, x, saved)
+    }
+
+    fn shared_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dx: &mut [f32],
+        dy: &[A],
+        x: &[A],
+        saved: Saved<A>,
+    ) -> Result {
+        let Some(shared) = &self.shared else { return Ok(()) };
+        let Some(gate) = &shared.gate else {
+            return shared.mlp.backward(run, grads, dx, dy, x, saved.shared);
+        };
+        let mut d_gate = vec![0.0; saved.shared_factor.len()];
+        row_products(&mut d_gate, dy, &saved.shared_out, self.hidden)?;
+        for (d, s) in d_gate.iter_mut().zip(&saved.shared_factor) {
+            *d *= s * (1.0 - s);
+        }
+        let mut d_out = saved.shared_out;
+        scale_rows(&mut d_out, dy, &saved.shared_factor, self.hidden)?;
+        shared.mlp.backward(run, grads, dx, &d_out, x, saved.shared)?;
+        gate.backward(run, grads, dx, &d_gate, x)
+    }
+
+    fn dims(&self) -> Dims {
+        Dims {
+            experts: self.shape.count,
+            top_k: self.shape.top_k,
+            hidden: self.hidden,
+            intermediate: self.shape.intermediate,
+        }
+    }
+
+    fn kernel_router<'a>(&self, run: &'a Run<'_>) -> KernelRouter<'a> {
+        match (self.shape.router, &self.router) {
+            (RouterShape::SigmoidGroups { groups, kept_groups, normalise, scaling }, Router::Biased { bias, .. }) => {
+                let bias = Some(run.params[*bias].values());
+                KernelRouter::SigmoidGroups { bias, groups, kept_groups, normalise, scaling }
+            }
+            (RouterShape::Softmax { normalise }, _) => KernelRouter::Softmax { normalise },
+            _ => KernelRouter::Softmax { normalise: true },
+        }
+    }
+
+    fn per_expert_scale(&self, run: &Run<'_>) -> Option<Vec<f32>> {
+        match &self.router {
+            Router::Normed { per_expert_scale, .. } => Some(run.params[*per_expert_scale].to_f32()),
+            _ => None,
+        }
+    }
+
+    /// The logits, and what the router's norm keeps.
+    fn logits<A: Element>(&self, run: &Run<'_>, x: &[A], residual: &[A]) -> Result<(Vec<f32>, NormSaved)> {
+        let mut saved = NormSaved::default();
+        let mut logits: Vec<f32> = match &self.router {
+            Router::Plain { linear } | Router::Biased { linear, .. } => linear.forward(run, x)?,
+            Router::Normed { linear, scale, .. } => {
+                let normed = self.router_norm(run, *scale, residual, Some(&mut saved))?;
+                let mut logits = linear.forward(run, &normed)?;
+                ballast_kernels::elementwise::scale(&mut logits, self.root());
+                logits
+            }
+        };
+        lower(&mut logits, run.precision.router);
+        Ok((logits, saved))
+    }
+
+    /// H^-1/2
+    fn root(&self) -> f32 {
+        (self.hidden as f32).powf(-0.5)
+    }
+
+    /// The router's norm, kept in f32: it decides.
+    fn router_norm<A: Element>(
+        &self,
+        run: &Run<'_>,
+        scale: Id<Protected>,
+        residual: &[A],
+        saved: Option<&mut NormSaved>,
+    ) -> Result<Vec<A>> {
+        let mut normed = zeros(residual.len());
+        let gamma = Gamma::Plain(run.params[scale].values());
+        rms_norm_forward(&mut normed, saved, residual, gamma, self.eps, self.hidden)?;
+        Ok(normed)
+    }
+
+    fn logits_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dx: &mut [f32],
+        d_residual: Option<&mut [f32]>,
+        dlogits: &mut [f32],
+        dscale: Option<Vec<f32>>,
+        x: &[A],
+        residual: &[A],
+        saved: &NormSaved,
+    ) -> Result {
+        match &self.router {
+            Router::Plain { linear } | Router::Biased { linear, .. } => linear.backward(run, grads, dx, dlogits, x),
+            Router::Normed { linear, scale, per_expert_scale } => {
+                if let (Some(sum), Some(dscale)) = (grads.of(*per_expert_scale), dscale) {
+                    accumulate(sum, &dscale)?;
+                }
+                ballast_kernels::elementwise::scale(dlogits, self.root());
+                let normed = self.router_norm(run, *scale, residual, None)?;
+                let mut d_normed = vec![0.0; normed.len()];
+                linear.backward(run, grads, &mut d_normed, dlogits, &normed)?;
+                let mut dy = normed;
+                ballast_kernels::elementwise::convert(&mut dy, &d_normed)?;
+                let mut d: Vec<A> = zeros(residual.len());
+                let gamma = Gamma::Plain(run.params[*scale].values());
+                rms_norm_backward(&mut d, grads.of(*scale), &dy, residual, gamma, saved, self.hidden, run.scratch)?;
+                accumulate(d_residual.unwrap_or(dx), &d)?;
+                Ok(())
+            }
+        }
+    }
+
+    /// Bytes that forward keeps.
+    pub(crate) fn saved_bytes<A>(&self, tokens: usize, keep: Keep) -> usize {
+        if !keep.any() {
+            return 0;
+        }
+        let slots = tokens * self.shape.top_k;
+        let normed = matches!(self.router, Router::Normed { .. });
+        let own = 4 * (tokens * self.shape.count + 2 * slots + if normed { tokens } else { 0 })
+            + 2 * slots * self.shape.intermediate * size_of::<A>();
+        let shared = self.shared.as_ref().map_or(0, |shared| {
+            let gated = if shared.gate.is_some() { tokens * (self.hidden * size_of::<A>() + 4) } else { 0 };
+            shared.mlp.saved_bytes::<A>(tokens, keep) + gated
+        });
+        own + shared
+    }
+
+    pub(crate) fn scratch(&self, tokens: usize) -> usize {
+        let shared = self.shared.as_ref().map_or(0, |shared| shared.mlp.scratch(tokens));
+        let router = match &self.router {
+            Router::Plain { linear } | Router::Biased { linear, .. } => linear.scratch(tokens),
+            Router::Normed { linear, .. } => {
+                linear.scratch(tokens).max(norm_backward_scratch(tokens, self.hidden, 1))
+            }
+        };
+        moe_scratch(self.dims(), tokens).max(shared).max(router)
+    }
+}
+
+fn sigmoid(mut x: Vec<f32>) -> Vec<f32> {
+    ballast_kernels::simd::sigmoid(&mut x);
+    x
+}

@@ -1,0 +1,239 @@
+//! The part of a layer that works token by token, with its norms.
+//!
+//! ```text
+//! Qwen, DeepSeek   f(norm(x))                                              f the MLP or the experts
+//! Gemma            after(f(norm(x)))
+//! Gemma 4 MoE      after(after_1(mlp(norm(x))) + after_2(experts(norm_2(x))))         router on x
+//! ```
+
+use ballast_kernels::Element;
+use ballast_kernels::elementwise::{accumulate, add_assign, convert};
+use ballast_kernels::norm::Saved as NormSaved;
+
+use super::experts::{self, Experts};
+use super::mlp::{self, Mlp};
+use super::{Keep, Norm, bytes_of};
+use crate::config::{Config, Layer as Shape};
+use crate::error::Result;
+use crate::params::{Grads, Specs};
+use crate::run::{Run, zeros};
+
+#[derive(Clone, Debug)]
+pub(crate) struct FeedForward {
+    layer: usize,
+    norm: Norm,
+    dense: Option<Mlp>,
+    experts: Option<Experts>,
+    /// Where there are both: after the MLP, before and after the experts.
+    between: Option<[Norm; 3]>,
+    after: Option<Norm>,
+}
+
+/// A norm's output and what its backward needs beside its input.
+#[derive(Clone, Debug, Default)]
+struct Normed<A> {
+    /// cheap
+    y: Vec<A>,
+    saved: NormSaved,
+}
+
+/// What forward keeps, beside x.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Saved<A> {
+    norm: Normed<A>,
+    dense: mlp::Saved<A>,
+    experts: experts::Saved<A>,
+    /// Outputs of MLP and experts before their norms, where there are both: [tokens, H]
+    dense_out: Vec<A>,
+    experts_out: Vec<A>,
+    before_experts: Normed<A>,
+    after_dense: NormSaved,
+    after_experts: NormSaved,
+    /// What the last norm reads: [tokens, H]; empty without one
+    out: Vec<A>,
+    after: NormSaved,
+}
+
+impl<A> Saved<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        let norms = [
+            &self.norm.saved,
+            &self.before_experts.saved,
+            &self.after_dense,
+            &self.after_experts,
+            &self.after,
+        ];
+        let tensors =
+            [&self.norm.y, &self.dense_out, &self.experts_out, &self.before_experts.y, &self.out];
+        bytes_of(&tensors)
+            + norms.map(NormSaved::bytes).iter().sum::<usize>()
+            + self.dense.bytes()
+            + self.experts.bytes()
+    }
+}
+
+impl FeedForward {
+    pub(crate) fn new(specs: &mut Specs, name: &str, layer: usize, config: &Config, shape: &Shape) -> FeedForward {
+        let h = config.hidden;
+        let norm = |specs: &mut Specs, part: &str| Norm::new(specs, &format!("{name}.{part}"), h, config);
+        let before = if config.norms_after { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
+        let both = shape.dense.is_some() && shape.experts.is_some();
+        FeedForward {
+            layer,
+            norm: norm(specs, before),
+            dense: shape.dense.map(|i| Mlp::new(specs, &format!("{name}.mlp"), h, i, config.activation)),
+            experts: shape.experts.map(|experts| Experts::new(specs, name, layer, config, experts)),
+            between: both.then(|| {
+                ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"]
+                    .map(|part| norm(specs, part))
+            }),
+            after: config.norms_after.then(|| norm(specs, "post_feedforward_layernorm")),
+        }
+    }
+
+    pub(crate) fn forward<A: Element>(&self, run: &Run<'_>, x: &[A], keep: Keep) -> Result<(Vec<A>, Saved<A>)> {
+        let mut saved = Saved::default();
+        let (normed, rstd) = self.norm.forward(run, x)?;
+        saved.norm.saved = rstd;
+        let mut y = match (&self.dense, &self.experts) {
+            (Some(dense), None) => {
+                let (y, kept) = dense.forward(run, &normed, keep)?;
+                saved.dense = kept;
+                y
+            }
+            (None, Some(experts)) => {
+                let (y, kept) = experts.forward(run, &normed, x, keep)?;
+                saved.experts = kept;
+                y
+            }
+            (Some(dense), Some(experts)) => self.both(run, dense, experts, &normed, x, keep, &mut saved)?,
+            (None, None) => zeros(x.len()),
+        };
+        run.see(Some(self.layer), "mlp.out", &y);
+        if let Some(after) = &self.after {
+            let (out, rstd) = after.forward(run, &y)?;
+            saved.after = rstd;
+            saved.out = keep.dear(std::mem::replace(&mut y, out));
+        }
+        saved.norm.y = keep.cheap(normed);
+        Ok((y, saved))
+    }
+
+    fn both<A: Element>(
+        &self,
+        run: &Run<'_>,
+        dense: &Mlp,
+        experts: &Experts,
+        normed: &[A],
+        x: &[A],
+        keep: Keep,
+        saved: &mut Saved<A>,
+    ) -> Result<Vec<A>> {
+        let [after_dense, before_experts, after_experts] = self.between.as_ref().expect("made with both parts");
+        let (dense_out, kept) = dense.forward(run, normed, keep)?;
+        saved.dense = kept;
+        let (mut y, rstd) = after_dense.forward(run, &dense_out)?;
+        saved.after_dense = rstd;
+        let (input, rstd) = before_experts.forward(run, x)?;
+        saved.before_experts.saved = rstd;
+        let (experts_out, kept) = experts.forward(run, &input, x, keep)?;
+        saved.experts = kept;
+        let (out, rstd) = after_experts.forward(run, &experts_out)?;
+        saved.after_experts = rstd;
+        add_assign(&mut y, &out)?;
+        saved.before_experts.y = keep.cheap(input);
+        (saved.dense_out, saved.experts_out) = (keep.dear(dense_out), keep.dear(experts_out));
+        Ok(y)
+    }
+
+    /// The gradient of x.
+    pub(crate) fn backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dy: &[A],
+        x: &[A],
+        mut saved: Saved<A>,
+    ) -> Result<Vec<A>> {
+        let after;
+        let dy = match &self.after {
+            Some(norm) => {
+                after = norm.backward(run, grads, dy, &saved.out, &saved.after)?;
+                &after
+            }
+            None => dy,
+        };
+        if saved.norm.y.is_empty() {
+            saved.norm.y = self.norm.forward(run, x)?.0;
+        }
+        let normed = std::mem::take(&mut saved.norm.y);
+        let mut d_normed = vec![0.0; normed.len()];
+        // Gradient of x that does not come through the first norm.
+        let mut d_x: Option<Vec<f32>> = None;
+        match (&self.dense, &self.experts) {
+            (Some(dense), None) => dense.backward(run, grads, &mut d_normed, dy, &normed, saved.dense)?,
+            (None, Some(experts)) => {
+                experts.backward(run, grads, &mut d_normed, None, dy, &normed, x, saved.experts)?;
+            }
+            (Some(dense), Some(experts)) => {
+                let [after_dense, before_experts, after_experts] =
+                    self.between.as_ref().expect("made with both parts");
+                let d = after_dense.backward(run, grads, dy, &saved.dense_out, &saved.after_dense)?;
+                dense.backward(run, grads, &mut d_normed, &d, &normed, saved.dense)?;
+                let d = after_experts.backward(run, grads, dy, &saved.experts_out, &saved.after_experts)?;
+                if saved.before_experts.y.is_empty() {
+                    saved.before_experts.y = before_experts.forward(run, x)?.0;
+                }
+                let mut d_input = vec![0.0; x.len()];
+                let mut d_residual = vec![0.0; x.len()];
+                let input = &saved.before_experts.y;
+                experts.backward(
+                    run,
+                    grads,
+                    &mut d_input,
+                    Some(&mut d_residual),
+                    &d,
+                    input,
+                    x,
+                    saved.experts,
+                )?;
+                let mut d_input_a = zeros(x.len());
+                convert::<A>(&mut d_input_a, &d_input)?;
+                let d = before_experts.backward(run, grads, &d_input_a, x, &saved.before_experts.saved)?;
+                accumulate(&mut d_residual, &d)?;
+                d_x = Some(d_residual);
+            }
+            (None, None) => {}
+        }
+        let mut dn = normed;
+        convert(&mut dn, &d_normed)?;
+        let mut dx = self.norm.backward(run, grads, &dn, x, &saved.norm.saved)?;
+        if let Some(mut d_x) = d_x {
+            accumulate(&mut d_x, &dx)?;
+            convert(&mut dx, &d_x)?;
+        }
+        Ok(dx)
+    }
+
+    /// Bytes that forward keeps.
+    pub(crate) fn saved_bytes<A>(&self, tokens: usize, hidden: usize, keep: Keep) -> usize {
+        if !keep.any() {
+            return 0;
+        }
+        let everything = keep == Keep::Everything;
+        let (tensor, rstd) = (tokens * hidden * size_of::<A>(), 4 * tokens);
+        let mut bytes = rstd + if everything { tensor } else { 0 };
+        bytes += self.dense.as_ref().map_or(0, |dense| dense.saved_bytes::<A>(tokens, keep));
+        bytes += self.experts.as_ref().map_or(0, |experts| experts.saved_bytes::<A>(tokens, keep));
+        if self.between.is_some() {
+            bytes += 3 * rstd + 2 * tensor + if everything { tensor } else { 0 };
+        }
+        bytes + if self.after.is_some() { tensor + rstd } else { 0 }
+    }
+
+    pub(crate) fn scratch(&self, tokens: usize) -> usize {
+        let dense = self.dense.as_ref().map_or(0, |dense| dense.scratch(tokens));
+        let experts = self.experts.as_ref().map_or(0, |experts| experts.scratch(tokens));
+        self.norm.scratch(tokens).max(dense).max(experts)
+    }
+}

@@ -1,0 +1,310 @@
+//! One layer: a mixer and a feed-forward part around the residual stream.
+//!
+//! ```text
+//! x = x + mixer(norm(x))          Gemma: x + after(mixer(norm(x)))
+//! x = x + feed_forward(x)
+//! Gemma 4:  x = x + after(W_p (gelu(W_g x) * own input)),  then  x = s x
+//! ```
+
+use ballast_kernels::Element;
+use ballast_kernels::elementwise::{accumulate, add, add_assign, convert};
+use ballast_kernels::norm::Saved as NormSaved;
+
+use super::attention::{self, Attention, Cache, KeyValues};
+use super::feed_forward::{self, FeedForward};
+use super::linear_attention::{self, LinearAttention};
+use super::{Keep, Norm, bytes_of};
+use crate::config::{Config, Mixer as MixerShape};
+use crate::error::{Error, Result};
+use crate::params::{Grads, Specs};
+use crate::run::Run;
+
+#[derive(Clone, Debug)]
+pub(crate) struct Layer {
+    index: usize,
+    norm: Norm,
+    mixer: Mixer,
+    after: Option<Norm>,
+    feed_forward: FeedForward,
+}
+
+#[derive(Clone, Debug)]
+enum Mixer {
+    Linear(LinearAttention),
+    Softmax(Attention),
+}
+
+/// What forward keeps of a layer.
+#[derive(Clone, Debug)]
+pub(crate) struct Saved<A> {
+    /// What enters: [tokens, H]
+    x: Vec<A>,
+    norm: NormSaved,
+    /// [tokens, H]; cheap
+    normed: Vec<A>,
+    mixer: MixerSaved<A>,
+    /// What the norm after the mixer reads: [tokens, H]; empty without one
+    mixed: Vec<A>,
+    after: NormSaved,
+    /// Between mixer and feed-forward part: [tokens, H]
+    middle: Vec<A>,
+    feed_forward: feed_forward::Saved<A>,
+}
+
+#[derive(Clone, Debug)]
+enum MixerSaved<A> {
+    Linear(linear_attention::Saved<A>),
+    Softmax(attention::Saved<A>),
+}
+
+/// What decoding carries in one layer.
+#[derive(Clone, Debug)]
+pub(crate) enum State<A> {
+    Linear(linear_attention::State<A>),
+    /// By sequence
+    Softmax(Vec<Cache<A>>),
+    /// The keys and values are another layer's.
+    Shared(usize),
+}
+
+impl<A> State<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        match self {
+            State::Linear(state) => state.bytes(),
+            State::Softmax(caches) => caches.iter().map(Cache::bytes).sum(),
+            State::Shared(_) => 0,
+        }
+    }
+}
+
+impl<A> Saved<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        let mixer = match &self.mixer {
+            MixerSaved::Linear(saved) => saved.bytes(),
+            MixerSaved::Softmax(saved) => saved.bytes(),
+        };
+        bytes_of(&[&self.x, &self.normed, &self.mixed, &self.middle])
+            + self.norm.bytes()
+            + self.after.bytes()
+            + mixer
+            + self.feed_forward.bytes()
+    }
+}
+
+/// Keys and values that layers share, and their gradients.
+#[derive(Clone, Debug)]
+pub(crate) struct Links<A> {
+    /// By layer: whether another one uses its keys and values
+    shared: Vec<bool>,
+    pub(crate) kv: Vec<Option<KeyValues<A>>>,
+    gradients: Vec<Option<(Vec<f32>, Vec<f32>)>>,
+}
+
+impl<A: Element> Links<A> {
+    pub(crate) fn new(config: &Config) -> Links<A> {
+        let layers = config.layers.len();
+        let mut shared = vec![false; layers];
+        for layer in &config.layers {
+            if let MixerShape::Softmax(attention) = &layer.mixer
+                && let Some(source) = attention.shared_from
+            {
+                shared[source] = true;
+            }
+        }
+        Links { shared, kv: vec![None; layers], gradients: vec![None; layers] }
+    }
+
+    pub(crate) fn is_shared(&self, layer: usize) -> bool {
+        self.shared[layer]
+    }
+
+    /// The keys and values of the layer that another one uses.
+    pub(crate) fn source(&self, from: Option<usize>) -> &KeyValues<A> {
+        let kv = from.and_then(|layer| self.kv[layer].as_ref());
+        kv.expect("a layer without keys shares those of an earlier one")
+    }
+
+    pub(crate) fn add_gradients(&mut self, to: Option<usize>, dk: &[A], dv: &[A]) -> Result {
+        let to = to.expect("a layer without keys shares those of an earlier one");
+        let zero = || (vec![0.0; dk.len()], vec![0.0; dv.len()]);
+        let (k, v) = self.gradients[to].get_or_insert_with(zero);
+        accumulate(k, dk)?;
+        Ok(accumulate(v, dv)?)
+    }
+
+    pub(crate) fn take_gradients(&mut self, layer: usize) -> Option<(Vec<f32>, Vec<f32>)> {
+        self.gradients[layer].take()
+    }
+}
+
+impl Layer {
+    /// `table` finds the run's table for a rotation.
+    pub(crate) fn new(
+        specs: &mut Specs,
+        index: usize,
+        config: &Config,
+        table: impl Fn(&crate::config::Rope) -> usize,
+    ) -> Result<Layer> {
+        let shape = &config.layers[index];
+        let name = format!("layers.{index}");
+        let norm = Norm::new(specs, &format!("{name}.input_layernorm"), config.hidden, config);
+        let mixer_name = format!("{name}.{}", shape.mixer_name());
+        let mixer = match &shape.mixer {
+            MixerShape::Linear(shape) => {
+                Mixer::Linear(LinearAttention::new(specs, &mixer_name, index, config, *shape))
+            }
+            MixerShape::Softmax(shape) => {
+                let table = table(&shape.rope);
+                Mixer::Softmax(Attention::new(specs, &mixer_name, index, config, shape, table))
+            }
+            MixerShape::Latent(_) => return Err(Error::Input("latent attention is not built yet".into())),
+        };
+        let after = config
+            .norms_after
+            .then(|| Norm::new(specs, &format!("{name}.post_attention_layernorm"), config.hidden, config));
+        let feed_forward = FeedForward::new(specs, &name, index, config, shape);
+        Ok(Layer { index, norm, mixer, after, feed_forward })
+    }
+
+    pub(crate) fn state<A: Element>(&self, config: &Config, sequences: usize) -> State<A> {
+        match (&self.mixer, &config.layers[self.index].mixer) {
+            (Mixer::Linear(mixer), _) => State::Linear(mixer.state(sequences)),
+            (_, MixerShape::Softmax(shape)) if shape.shared_from.is_some() => {
+                State::Shared(shape.shared_from.unwrap_or(0))
+            }
+            _ => State::Softmax((0..sequences).map(|_| Cache::default()).collect()),
+        }
+    }
+
+    /// The residual stream after this layer; `states` are those of all layers up to this one, if decoding.
+    pub(crate) fn forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        x: Vec<A>,
+        links: &mut Links<A>,
+        states: Option<&mut [State<A>]>,
+        keep: Keep,
+    ) -> Result<(Vec<A>, Saved<A>)> {
+        let index = Some(self.index);
+        let (normed, norm) = self.norm.forward(run, &x)?;
+        run.see(index, "input_layernorm", &normed);
+        let (mut mixed, mixer) = self.mix(run, &normed, links, states, keep)?;
+        run.see(index, "mixer.out", &mixed);
+        let mut saved = Saved {
+            x: Vec::new(),
+            norm,
+            normed: keep.cheap(normed),
+            mixer,
+            mixed: Vec::new(),
+            after: NormSaved::default(),
+            middle: Vec::new(),
+            feed_forward: feed_forward::Saved::default(),
+        };
+        if let Some(after) = &self.after {
+            let (out, rstd) = after.forward(run, &mixed)?;
+            saved.after = rstd;
+            saved.mixed = keep.dear(std::mem::replace(&mut mixed, out));
+        }
+        let mut middle = mixed;
+        add_assign(&mut middle, &x)?;
+        saved.x = keep.dear(x);
+        run.see(index, "middle", &middle);
+        let (mut out, kept) = self.feed_forward.forward(run, &middle, keep)?;
+        saved.feed_forward = kept;
+        add_assign(&mut out, &middle)?;
+        saved.middle = keep.dear(middle);
+        run.see(index, "out", &out);
+        Ok((out, saved))
+    }
+
+    fn mix<A: Element>(
+        &self,
+        run: &Run<'_>,
+        normed: &[A],
+        links: &mut Links<A>,
+        states: Option<&mut [State<A>]>,
+        keep: Keep,
+    ) -> Result<(Vec<A>, MixerSaved<A>)> {
+        let (earlier, state) = match states {
+            None => (None, None),
+            Some(states) => {
+                let (earlier, own) = states.split_at_mut(self.index);
+                (Some(earlier), own.first_mut())
+            }
+        };
+        match &self.mixer {
+            Mixer::Linear(mixer) => {
+                let state = match state {
+                    Some(State::Linear(state)) => Some(state),
+                    _ => None,
+                };
+                let (y, saved) = mixer.forward(run, normed, state, keep)?;
+                Ok((y, MixerSaved::Linear(saved)))
+            }
+            Mixer::Softmax(mixer) => {
+                let (caches, shared) = match state {
+                    Some(State::Softmax(caches)) => (Some(caches), None),
+                    Some(State::Shared(source)) => match earlier.map(|earlier| &earlier[*source]) {
+                        Some(State::Softmax(caches)) => (None, Some(&caches[..])),
+                        _ => (None, None),
+                    },
+                    _ => (None, None),
+                };
+                let (y, saved) = mixer.forward(run, normed, links, caches, shared, keep)?;
+                Ok((y, MixerSaved::Softmax(saved)))
+            }
+        }
+    }
+
+    /// The gradient of the residual stream before this layer.
+    pub(crate) fn backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dy: Vec<A>,
+        links: &mut Links<A>,
+        saved: Saved<A>,
+    ) -> Result<Vec<A>> {
+        let Saved { x, norm, mut normed, mixer, mixed, after, middle, feed_forward } = saved;
+        let index = Some(self.index);
+        run.see_gradient(index, "out", &dy);
+        let mut d_middle = self.feed_forward.backward(run, grads, &dy, &middle, feed_forward)?;
+        add_assign(&mut d_middle, &dy)?;
+        drop((dy, middle));
+        run.see_gradient(index, "middle", &d_middle);
+        if normed.is_empty() {
+            normed = self.norm.forward(run, &x)?.0;
+        }
+        let d_mixed = match &self.after {
+            Some(norm) => norm.backward(run, grads, &d_middle, &mixed, &after)?,
+            None => d_middle.clone(),
+        };
+        drop(mixed);
+        let mut d_normed = vec![0.0; normed.len()];
+        match (&self.mixer, mixer) {
+            (Mixer::Linear(mixer), MixerSaved::Linear(saved)) => {
+                mixer.backward(run, grads, &mut d_normed, &d_mixed, &normed, saved)?;
+            }
+            (Mixer::Softmax(mixer), MixerSaved::Softmax(saved)) => {
+                mixer.backward(run, grads, &mut d_normed, &d_mixed, &normed, links, saved)?;
+            }
+            _ => unreachable!("what was saved belongs to this layer"),
+        }
+        let mut dn = normed;
+        convert(&mut dn, &d_normed)?;
+        drop(d_normed);
+        let d_x = self.norm.backward(run, grads, &dn, &x, &norm)?;
+        let mut sum = dn;
+        add(&mut sum, &d_x, &d_middle)?;
+        Ok(sum)
+    }
+
+    /// f32 that one slot of scratch needs.
+    pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {
+        let mixer = match &self.mixer {
+            Mixer::Linear(mixer) => mixer.scratch(tokens),
+            Mixer::Softmax(mixer) => mixer.scratch::<A>(tokens),
+        };
+        mixer.max(self.feed_forward.scratch(tokens)).max(self.norm.scratch(tokens))
+    }
+}

@@ -1,0 +1,498 @@
+//! Linear attention: projections, convolution, gates, gated delta rule, gated norm, projection.
+//!
+//! ```text
+//! q, k, v = silu(conv(W_qkv x))        z = W_z x        a, b = W_a x, W_b x      in f32
+//! g = -exp(A_log) softplus(a + dt_bias)                 beta = sigmoid(b)
+//! o = gated delta rule with the l2norm of q and k inside
+//! y = W_out (w o / rms(o) * silu(z))
+//! ```
+//! q, k and v are three layers on the rows of one stored matrix, so that each comes out in one piece.
+
+use ballast_kernels::conv::{self, Grads as ConvGrads, conv_backward, conv_forward, conv_step};
+use ballast_kernels::elementwise::accumulate;
+use ballast_kernels::gated_delta_rule::{self as gdn, L2NORM_EPS, L2Norm};
+use ballast_kernels::norm::{
+    Saved as NormSaved, gated_rms_norm_backward, gated_rms_norm_forward, l2norm_backward, l2norm_forward,
+    norm_backward_scratch,
+};
+use ballast_kernels::{Element, Precision as Rounding};
+
+use super::{Keep, Linear, bytes_of};
+use crate::config::{Config, LinearAttention as Shape};
+use crate::error::Result;
+use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
+use crate::run::{Run, lower, zeros};
+use crate::with_weight;
+
+/// The three parts of the convolution's channels.
+const PARTS: usize = 3;
+
+#[derive(Clone, Debug)]
+pub(crate) struct LinearAttention {
+    layer: usize,
+    shape: Shape,
+    eps: f32,
+    /// q, k, v
+    qkv: [Linear; PARTS],
+    z: Linear,
+    b: Linear,
+    a: Linear,
+    conv: Id<Weight>,
+    a_log: Id<Protected>,
+    dt_bias: Id<Protected>,
+    norm: Id<Protected>,
+    out: Linear,
+}
+
+/// What forward keeps, beside x.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Saved<A> {
+    /// q, k, v before the convolution: [tokens, channels]
+    unmixed: [Vec<A>; PARTS],
+    /// q, k, v after it; cheap
+    mixed: [Vec<A>; PARTS],
+    /// [tokens, Hv dv]
+    z: Vec<A>,
+    /// [tokens, Hv]
+    a: Vec<f32>,
+    /// [tokens, Hv]
+    b: Vec<f32>,
+    /// [tokens, Hv]; cheap
+    g: Vec<f32>,
+    /// [tokens, Hv]; cheap
+    beta: Vec<f32>,
+    /// What the rule keeps: rstd of q and k, states
+    rule: gdn::Saved<A>,
+    /// [tokens, Hv dv]
+    o: Vec<A>,
+    /// rstd of the heads of o
+    norm: NormSaved,
+    /// [tokens, Hv dv]; cheap
+    normed: Vec<A>,
+}
+
+impl<A> Saved<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        let parts: usize = self.unmixed.iter().chain(&self.mixed).map(|part| part.len()).sum();
+        parts * size_of::<A>()
+            + bytes_of(&[&self.z, &self.o, &self.normed])
+            + bytes_of(&[&self.a, &self.b, &self.g, &self.beta])
+            + self.rule.bytes()
+            + self.norm.bytes()
+    }
+}
+
+/// What decoding carries from token to token, for all sequences.
+#[derive(Clone, Debug)]
+pub(crate) struct State<A> {
+    /// Last columns of q, k, v before the convolution: [sequences, W-1, channels]
+    conv: [Vec<A>; PARTS],
+    /// [sequences, Hv, dk, dv]
+    state: Vec<f32>,
+}
+
+impl<A> State<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        self.conv.iter().map(|part| part.len() * size_of::<A>()).sum::<usize>() + 4 * self.state.len()
+    }
+}
+
+/// q and k normalised and rounded before the rule, where the site `l2norm` is lowered.
+struct Normalised<A> {
+    q: Vec<A>,
+    k: Vec<A>,
+    q_saved: NormSaved,
+    k_saved: NormSaved,
+}
+
+impl LinearAttention {
+    pub(crate) fn new(specs: &mut Specs, name: &str, layer: usize, config: &Config, shape: Shape) -> LinearAttention {
+        let (kd, vd) = (shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim);
+        let (h, hv) = (config.hidden, shape.value_heads);
+        let qkv = Linear::new(specs, &format!("{name}.in_proj_qkv"), h, 2 * kd + vd, false);
+        LinearAttention {
+            layer,
+            shape,
+            eps: config.eps,
+            qkv: [qkv.rows(0, kd), qkv.rows(kd, kd), qkv.rows(2 * kd, vd)],
+            z: Linear::new(specs, &format!("{name}.in_proj_z"), h, vd, false),
+            b: Linear::new(specs, &format!("{name}.in_proj_b"), h, hv, false),
+            a: Linear::new(specs, &format!("{name}.in_proj_a"), h, hv, false),
+            conv: specs.weight(format!("{name}.conv1d.weight"), &[2 * kd + vd, 1, shape.conv_width], Init::Normal),
+            a_log: specs.protected(format!("{name}.A_log"), &[hv], Init::ALog),
+            dt_bias: specs.protected(format!("{name}.dt_bias"), &[hv], Init::Ones),
+            norm: specs.protected(format!("{name}.norm.weight"), &[shape.value_dim], Init::Ones),
+            out: Linear::new(specs, &format!("{name}.out_proj"), vd, h, false),
+        }
+    }
+
+    pub(crate) fn state<A: Element>(&self, sequences: usize) -> State<A> {
+        State {
+            conv: [0, 1, 2].map(|part| zeros(sequences * self.conv_dims(part).state_len())),
+            state: zeros(sequences * self.shape.value_heads * self.dims().state_len()),
+        }
+    }
+
+    pub(crate) fn forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        x: &[A],
+        mut state: Option<&mut State<A>>,
+        keep: Keep,
+    ) -> Result<(Vec<A>, Saved<A>)> {
+        let layer = Some(self.layer);
+        let unmixed = [
+            self.qkv[0].forward::<A, A>(run, x)?,
+            self.qkv[1].forward::<A, A>(run, x)?,
+            self.qkv[2].forward::<A, A>(run, x)?,
+        ];
+        let z: Vec<A> = self.z.forward(run, x)?;
+        let (mut a, mut b): (Vec<f32>, Vec<f32>) = (self.a.forward(run, x)?, self.b.forward(run, x)?);
+        lower(&mut a, run.precision.gate_projections);
+        lower(&mut b, run.precision.gate_projections);
+        let mixed = self.convolve(run, &unmixed, state.as_deref_mut())?;
+        let (g, beta) = self.gates(run, &a, &b)?;
+        for (name, part) in ["q", "k", "v"].into_iter().zip(&mixed) {
+            run.see(layer, &format!("linear_attn.{name}"), part);
+        }
+        run.see(layer, "linear_attn.z", &z);
+        run.see(layer, "linear_attn.a", &a);
+        run.see(layer, "linear_attn.b", &b);
+        run.see(layer, "linear_attn.g", &g);
+        run.see(layer, "linear_attn.beta", &beta);
+        let mut o = zeros(z.len());
+        let mut rule = gdn::Saved::default();
+        self.rule(run, &mut o, &mixed, &g, &beta, state, keep.any().then_some(&mut rule))?;
+        run.see(layer, "linear_attn.o", &o);
+        let (mut normed, mut norm) = (zeros(o.len()), NormSaved::default());
+        let weight = run.params[self.norm].values();
+        gated_rms_norm_forward(&mut normed, Some(&mut norm), &o, &z, weight, self.eps)?;
+        run.see(layer, "linear_attn.norm", &normed);
+        let y = self.out.forward(run, &normed)?;
+        let saved = Saved {
+            unmixed: unmixed.map(|part| keep.dear(part)),
+            mixed: mixed.map(|part| keep.cheap(part)),
+            z: keep.dear(z),
+            a: keep.dear(a),
+            b: keep.dear(b),
+            g: keep.cheap(g),
+            beta: keep.cheap(beta),
+            rule,
+            o: keep.dear(o),
+            norm,
+            normed: keep.cheap(normed),
+        };
+        Ok((y, saved))
+    }
+
+    /// dx += the input's gradient.
+    pub(crate) fn backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dx: &mut [f32],
+        dy: &[A],
+        x: &[A],
+        saved: Saved<A>,
+    ) -> Result {
+        let layer = Some(self.layer);
+        let Saved { unmixed, mut mixed, z, a, b, mut g, mut beta, rule, o, norm, mut normed } = saved;
+        let weight = run.params[self.norm].values();
+        if normed.is_empty() {
+            normed = zeros(o.len());
+            gated_rms_norm_forward(&mut normed, None, &o, &z, weight, self.eps)?;
+        }
+        if g.is_empty() {
+            mixed = self.convolve(run, &unmixed, None)?;
+            (g, beta) = self.gates(run, &a, &b)?;
+        }
+        let d_normed = self.out.backward_alone(run, grads, dy, &normed)?;
+        let (mut d_o, mut dz) = (normed, zeros(z.len()));
+        let mut unused = vec![0.0; weight.len()];
+        let dw = grads.of(self.norm).unwrap_or(&mut unused);
+        gated_rms_norm_backward(&mut d_o, &mut dz, dw, &d_normed, &o, &z, weight, &norm, run.scratch)?;
+        drop((d_normed, o));
+        run.see_gradient(layer, "linear_attn.o", &d_o);
+        self.z.backward(run, grads, dx, &dz, x)?;
+        drop((z, dz));
+        let mut d_mixed = [0, 1, 2].map(|part| zeros::<A>(mixed[part].len()));
+        let (mut dg, mut dbeta) = (zeros(g.len()), zeros(beta.len()));
+        self.rule_backward(run, &mut d_mixed, &mut dg, &mut dbeta, &d_o, &mixed, &g, &beta, &rule)?;
+        drop((d_o, mixed, rule));
+        run.see_gradient(layer, "linear_attn.g", &dg);
+        run.see_gradient(layer, "linear_attn.beta", &dbeta);
+        self.gates_backward(run, grads, dx, &dg, &dbeta, &a, &b, x)?;
+        self.convolve_backward(run, grads, dx, &d_mixed, &unmixed, x)
+    }
+
+    fn dims(&self) -> gdn::Dims {
+        gdn::Dims {
+            key_heads: self.shape.key_heads,
+            value_heads: self.shape.value_heads,
+            key_dim: self.shape.key_dim,
+            value_dim: self.shape.value_dim,
+        }
+    }
+
+    fn conv_dims(&self, part: usize) -> conv::Dims {
+        conv::Dims { channels: self.qkv[part].outputs(), width: self.shape.conv_width }
+    }
+
+    /// Where the taps of a part lie in the convolution's weight.
+    fn taps(&self, part: usize) -> std::ops::Range<usize> {
+        let before: usize = self.qkv[..part].iter().map(Linear::outputs).sum();
+        let width = self.shape.conv_width;
+        before * width..(before + self.qkv[part].outputs()) * width
+    }
+
+    /// Whether every sequence has exactly one new token and a state to go on from.
+    fn is_step<A>(&self, run: &Run<'_>, state: &Option<&mut State<A>>) -> bool {
+        state.is_some() && run.cu_seqlens().windows(2).all(|ends| ends[1] - ends[0] == 1)
+    }
+
+    fn convolve<A: Element>(
+        &self,
+        run: &Run<'_>,
+        unmixed: &[Vec<A>; PARTS],
+        mut state: Option<&mut State<A>>,
+    ) -> Result<[Vec<A>; PARTS]> {
+        let mut mixed = [0, 1, 2].map(|part| zeros::<A>(unmixed[part].len()));
+        let step = self.is_step(run, &state);
+        for part in 0..PARTS {
+            let (dims, taps) = (self.conv_dims(part), self.taps(part));
+            let carried = state.as_deref_mut().map(|state| &mut state.conv[part]);
+            with_weight!(&run.params[self.conv], |w| match carried {
+                Some(carried) if step => {
+                    let rows = mixed[part].chunks_mut(dims.channels).zip(unmixed[part].chunks(dims.channels));
+                    for ((y, x), carried) in rows.zip(carried.chunks_mut(dims.state_len())) {
+                        conv_step(y, carried, x, &w[taps.clone()], dims)?;
+                    }
+                }
+                carried => {
+                    let mut after = carried.as_ref().map(|carried| carried.to_vec());
+                    let input = conv::Input {
+                        x: &unmixed[part],
+                        weight: &w[taps],
+                        state: carried.as_deref().map(|carried| &carried[..]),
+                        cu_seqlens: run.cu_seqlens(),
+                    };
+                    conv_forward(&mut mixed[part], after.as_deref_mut(), &input, dims, run.scratch)?;
+                    if let (Some(carried), Some(after)) = (carried, after) {
+                        *carried = after;
+                    }
+                }
+            });
+        }
+        Ok(mixed)
+    }
+
+    fn convolve_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dx: &mut [f32],
+        d_mixed: &[Vec<A>; PARTS],
+        unmixed: &[Vec<A>; PARTS],
+        x: &[A],
+    ) -> Result {
+        for part in 0..PARTS {
+            let (dims, taps) = (self.conv_dims(part), self.taps(part));
+            let mut d_unmixed = zeros::<A>(unmixed[part].len());
+            let mut unused = vec![0.0; taps.len()];
+            let dweight = grads.of(self.conv).map_or(&mut unused[..], |dw| &mut dw[taps.clone()]);
+            with_weight!(&run.params[self.conv], |w| {
+                let input = conv::Input {
+                    x: &unmixed[part],
+                    weight: &w[taps],
+                    state: None,
+                    cu_seqlens: run.cu_seqlens(),
+                };
+                let to = ConvGrads { dx: &mut d_unmixed, dweight, dstate: None };
+                conv_backward(to, &d_mixed[part], None, &input, dims, run.scratch)?;
+            });
+            self.qkv[part].backward(run, grads, dx, &d_unmixed, x)?;
+        }
+        Ok(())
+    }
+
+    fn gates(&self, run: &Run<'_>, a: &[f32], b: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+        let (mut g, mut beta) = (zeros(a.len()), zeros(b.len()));
+        let (a_log, dt_bias) = (run.params[self.a_log].values(), run.params[self.dt_bias].values());
+        gdn::gates_forward(&mut g, &mut beta, a, b, a_log, dt_bias)?;
+        lower(&mut g, run.precision.decay_gate);
+        lower(&mut beta, run.precision.beta);
+        Ok((g, beta))
+    }
+
+    fn gates_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dx: &mut [f32],
+        dg: &[f32],
+        dbeta: &[f32],
+        a: &[f32],
+        b: &[f32],
+        x: &[A],
+    ) -> Result {
+        let (mut da, mut db) = (vec![0.0; a.len()], vec![0.0; b.len()]);
+        let (a_log, dt_bias) = (run.params[self.a_log].values(), run.params[self.dt_bias].values());
+        let (mut da_log, mut ddt_bias) = (vec![0.0; a_log.len()], vec![0.0; dt_bias.len()]);
+        gdn::gates_backward(&mut da, &mut db, &mut da_log, &mut ddt_bias, dg, dbeta, a, b, a_log, dt_bias)?;
+        for (id, gradient) in [(self.a_log, da_log), (self.dt_bias, ddt_bias)] {
+            if let Some(sum) = grads.of(id) {
+                accumulate(sum, &gradient)?;
+            }
+        }
+        self.a.backward(run, grads, dx, &da, x)?;
+        self.b.backward(run, grads, dx, &db, x)
+    }
+
+    fn options(&self, run: &Run<'_>) -> gdn::Options {
+        let l2norm = if run.precision.l2norm == Rounding::F32 { L2Norm::Inside } else { L2Norm::Off };
+        gdn::Options { l2norm, ..gdn::Options::default() }
+    }
+
+    /// q and k as the rule takes them, where they are normalised before it.
+    fn normalise<A: Element>(&self, run: &Run<'_>, mixed: &[Vec<A>; PARTS]) -> Result<Option<Normalised<A>>> {
+        if run.precision.l2norm == Rounding::F32 {
+            return Ok(None);
+        }
+        let one = |x: &Vec<A>| -> Result<(Vec<A>, NormSaved)> {
+            let (mut y, mut saved) = (zeros(x.len()), NormSaved::default());
+            l2norm_forward(&mut y, Some(&mut saved), x, L2NORM_EPS, self.shape.key_dim)?;
+            lower(&mut y, run.precision.l2norm);
+            Ok((y, saved))
+        };
+        let ((q, q_saved), (k, k_saved)) = (one(&mixed[0])?, one(&mixed[1])?);
+        Ok(Some(Normalised { q, k, q_saved, k_saved }))
+    }
+
+    fn rule<A: Element>(
+        &self,
+        run: &Run<'_>,
+        o: &mut [A],
+        mixed: &[Vec<A>; PARTS],
+        g: &[f32],
+        beta: &[f32],
+        state: Option<&mut State<A>>,
+        saved: Option<&mut gdn::Saved<A>>,
+    ) -> Result {
+        let normalised = self.normalise(run, mixed)?;
+        let (q, k) = normalised.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
+        let (dims, options, v) = (self.dims(), self.options(run), &mixed[2]);
+        let step = self.is_step(run, &state);
+        let Some(state) = state else {
+            let input = gdn::Input { q, k, v, g, beta, h0: None, cu_seqlens: run.cu_seqlens() };
+            let output = gdn::Output { o, ht: None };
+            gdn::gated_delta_rule_forward(output, saved, &input, dims, &options, run.scratch)?;
+            return Ok(());
+        };
+        if step {
+            self.steps(run, o, &mut state.state, q, k, v, g, beta, &options)?;
+        } else {
+            let h0 = state.state.clone();
+            let input = gdn::Input { q, k, v, g, beta, h0: Some(&h0), cu_seqlens: run.cu_seqlens() };
+            let output = gdn::Output { o, ht: Some(&mut state.state) };
+            gdn::gated_delta_rule_forward(output, saved, &input, dims, &options, run.scratch)?;
+        }
+        lower(&mut state.state, run.precision.state);
+        Ok(())
+    }
+
+    /// One token of every sequence.
+    fn steps<A: Element>(
+        &self,
+        run: &Run<'_>,
+        o: &mut [A],
+        states: &mut [f32],
+        q: &[A],
+        k: &[A],
+        v: &[A],
+        g: &[f32],
+        beta: &[f32],
+        options: &gdn::Options,
+    ) -> Result {
+        let dims = self.dims();
+        let (kd, vd, hv) = (dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim, dims.value_heads);
+        run.scratch.with(gdn::step_scratch(dims), |scratch| {
+            for (i, state) in states.chunks_mut(hv * dims.state_len()).enumerate() {
+                let (keys, values, heads) = (i * kd..(i + 1) * kd, i * vd..(i + 1) * vd, i * hv..(i + 1) * hv);
+                gdn::gated_delta_rule_step(
+                    &mut o[values.clone()],
+                    state,
+                    &q[keys.clone()],
+                    &k[keys],
+                    &v[values],
+                    &g[heads.clone()],
+                    &beta[heads],
+                    dims,
+                    options,
+                    scratch,
+                )?;
+            }
+            Ok(())
+        })
+    }
+
+    fn rule_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        d_mixed: &mut [Vec<A>; PARTS],
+        dg: &mut [f32],
+        dbeta: &mut [f32],
+        d_o: &[A],
+        mixed: &[Vec<A>; PARTS],
+        g: &[f32],
+        beta: &[f32],
+        saved: &gdn::Saved<A>,
+    ) -> Result {
+        let normalised = self.normalise(run, mixed)?;
+        let (q, k) = normalised.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
+        let (dims, options) = (self.dims(), self.options(run));
+        let input = gdn::Input { q, k, v: &mixed[2], g, beta, h0: None, cu_seqlens: run.cu_seqlens() };
+        let [dq, dk, dv] = d_mixed;
+        let grads = gdn::Grads { dq, dk, dv, dg, dbeta, dh0: None };
+        gdn::gated_delta_rule_backward(grads, d_o, None, &input, saved, dims, &options, run.scratch)?;
+        if let Some(normalised) = &normalised {
+            for (part, saved) in [&normalised.q_saved, &normalised.k_saved].into_iter().enumerate() {
+                let dy = d_mixed[part].clone();
+                l2norm_backward(&mut d_mixed[part], &dy, &mixed[part], saved, self.shape.key_dim)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes that forward keeps for these sequences.
+    pub(crate) fn saved_bytes<A: Element>(&self, cu_seqlens: &[usize], keep: Keep, l2norm: Rounding) -> usize {
+        if !keep.any() {
+            return 0;
+        }
+        let tokens = cu_seqlens[cu_seqlens.len() - 1];
+        let channels: usize = self.qkv.iter().map(Linear::outputs).sum();
+        let (vd, hv) = (self.z.outputs(), self.shape.value_heads);
+        let l2norm = if l2norm == Rounding::F32 { L2Norm::Inside } else { L2Norm::Off };
+        let options = gdn::Options { l2norm, ..gdn::Options::default() };
+        let dear = (channels + 2 * vd) * size_of::<A>() + 3 * hv * 4;
+        let cheap = (channels + vd) * size_of::<A>() + 2 * hv * 4;
+        let per_token = dear + if keep == Keep::Everything { cheap } else { 0 };
+        tokens * per_token + gdn::saved_bytes::<A>(self.dims(), &options, cu_seqlens)
+    }
+
+    pub(crate) fn scratch(&self, tokens: usize) -> usize {
+        let (dims, options) = (self.dims(), gdn::Options::default());
+        let linears = self.qkv.iter().chain([&self.z, &self.a, &self.b, &self.out]);
+        let convs = (0..PARTS).map(|part| conv::backward_scratch(self.conv_dims(part)));
+        linears
+            .map(|linear| linear.scratch(tokens))
+            .chain(convs)
+            .chain([
+                gdn::forward_scratch(dims, &options),
+                gdn::backward_scratch(dims, &options),
+                gdn::step_scratch(dims),
+                norm_backward_scratch(tokens * dims.value_heads, dims.value_dim, 1),
+            ])
+            .max()
+            .unwrap_or(0)
+    }
+}

@@ -1,0 +1,29 @@
+//! Hybrid Gated-DeltaNet language models on a CPU: config.json to layers, forward, backward, decode.
+//!
+//! [`Config`] describes a decoder of any family as data; [`Model`] has its layers and parameters; [`Precision`] says
+//! what is stored and computed in which type. Layers hold the [`params::Id`]s of their parameters and have a forward
+//! that says what it keeps, and a backward that uses it.
+
+// Outputs, then inputs, then sizes: the grammar of the kernels, kept by the layers that call them.
+#![allow(clippy::too_many_arguments)]
+
+pub mod batch;
+pub mod config;
+pub mod error;
+mod layers;
+mod load;
+pub mod memory;
+mod model;
+pub mod params;
+pub mod precision;
+pub mod probe;
+mod run;
+mod save;
+
+pub use batch::Batch;
+pub use config::Config;
+pub use error::{Error, Result};
+pub use model::{LossOptions, Model, Recompute};
+pub use precision::Precision;
+pub use probe::Probe;
+pub use save::NamedTensor;

@@ -1,0 +1,174 @@
+//! Parameters from a checkpoint in any layout.
+//!
+//! In memory the names are Hugging Face's, with split projections and fused experts; the checkpoint's layout gives
+//! views of that form, and each is read once, into its final type.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use ballast_checkpoint::cast::{self, Buffer};
+use ballast_checkpoint::layout::{self, Form, Layout, Naming, is_carried};
+use ballast_checkpoint::{Checkpoint, View};
+use ballast_contract::Dtype;
+use half::bf16;
+use rayon::prelude::*;
+
+use crate::config::Config;
+use crate::error::{Error, Mismatch, Result};
+use crate::memory;
+use crate::model::Model;
+use crate::params::{Protected, Spec, Weight};
+use crate::precision::{Precision, Storage};
+
+/// Where a model's parameters came from.
+#[derive(Clone, Debug)]
+pub(crate) struct Source {
+    pub(crate) checkpoint: Arc<Checkpoint>,
+    /// The checkpoint's layout.
+    pub(crate) layout: Layout,
+    /// What stands before the names of [`Spec`].
+    pub(crate) prefix: String,
+    /// Tensors that are no part of the text model, under their own names.
+    pub(crate) carried: Vec<View>,
+}
+
+impl Model {
+    /// Reads a model; `precision` is made for its configuration.
+    pub fn load(path: &Path, precision: impl FnOnce(&Config) -> Result<Precision>) -> Result<Model> {
+        let checkpoint = Arc::new(Checkpoint::open_consistent(path)?);
+        let Some(json) = &checkpoint.config else {
+            let problem = "is not there, and without it the tensors cannot be understood".to_string();
+            return Err(Error::Config { file: checkpoint.config_path(), field: "config.json".into(), problem });
+        };
+        let config = Config::parse(json, &checkpoint.config_path())?;
+        let precision = precision(&config)?;
+        let mut model = Model::build(config, precision.clone())?;
+        let source_layout = Layout::detect(&checkpoint);
+        let canonical = Layout {
+            naming: Naming::Hf,
+            projections: source_layout.projections.map(|_| Form::Split),
+            experts: source_layout.experts.map(|_| Form::Fused),
+            ranks: 1,
+            ..source_layout.clone()
+        };
+        let views: Vec<View> = layout::relayout(&checkpoint, &source_layout, &canonical)?.concat();
+        let (views, source) = sort(&model, views, checkpoint, source_layout)?;
+        memory::check("the model's parameters", model.specs.bytes(precision.params) as u64)?;
+        let (weights, protected) = views.split_at(model.specs.weights.len());
+        model.params.weights = weights
+            .par_iter()
+            .map(|view| read_weight(view, precision.params))
+            .collect::<Result<_>>()?;
+        model.params.protected =
+            protected.iter().map(|view| Ok(Protected::new(read_f32(view)?))).collect::<Result<_>>()?;
+        model.source = Some(source);
+        model.set_precision(precision);
+        Ok(model)
+    }
+}
+
+/// The view of every parameter, in the order of the specs; an error that lists all that does not fit.
+fn sort(
+    model: &Model,
+    views: Vec<View>,
+    checkpoint: Arc<Checkpoint>,
+    layout: Layout,
+) -> Result<(Vec<View>, Source)> {
+    let own = |view: &&View| !is_carried(&view.name);
+    let prefix = views
+        .iter()
+        .filter(own)
+        .filter_map(|view| view.name.strip_suffix("embed_tokens.weight"))
+        .min_by_key(|prefix| prefix.len())
+        .unwrap_or(&layout.prefix)
+        .to_string();
+    let mut by_name: std::collections::HashMap<String, View> =
+        views.into_iter().map(|view| (view.name.clone(), view)).collect();
+    let mut problems = Mismatch::default();
+    let mut found = Vec::new();
+    for spec in model.specs.all() {
+        let name = full_name(&prefix, spec);
+        let shape: Vec<u64> = spec.shape.iter().map(|d| *d as u64).collect();
+        match by_name.remove(&name) {
+            None => problems.missing.push(name),
+            Some(view) if view.shape != shape => problems.misshapen.push((name, view.shape, shape)),
+            Some(view) => found.push(view),
+        }
+    }
+    let (mut extra, mut carried): (Vec<View>, Vec<View>) =
+        by_name.into_values().partition(|view| is_extra(model, &prefix, &view.name));
+    extra.sort_by(|a, b| a.name.cmp(&b.name));
+    carried.sort_by(|a, b| a.name.cmp(&b.name));
+    problems.extra = extra.into_iter().map(|view| view.name).collect();
+    if !problems.is_empty() {
+        return Err(Error::Tensors { root: checkpoint.root.clone(), problems });
+    }
+    Ok((found, Source { checkpoint, layout, prefix, carried }))
+}
+
+/// The name in the Hugging Face layout.
+pub(crate) fn full_name(prefix: &str, spec: &Spec) -> String {
+    if spec.name.starts_with("lm_head.") { spec.name.clone() } else { format!("{prefix}{}", spec.name) }
+}
+
+/// Whether a tensor that no parameter asked for is a mistake; others are carried.
+fn is_extra(model: &Model, prefix: &str, name: &str) -> bool {
+    if is_carried(name) || !name.starts_with(prefix) && !name.starts_with("lm_head.") {
+        return false;
+    }
+    // Copies and constants that some files hold: a tied head, rotary frequencies, keys of layers that share others'.
+    let tied_head = model.config.tied && name == "lm_head.weight";
+    let shares = |layer: usize| {
+        let layer = model.config.layers.get(layer);
+        layer.is_some_and(|layer| {
+            matches!(&layer.mixer, crate::config::Mixer::Softmax(a) if a.shared_from.is_some())
+        })
+    };
+    let layer = name
+        .strip_prefix(prefix)
+        .and_then(|rest| rest.strip_prefix("layers.")?.split_once('.'))
+        .and_then(|(index, rest)| Some((index.parse::<usize>().ok()?, rest)));
+    let unused_keys = layer.is_some_and(|(index, rest)| {
+        shares(index)
+            && ["self_attn.k_proj.", "self_attn.v_proj.", "self_attn.k_norm.", "self_attn.v_norm."]
+                .iter()
+                .any(|part| rest.starts_with(part))
+    });
+    // A DeepSeek file's layer after the last is its mtp.
+    let after_last = layer.is_some_and(|(index, _)| index >= model.config.layers.len())
+        && model.config.model_type == "deepseek_v32";
+    !(tied_head || unused_keys || after_last || name.ends_with("rotary_emb.inv_freq"))
+}
+
+/// Bytes of a view, in its own type.
+fn read(view: &View) -> Result<Buffer> {
+    let (mut data, mut scratch) = (Buffer::default(), Buffer::default());
+    view.read(0..view.units(), &mut data, &mut scratch)?;
+    Ok(data)
+}
+
+/// The values in f32; only types that f32 holds exactly.
+pub(crate) fn read_f32(view: &View) -> Result<Vec<f32>> {
+    if !view.dtype.widens_exactly_to(Dtype::F32) {
+        return Err(Error::Checkpoint(ballast_checkpoint::Error::Tensor {
+            checkpoint: None,
+            tensor: view.name.clone(),
+            problem: format!(
+                "it is {}, which f32 cannot hold; convert the checkpoint to F32 or BF16 first",
+                view.dtype
+            ),
+        }));
+    }
+    let data = read(view)?;
+    let mut values = vec![0f32; view.elements() as usize];
+    cast::convert(data.as_ref(), view.dtype, bytemuck::cast_slice_mut(&mut values), Dtype::F32);
+    Ok(values)
+}
+
+fn read_weight(view: &View, storage: Storage) -> Result<Weight> {
+    if storage == Storage::Bf16 && view.dtype == Dtype::Bf16 {
+        let data = read(view)?;
+        return Ok(Weight::Bf16(bytemuck::cast_slice::<u8, bf16>(data.as_ref()).to_vec()));
+    }
+    Ok(Weight::F32(read_f32(view)?).cast(storage))
+}

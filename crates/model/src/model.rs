@@ -1,0 +1,387 @@
+//! The whole decoder: embedding, layers, norm, output head; forward, loss, backward.
+
+use std::cell::RefCell;
+
+use ballast_kernels::embedding::{embedding_backward, embedding_forward};
+use ballast_kernels::linear_cross_entropy::{
+    self as loss_kernel, Loss, linear_cross_entropy, linear_cross_entropy_scratch, logits_len,
+};
+use ballast_kernels::norm::Saved as NormSaved;
+use ballast_kernels::rotary::{Rotary, Table};
+use ballast_kernels::simd;
+use ballast_kernels::{Element, Precision as Rounding, Scratch};
+use half::bf16;
+
+use crate::batch::{Batch, IGNORED};
+use crate::config::{Config, Mixer, Rope};
+use crate::error::Result;
+use crate::layers::{Keep, Layer, Linear, Links, Norm, Saved};
+use crate::load::Source;
+use crate::params::{Grads, Id, Init, Params, Specs, Weight};
+use crate::precision::{Precision, Storage};
+use crate::probe::Probe;
+use crate::run::{Run, lower, zeros};
+use crate::with_weight;
+
+/// What is kept for backward; the rest is made anew, in the same bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Recompute {
+    /// Everything is kept.
+    #[default]
+    None,
+    /// What costs a pass over memory is made anew: norms, gated units, convolutions, rotations.
+    Selective,
+    /// Only the input of each layer is kept.
+    Full,
+}
+
+/// A decoder.
+#[derive(Debug)]
+pub struct Model {
+    /// What it is.
+    pub config: Config,
+    /// Its parameters without their values: names, shapes.
+    pub specs: Specs,
+    /// Their values.
+    pub params: Params,
+    precision: Precision,
+    rotaries: Vec<Rotary>,
+    embedding: Id<Weight>,
+    layers: Vec<Layer>,
+    norm: Norm,
+    head: Linear,
+    pub(crate) source: Option<Source>,
+}
+
+/// Settings of the loss.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LossOptions {
+    /// Coefficient of the squared log-sum.
+    pub z_loss: f32,
+    /// Part of the target that is spread over the vocabulary.
+    pub label_smoothing: f32,
+    /// What the gradient of the loss sum is multiplied by; `None`: 1 / tokens that count.
+    pub scale: Option<f32>,
+}
+
+/// What a forward kept.
+struct Trail<A> {
+    layers: Vec<LayerTrail<A>>,
+    /// What the last norm reads: [tokens, H]
+    x: Vec<A>,
+    norm: NormSaved,
+    links: Links<A>,
+}
+
+enum LayerTrail<A> {
+    Input(Vec<A>),
+    Saved(Box<Saved<A>>),
+}
+
+impl<A> Trail<A> {
+    fn bytes(&self) -> usize {
+        let layer = |trail: &LayerTrail<A>| match trail {
+            LayerTrail::Input(x) => x.len() * size_of::<A>(),
+            LayerTrail::Saved(saved) => saved.bytes(),
+        };
+        self.layers.iter().map(layer).sum::<usize>() + self.x.len() * size_of::<A>() + self.norm.bytes()
+    }
+}
+
+impl Model {
+    /// The layers of a configuration, with parameters that have no values yet.
+    pub(crate) fn build(config: Config, precision: Precision) -> Result<Model> {
+        let mut specs = Specs::default();
+        let embedding =
+            specs.weight("embed_tokens.weight".into(), &[config.vocabulary, config.hidden], Init::Normal);
+        let mut ropes: Vec<Rope> = Vec::new();
+        for layer in &config.layers {
+            let used = match &layer.mixer {
+                Mixer::Linear(_) => vec![],
+                Mixer::Softmax(attention) => vec![attention.rope],
+                Mixer::Latent(attention) => vec![attention.rope, attention.indexer_rope],
+            };
+            for rope in used {
+                if !ropes.contains(&rope) {
+                    ropes.push(rope);
+                }
+            }
+        }
+        let table = |rope: &Rope| ropes.iter().position(|r| r == rope).expect("it was collected above");
+        let layers = (0..config.layers.len())
+            .map(|i| Layer::new(&mut specs, i, &config, table))
+            .collect::<Result<Vec<Layer>>>()?;
+        let norm = Norm::new(&mut specs, "norm", config.hidden, &config);
+        let head = if config.tied {
+            Linear::on(embedding, config.hidden, config.vocabulary)
+        } else {
+            Linear::new(&mut specs, "lm_head", config.hidden, config.vocabulary, false)
+        };
+        let rotaries = ropes.iter().map(Rope::rotary).collect::<Result<_>>()?;
+        Ok(Model {
+            config,
+            specs,
+            params: Params::default(),
+            precision,
+            rotaries,
+            embedding,
+            layers,
+            norm,
+            head,
+            source: None,
+        })
+    }
+
+    /// What is stored and computed in which type.
+    pub fn precision(&self) -> &Precision {
+        &self.precision
+    }
+
+    /// Casts the weights, and rounds those protected tensors that the new precision's policy leaves out.
+    pub fn set_precision(&mut self, precision: Precision) {
+        self.params.cast(precision.params);
+        if precision.params == Storage::Bf16 {
+            let policy = precision.policy();
+            for (spec, tensor) in self.specs.protected.iter().zip(&mut self.params.protected) {
+                if policy.rule_for(&format!("model.{}", spec.name)).is_none() {
+                    tensor.forget_beyond(Rounding::Bf16);
+                }
+            }
+        }
+        self.precision = precision;
+    }
+
+    /// Zero gradients for all parameters that are learned.
+    pub fn grads(&self) -> Grads {
+        Grads::new(&self.specs, |_| true)
+    }
+
+    /// The logits [tokens, V].
+    pub fn logits(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
+        match self.precision.activations {
+            Storage::F32 => self.logits_in::<f32>(batch, probe),
+            Storage::Bf16 => self.logits_in::<bf16>(batch, probe),
+        }
+    }
+
+    /// The loss alone.
+    pub fn loss(&self, batch: &Batch, options: &LossOptions, probe: Option<&mut dyn Probe>) -> Result<Loss> {
+        match self.precision.activations {
+            Storage::F32 => self.loss_in::<f32>(batch, options, probe),
+            Storage::Bf16 => self.loss_in::<bf16>(batch, options, probe),
+        }
+    }
+
+    /// The loss, and the gradients of its sum times the scale, added to `grads`.
+    pub fn backward(
+        &self,
+        grads: &mut Grads,
+        batch: &Batch,
+        options: &LossOptions,
+        recompute: Recompute,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<Loss> {
+        match self.precision.activations {
+            Storage::F32 => self.backward_in::<f32>(grads, batch, options, recompute, probe),
+            Storage::Bf16 => self.backward_in::<bf16>(grads, batch, options, recompute, probe),
+        }
+    }
+
+    /// Sines and cosines for these positions.
+    pub(crate) fn tables(&self, positions: &[u32]) -> Vec<Table> {
+        self.rotaries.iter().map(|rotary| rotary.table(positions)).collect()
+    }
+
+    /// f32 that one slot of scratch needs for `tokens` tokens.
+    pub(crate) fn scratch_len<A: Element>(&self, tokens: usize) -> usize {
+        let head = linear_cross_entropy_scratch(self.head.dims(), tokens, &loss_kernel::Options::default());
+        let layers = self.layers.iter().map(|layer| layer.scratch::<A>(tokens)).max().unwrap_or(0);
+        head.max(layers).max(self.norm.scratch(tokens))
+    }
+
+    /// Runs `work` with what all layers share.
+    fn with_run<A: Element, R>(
+        &self,
+        batch: &Batch,
+        probe: Option<&mut dyn Probe>,
+        work: impl FnOnce(&Run<'_>) -> Result<R>,
+    ) -> Result<R> {
+        batch.check(self.config.vocabulary)?;
+        let tables = self.tables(&batch.positions);
+        let scratch = Scratch::new(self.scratch_len::<A>(batch.tokens()));
+        let run = Run {
+            config: &self.config,
+            params: &self.params,
+            precision: &self.precision,
+            batch,
+            tables: &tables,
+            scratch: &scratch,
+            probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
+        };
+        work(&run)
+    }
+
+    fn logits_in<A: Element>(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
+        self.with_run::<A, _>(batch, probe, |run| {
+            let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
+            let (hidden, _) = self.norm.forward(run, &x)?;
+            run.see(None, "norm", &hidden);
+            self.project(run, &hidden)
+        })
+    }
+
+    /// Logits [rows, V] of hidden [rows, H].
+    pub(crate) fn project<A: Element>(&self, run: &Run<'_>, hidden: &[A]) -> Result<Vec<f32>> {
+        let mut logits: Vec<f32> = self.head.forward(run, hidden)?;
+        if let Some(cap) = self.config.final_cap {
+            ballast_kernels::elementwise::scale(&mut logits, 1.0 / cap);
+            simd::tanh(&mut logits);
+            ballast_kernels::elementwise::scale(&mut logits, cap);
+        }
+        lower(&mut logits, self.precision.loss);
+        run.see(None, "logits", &logits);
+        Ok(logits)
+    }
+
+    fn loss_in<A: Element>(
+        &self,
+        batch: &Batch,
+        options: &LossOptions,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<Loss> {
+        self.with_run::<A, _>(batch, probe, |run| {
+            let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
+            let (hidden, _) = self.norm.forward(run, &x)?;
+            run.see(None, "norm", &hidden);
+            let options = self.loss_options(options);
+            let mut logits = zeros(logits_len(self.config.vocabulary, run.tokens(), &options));
+            with_weight!(&run.params[self.head.weight()], |w| {
+                let (dims, targets) = (self.head.dims(), &batch.targets);
+                Ok(linear_cross_entropy(None, &hidden, w, targets, dims, &options, &mut logits, run.scratch)?)
+            })
+        })
+    }
+
+    fn loss_options(&self, options: &LossOptions) -> loss_kernel::Options {
+        loss_kernel::Options {
+            ignore_index: IGNORED,
+            soft_cap: self.config.final_cap,
+            z_loss: options.z_loss,
+            label_smoothing: options.label_smoothing,
+            logits: self.precision.loss,
+            ..loss_kernel::Options::default()
+        }
+    }
+
+    /// The residual stream after the last layer, and what was kept of each.
+    fn stream<A: Element>(&self, run: &Run<'_>, keep: Keep, inputs: bool) -> Result<(Vec<A>, Trail<A>)> {
+        let mut x = self.embed::<A>(run)?;
+        let mut links = Links::new(&self.config);
+        let mut layers = Vec::new();
+        for layer in &self.layers {
+            let input = inputs.then(|| x.clone());
+            let (out, saved) = layer.forward(run, x, &mut links, None, keep)?;
+            x = out;
+            match input {
+                Some(input) => layers.push(LayerTrail::Input(input)),
+                None if keep.any() => layers.push(LayerTrail::Saved(Box::new(saved))),
+                None => {}
+            }
+        }
+        Ok((x, Trail { layers, x: Vec::new(), norm: NormSaved::default(), links }))
+    }
+
+    fn embed<A: Element>(&self, run: &Run<'_>) -> Result<Vec<A>> {
+        let hidden = self.config.hidden;
+        let mut x = zeros(run.tokens() * hidden);
+        with_weight!(&run.params[self.embedding], |w| {
+            embedding_forward(&mut x, &run.batch.ids, w, self.embedding_scale(), hidden)?;
+        });
+        run.see(None, "embed", &x);
+        Ok(x)
+    }
+
+    /// The scale as models were trained with: rounded to the weight's type.
+    fn embedding_scale(&self) -> f32 {
+        match self.precision.params {
+            Storage::F32 => self.config.embedding_scale,
+            Storage::Bf16 => Rounding::Bf16.round(self.config.embedding_scale),
+        }
+    }
+
+    fn backward_in<A: Element>(
+        &self,
+        grads: &mut Grads,
+        batch: &Batch,
+        options: &LossOptions,
+        recompute: Recompute,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<Loss> {
+        self.with_run::<A, _>(batch, probe, |run| {
+            let keep = match recompute {
+                Recompute::None => Keep::Everything,
+                Recompute::Selective => Keep::Selective,
+                Recompute::Full => Keep::Nothing,
+            };
+            let (x, mut trail) = self.stream::<A>(run, keep, recompute == Recompute::Full)?;
+            let (hidden, norm) = self.norm.forward(run, &x)?;
+            run.see(None, "norm", &hidden);
+            (trail.x, trail.norm) = (x, norm);
+            let (loss, dhidden) = self.loss_backward(run, grads, &hidden, options)?;
+            drop(hidden);
+            run.see_gradient(None, "norm", &dhidden);
+            let mut dx = self.norm.backward(run, grads, &dhidden, &trail.x, &trail.norm)?;
+            drop((dhidden, std::mem::take(&mut trail.x)));
+            let Trail { layers, mut links, .. } = trail;
+            for (layer, kept) in self.layers.iter().zip(layers).rev() {
+                let saved = match kept {
+                    LayerTrail::Saved(saved) => *saved,
+                    LayerTrail::Input(x) => layer.forward(run, x, &mut links, None, Keep::Everything)?.1,
+                };
+                dx = layer.backward(run, grads, dx, &mut links, saved)?;
+            }
+            run.see_gradient(None, "embed", &dx);
+            if let Some(dw) = grads.of(self.embedding) {
+                let scale = self.embedding_scale();
+                embedding_backward(dw, &dx, &batch.ids, scale, self.config.hidden, &mut Vec::new())?;
+            }
+            Ok(loss)
+        })
+    }
+
+    /// The loss and the gradient of hidden, and the output head's.
+    fn loss_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        hidden: &[A],
+        options: &LossOptions,
+    ) -> Result<(Loss, Vec<A>)> {
+        let mut dhidden = zeros(hidden.len());
+        let scale = options.scale.unwrap_or(1.0 / run.batch.counted().max(1) as f32);
+        let kernel_options = self.loss_options(options);
+        let mut logits = zeros(logits_len(self.config.vocabulary, run.tokens(), &kernel_options));
+        let loss = with_weight!(&run.params[self.head.weight()], |w| {
+            let to = loss_kernel::Grads { dhidden: &mut dhidden, dw: grads.of(self.head.weight()), scale };
+            let (dims, targets) = (self.head.dims(), &run.batch.targets);
+            linear_cross_entropy(Some(to), hidden, w, targets, dims, &kernel_options, &mut logits, run.scratch)?
+        });
+        Ok((loss, dhidden))
+    }
+
+    /// Bytes that a forward keeps for backward, measured by running one.
+    #[cfg(test)]
+    pub(crate) fn kept_bytes<A: Element>(&self, batch: &Batch, recompute: Recompute) -> Result<usize> {
+        self.with_run::<A, _>(batch, None, |run| {
+            let keep = match recompute {
+                Recompute::None => Keep::Everything,
+                Recompute::Selective => Keep::Selective,
+                Recompute::Full => Keep::Nothing,
+            };
+            let (x, mut trail) = self.stream::<A>(run, keep, recompute == Recompute::Full)?;
+            let (_, norm) = self.norm.forward(run, &x)?;
+            (trail.x, trail.norm) = (x, norm);
+            Ok(trail.bytes())
+        })
+    }
+}

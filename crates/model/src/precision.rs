@@ -1,0 +1,198 @@
+//! What is stored and computed in which precision: one value for a whole run.
+//!
+//! bf16 is storage, f32 is arithmetic; a lowered site rounds exactly where it is named, and nowhere else:
+//!
+//! | site | what is rounded |
+//! |---|---|
+//! | `gate_projections` | a and b, as they leave their projections |
+//! | `decay_gate` | g = -exp(A_log) softplus(a + dt_bias) |
+//! | `beta` | sigmoid(b) |
+//! | `l2norm` | q and k of the delta rule, after they were normalised |
+//! | `state` | the recurrent state, each time it is handed on: from call to call while decoding, from segment to segment else |
+//! | `qk_product`, `logits` | of softmax attention, see [`ballast_kernels::attention`] |
+//! | `indexer_logits` | q.k of the sparse indexer, before the relu |
+//! | `router` | the router's logits |
+//! | `norms` | the output of every norm but the delta rule's |
+//! | `loss` | the output logits, before the softmax |
+//!
+//! `policy` says which of the contract's tensors keep their f32 values; the others of them are rounded to bf16 when
+//! `params` is bf16. They stay in f32 storage: a protected tensor has no other type.
+
+use ballast_contract::{Policy, Registry};
+use ballast_kernels::Precision as Rounding;
+use serde::Serialize;
+
+use crate::config::{Config, Mixer};
+use crate::error::{Error, Result};
+
+/// What tensors are stored in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum Storage {
+    F32,
+    Bf16,
+}
+
+impl Storage {
+    /// Bytes of an element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Storage::F32 => 4,
+            Storage::Bf16 => 2,
+        }
+    }
+}
+
+/// Storage, sites and policy of a run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Precision {
+    /// The preset that this is, or was before it was changed.
+    pub name: String,
+    /// Parameters that the contract does not protect.
+    pub params: Storage,
+    /// Everything that flows.
+    pub activations: Storage,
+    /// Which protected tensors keep their f32 values: a policy of the contract.
+    pub policy: &'static str,
+    /// See the module.
+    pub gate_projections: Rounding,
+    /// See the module.
+    pub decay_gate: Rounding,
+    /// See the module.
+    pub beta: Rounding,
+    /// See the module.
+    pub l2norm: Rounding,
+    /// See the module.
+    pub state: Rounding,
+    /// See the module.
+    pub qk_product: Rounding,
+    /// See the module.
+    pub logits: Rounding,
+    /// See the module.
+    pub indexer_logits: Rounding,
+    /// See the module.
+    pub router: Rounding,
+    /// See the module.
+    pub norms: Rounding,
+    /// See the module.
+    pub loss: Rounding,
+}
+
+/// The presets and what they are.
+pub const PRESETS: [(&str, &str); 6] = [
+    ("f32", "everything in f32"),
+    ("bf16", "bf16 storage, strict contract, every site f32"),
+    ("megatron", "bf16 storage; A_log and out_norm f32; a, b and the router's logits bf16"),
+    ("nemo", "bf16 storage; A_log and dt_bias f32; a, b and the router's logits bf16"),
+    ("maxtext-default", "bf16 storage, strict contract; qk product and attention logits bf16"),
+    ("hf-bf16", "a whole-model cast to bf16, as transformers runs it"),
+];
+
+impl Precision {
+    /// Everything in f32.
+    pub fn f32() -> Precision {
+        Precision {
+            name: "f32".into(),
+            params: Storage::F32,
+            activations: Storage::F32,
+            policy: "strict",
+            gate_projections: Rounding::F32,
+            decay_gate: Rounding::F32,
+            beta: Rounding::F32,
+            l2norm: Rounding::F32,
+            state: Rounding::F32,
+            qk_product: Rounding::F32,
+            logits: Rounding::F32,
+            indexer_logits: Rounding::F32,
+            router: Rounding::F32,
+            norms: Rounding::F32,
+            loss: Rounding::F32,
+        }
+    }
+
+    /// bf16 storage with the strict contract and every site f32.
+    pub fn bf16() -> Precision {
+        Precision {
+            name: "bf16".into(),
+            params: Storage::Bf16,
+            activations: Storage::Bf16,
+            ..Precision::f32()
+        }
+    }
+
+    /// The preset called `name`, for a model of this configuration.
+    pub fn preset(name: &str, config: &Config) -> Result<Precision> {
+        let bf16 = Rounding::Bf16;
+        let framework = Precision { gate_projections: bf16, router: bf16, ..Precision::bf16() };
+        let precision = match name {
+            "f32" => Precision::f32(),
+            "bf16" => Precision::bf16(),
+            "megatron" => Precision { policy: "megatron", ..framework },
+            "nemo" => Precision { policy: "nemo", ..framework },
+            // Softcap-less attention keeps f32 there, whatever the default for the others is.
+            "maxtext-default" if is_softcapless_gemma(config) => Precision::bf16(),
+            "maxtext-default" => Precision { qk_product: bf16, logits: bf16, ..Precision::bf16() },
+            "hf-bf16" => Precision {
+                policy: "none",
+                beta: bf16,
+                l2norm: bf16,
+                qk_product: bf16,
+                norms: bf16,
+                loss: bf16,
+                ..framework
+            },
+            _ => {
+                let known: Vec<&str> = PRESETS.iter().map(|(name, _)| *name).collect();
+                return Err(Error::Input(format!("no precision is called {name:?}; known: {}", known.join(", "))));
+            }
+        };
+        Ok(Precision { name: name.into(), ..precision })
+    }
+
+    /// The policy itself.
+    pub fn policy(&self) -> Policy {
+        Registry::builtin().policy(self.policy).expect("presets name policies of the built-in registry")
+    }
+
+    /// The sites by name, as the module lists them.
+    pub fn sites(&self) -> [(&'static str, Rounding); 11] {
+        [
+            ("gate_projections", self.gate_projections),
+            ("decay_gate", self.decay_gate),
+            ("beta", self.beta),
+            ("l2norm", self.l2norm),
+            ("state", self.state),
+            ("qk_product", self.qk_product),
+            ("logits", self.logits),
+            ("indexer_logits", self.indexer_logits),
+            ("router", self.router),
+            ("norms", self.norms),
+            ("loss", self.loss),
+        ]
+    }
+
+    /// The site called `name`, to be changed.
+    pub fn site_mut(&mut self, name: &str) -> Option<&mut Rounding> {
+        Some(match name {
+            "gate_projections" => &mut self.gate_projections,
+            "decay_gate" => &mut self.decay_gate,
+            "beta" => &mut self.beta,
+            "l2norm" => &mut self.l2norm,
+            "state" => &mut self.state,
+            "qk_product" => &mut self.qk_product,
+            "logits" => &mut self.logits,
+            "indexer_logits" => &mut self.indexer_logits,
+            "router" => &mut self.router,
+            "norms" => &mut self.norms,
+            "loss" => &mut self.loss,
+            _ => return None,
+        })
+    }
+}
+
+/// Gemma 3 and 4: nothing but the precision keeps their attention logits in hand.
+fn is_softcapless_gemma(config: &Config) -> bool {
+    let uncapped = |mixer: &Mixer| matches!(mixer, Mixer::Softmax(a) if a.soft_cap.is_none());
+    config.model_type.starts_with("gemma") && config.layers.iter().any(|layer| uncapped(&layer.mixer))
+}

@@ -1,0 +1,97 @@
+//! What all layers of one run share.
+
+use std::cell::RefCell;
+
+use ballast_kernels::rotary::Table;
+use ballast_kernels::{Element, Precision as Rounding, Scratch};
+
+use crate::batch::Batch;
+use crate::config::Config;
+use crate::params::Params;
+use crate::precision::Precision;
+use crate::probe::Probe;
+
+/// What all layers of one run share.
+pub(crate) struct Run<'a> {
+    pub(crate) config: &'a Config,
+    pub(crate) params: &'a Params,
+    pub(crate) precision: &'a Precision,
+    pub(crate) batch: &'a Batch,
+    /// By the index that a layer has for its rotation.
+    pub(crate) tables: &'a [Table],
+    pub(crate) scratch: &'a Scratch,
+    pub(crate) probe: Option<RefCell<&'a mut dyn Probe>>,
+}
+
+impl Run<'_> {
+    pub(crate) fn tokens(&self) -> usize {
+        self.batch.ids.len()
+    }
+
+    pub(crate) fn cu_seqlens(&self) -> &[usize] {
+        &self.batch.cu_seqlens
+    }
+
+    /// Shows a tensor [tokens, ...] to the probe; `layer` is `None` outside the layers.
+    pub(crate) fn see<T: Element>(&self, layer: Option<usize>, name: &str, values: &[T]) {
+        self.show("", layer, name, values, &[]);
+    }
+
+    /// Shows the gradient of a site.
+    pub(crate) fn see_gradient<T: Element>(&self, layer: Option<usize>, name: &str, values: &[T]) {
+        self.show("d.", layer, name, values, &[]);
+    }
+
+    /// Whether the probe wants a site that has to be made for it.
+    pub(crate) fn wanted(&self, layer: usize, name: &str) -> bool {
+        self.probe.as_ref().is_some_and(|probe| probe.borrow().wants(&site_name("", Some(layer), name)))
+    }
+
+    /// Shows a tensor of the given shape, or [tokens, elements per token] if that is empty.
+    pub(crate) fn show<T: Element>(
+        &self,
+        prefix: &str,
+        layer: Option<usize>,
+        name: &str,
+        values: &[T],
+        shape: &[usize],
+    ) {
+        let Some(probe) = &self.probe else { return };
+        let mut probe = probe.borrow_mut();
+        let site = site_name(prefix, layer, name);
+        if !probe.wants(&site) {
+            return;
+        }
+        let mut wide = vec![0.0; values.len()];
+        T::load(&mut wide, values);
+        let tokens = self.tokens();
+        let rows = [tokens, values.len() / tokens.max(1)];
+        probe.see(&site, T::NAME, if shape.is_empty() { &rows } else { shape }, &wide);
+    }
+}
+
+fn site_name(prefix: &str, layer: Option<usize>, name: &str) -> String {
+    match layer {
+        Some(layer) => format!("{prefix}layers.{layer}.{name}"),
+        None => format!("{prefix}{name}"),
+    }
+}
+
+/// Rounds a tensor where its site is lowered.
+pub(crate) fn lower<T: Element>(values: &mut [T], rounding: Rounding) {
+    if rounding == Rounding::F32 {
+        return;
+    }
+    if let Some(values) = T::as_f32_mut(values) {
+        rounding.round_all(values);
+        return;
+    }
+    for value in values {
+        *value = T::from_f32(rounding.round(value.to_f32()));
+    }
+}
+
+/// A tensor of zeros.
+pub(crate) fn zeros<T: Element>(len: usize) -> Vec<T> {
+    vec![T::default(); len]
+}

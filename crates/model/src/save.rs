@@ -1,0 +1,112 @@
+//! Parameters and gradients under the names of a checkpoint, and the model back on disk.
+//!
+//! Tensors in memory are made to look like a checkpoint of their own, in the layout that this crate has; the way from
+//! there to any other layout, and to disk, is that of every other checkpoint.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use ballast_checkpoint::convert::{self, ConvertOptions, ConvertReport};
+use ballast_checkpoint::jobs::Observer;
+use ballast_checkpoint::layout::{self, Form, Layout, LayoutRequest, Naming};
+use ballast_checkpoint::open::MemoryTensor;
+use ballast_checkpoint::{Checkpoint, View};
+use ballast_contract::Dtype;
+
+use crate::error::{Error, Result};
+use crate::load::{Source, full_name, read_f32};
+use crate::model::Model;
+use crate::params::{Grads, Spec, Weight};
+
+/// A tensor with its name and shape.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NamedTensor {
+    /// As the checkpoint has it.
+    pub name: String,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// Values.
+    pub values: Vec<f32>,
+}
+
+impl Model {
+    /// The gradients under the names of the checkpoint that the model was read from, experts in the given form or in the
+    /// checkpoint's own.
+    pub fn named_grads(&self, grads: &Grads, experts: Option<Form>) -> Result<Vec<NamedTensor>> {
+        let all = grads.weights.iter().chain(&grads.protected);
+        let tensors = self.specs.all().zip(all).filter(|(_, gradient)| !gradient.is_empty());
+        let memory = tensors.map(|(spec, gradient)| {
+            self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(gradient).to_vec())
+        });
+        let source = self.source()?;
+        let checkpoint = Arc::new(Checkpoint::in_memory(&source.checkpoint, memory.collect(), &[])?);
+        let to = Layout { experts: source.layout.experts.and(experts).or(source.layout.experts), ..hf(source) };
+        let views: Vec<View> = layout::relayout(&checkpoint, &canonical(source), &to)?.concat();
+        let named = |view: &View| {
+            let shape = view.shape.iter().map(|d| *d as usize).collect();
+            Ok(NamedTensor { name: view.name.clone(), shape, values: read_f32(view)? })
+        };
+        let mut all = views.iter().map(named).collect::<Result<Vec<NamedTensor>>>()?;
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(all)
+    }
+
+    /// Writes the model in the layout that it was read from, with what that checkpoint carries beside it. Whole, or
+    /// not at all.
+    pub fn save(&self, destination: &Path, force: bool, observer: &dyn Observer) -> Result<ConvertReport> {
+        let source = self.source()?;
+        let weights = self.specs.weights.iter().zip(&self.params.weights).map(|(spec, weight)| match weight {
+            Weight::F32(values) => {
+                self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(values).to_vec())
+            }
+            Weight::Bf16(values) => {
+                self.memory_tensor(spec, Dtype::Bf16, bytemuck::cast_slice(values).to_vec())
+            }
+        });
+        let protected = self.specs.protected.iter().zip(&self.params.protected).map(|(spec, tensor)| {
+            self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(tensor.values()).to_vec())
+        });
+        let carried: Vec<&str> = source.carried.iter().map(|view| view.name.as_str()).collect();
+        let memory = weights.chain(protected).collect();
+        let checkpoint = Arc::new(Checkpoint::in_memory(&source.checkpoint, memory, &carried)?);
+        let options = ConvertOptions {
+            layout: LayoutRequest {
+                naming: Some(source.layout.naming),
+                projections: source.layout.projections,
+                experts: source.layout.experts,
+                ranks: Some(source.layout.ranks),
+                zero_centered_gamma: Some(source.layout.zero_centered_gamma),
+            },
+            force,
+            ..ConvertOptions::new(self.precision().policy())
+        };
+        let plan = convert::plan(&checkpoint, &options)?;
+        Ok(convert::execute(&checkpoint, plan, destination, &options, observer)?)
+    }
+
+    fn source(&self) -> Result<&Source> {
+        self.source.as_ref().ok_or_else(|| Error::Input("the model was not read from a checkpoint".into()))
+    }
+
+    fn memory_tensor(&self, spec: &Spec, dtype: Dtype, data: Vec<u8>) -> MemoryTensor {
+        let prefix = self.source.as_ref().map_or("model.", |source| &source.prefix);
+        let shape = spec.shape.iter().map(|d| *d as u64).collect();
+        MemoryTensor { name: full_name(prefix, spec), dtype, shape, data }
+    }
+}
+
+/// The layout that this crate has in memory.
+fn canonical(source: &Source) -> Layout {
+    Layout {
+        naming: Naming::Hf,
+        projections: source.layout.projections.map(|_| Form::Split),
+        experts: source.layout.experts.map(|_| Form::Fused),
+        ranks: 1,
+        ..source.layout.clone()
+    }
+}
+
+/// The checkpoint's layout with Hugging Face's names.
+fn hf(source: &Source) -> Layout {
+    Layout { naming: Naming::Hf, ranks: 1, ..source.layout.clone() }
+}
