@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 
+use ballast_kernels::elementwise::{accumulate, convert, scale};
 use ballast_kernels::embedding::{embedding_backward, embedding_forward};
 use ballast_kernels::linear_cross_entropy::{
     self as loss_kernel, Loss, linear_cross_entropy, linear_cross_entropy_scratch, logits_len,
@@ -15,7 +16,7 @@ use half::bf16;
 use crate::batch::{Batch, IGNORED};
 use crate::config::{Config, Mixer, Rope};
 use crate::error::Result;
-use crate::layers::{Keep, Layer, Linear, Links, Norm, Saved};
+use crate::layers::{InputsSaved, Keep, Layer, Linear, Links, Norm, OwnInputs, Saved};
 use crate::load::Source;
 use crate::params::{Grads, Id, Init, Params, Specs, Weight};
 use crate::precision::{Precision, Storage};
@@ -47,6 +48,7 @@ pub struct Model {
     precision: Precision,
     rotaries: Vec<Rotary>,
     embedding: Id<Weight>,
+    own_inputs: Option<OwnInputs>,
     layers: Vec<Layer>,
     norm: Norm,
     head: Linear,
@@ -71,6 +73,9 @@ struct Trail<A> {
     x: Vec<A>,
     norm: NormSaved,
     links: Links<A>,
+    /// The embeddings [tokens, H], where layers have inputs of their own that are made from them
+    embedded: Vec<A>,
+    own_inputs: InputsSaved<A>,
 }
 
 enum LayerTrail<A> {
@@ -84,7 +89,12 @@ impl<A> Trail<A> {
             LayerTrail::Input(x) => x.len() * size_of::<A>(),
             LayerTrail::Saved(saved) => saved.bytes(),
         };
-        self.layers.iter().map(layer).sum::<usize>() + self.x.len() * size_of::<A>() + self.norm.bytes()
+        let own_inputs: usize = self.links.own_inputs.iter().map(|input| input.len() * size_of::<A>()).sum();
+        self.layers.iter().map(layer).sum::<usize>()
+            + (self.x.len() + self.embedded.len()) * size_of::<A>()
+            + self.norm.bytes()
+            + self.own_inputs.bytes()
+            + own_inputs
     }
 }
 
@@ -94,6 +104,7 @@ impl Model {
         let mut specs = Specs::default();
         let embedding =
             specs.weight("embed_tokens.weight".into(), &[config.vocabulary, config.hidden], Init::Normal);
+        let own_inputs = config.per_layer_inputs.map(|shape| OwnInputs::new(&mut specs, &config, shape));
         let mut ropes: Vec<Rope> = Vec::new();
         for layer in &config.layers {
             let used = match &layer.mixer {
@@ -125,6 +136,7 @@ impl Model {
             precision,
             rotaries,
             embedding,
+            own_inputs,
             layers,
             norm,
             head,
@@ -196,7 +208,8 @@ impl Model {
     pub(crate) fn scratch_len<A: Element>(&self, tokens: usize) -> usize {
         let head = linear_cross_entropy_scratch(self.head.dims(), tokens, &loss_kernel::Options::default());
         let layers = self.layers.iter().map(|layer| layer.scratch::<A>(tokens)).max().unwrap_or(0);
-        head.max(layers).max(self.norm.scratch(tokens))
+        let own_inputs = self.own_inputs.as_ref().map_or(0, |inputs| inputs.scratch(tokens));
+        head.max(layers).max(self.norm.scratch(tokens)).max(own_inputs)
     }
 
     /// Runs `work` with what all layers share.
@@ -234,9 +247,9 @@ impl Model {
     pub(crate) fn project<A: Element>(&self, run: &Run<'_>, hidden: &[A]) -> Result<Vec<f32>> {
         let mut logits: Vec<f32> = self.head.forward(run, hidden)?;
         if let Some(cap) = self.config.final_cap {
-            ballast_kernels::elementwise::scale(&mut logits, 1.0 / cap);
+            scale(&mut logits, 1.0 / cap);
             simd::tanh(&mut logits);
-            ballast_kernels::elementwise::scale(&mut logits, cap);
+            scale(&mut logits, cap);
         }
         lower(&mut logits, self.precision.loss);
         run.see(None, "logits", &logits);
@@ -274,12 +287,18 @@ impl Model {
     }
 
     /// The residual stream after the last layer, and what was kept of each.
-    fn stream<A: Element>(&self, run: &Run<'_>, keep: Keep, inputs: bool) -> Result<(Vec<A>, Trail<A>)> {
+    fn stream<A: Element>(&self, run: &Run<'_>, keep: Keep, only_inputs: bool) -> Result<(Vec<A>, Trail<A>)> {
         let mut x = self.embed::<A>(run)?;
         let mut links = Links::new(&self.config);
+        let (mut embedded, mut own_inputs) = (Vec::new(), InputsSaved::default());
+        if let Some(inputs) = &self.own_inputs {
+            let kept = if keep.any() || only_inputs { Keep::Everything } else { Keep::Nothing };
+            (links.own_inputs, own_inputs) = inputs.forward(run, &x, kept)?;
+            embedded = kept.dear(x.clone());
+        }
         let mut layers = Vec::new();
         for layer in &self.layers {
-            let input = inputs.then(|| x.clone());
+            let input = only_inputs.then(|| x.clone());
             let (out, saved) = layer.forward(run, x, &mut links, None, keep)?;
             x = out;
             match input {
@@ -288,7 +307,7 @@ impl Model {
                 None => {}
             }
         }
-        Ok((x, Trail { layers, x: Vec::new(), norm: NormSaved::default(), links }))
+        Ok((x, Trail { layers, x: Vec::new(), norm: NormSaved::default(), links, embedded, own_inputs }))
     }
 
     fn embed<A: Element>(&self, run: &Run<'_>) -> Result<Vec<A>> {
@@ -332,7 +351,7 @@ impl Model {
             run.see_gradient(None, "norm", &dhidden);
             let mut dx = self.norm.backward(run, grads, &dhidden, &trail.x, &trail.norm)?;
             drop((dhidden, std::mem::take(&mut trail.x)));
-            let Trail { layers, mut links, .. } = trail;
+            let Trail { layers, mut links, embedded, own_inputs, .. } = trail;
             for (layer, kept) in self.layers.iter().zip(layers).rev() {
                 let saved = match kept {
                     LayerTrail::Saved(saved) => *saved,
@@ -340,8 +359,15 @@ impl Model {
                 };
                 dx = layer.backward(run, grads, dx, &mut links, saved)?;
             }
+            if let Some(inputs) = &self.own_inputs {
+                let mut sum = vec![0.0; dx.len()];
+                accumulate(&mut sum, &dx)?;
+                inputs.backward(run, grads, &mut sum, &links.d_own_inputs, &embedded, &own_inputs)?;
+                convert(&mut dx, &sum)?;
+            }
             run.see_gradient(None, "embed", &dx);
             if let Some(dw) = grads.of(self.embedding) {
+                run.forget_padding(&mut dx);
                 let scale = self.embedding_scale();
                 embedding_backward(dw, &dx, &batch.ids, scale, self.config.hidden, &mut Vec::new())?;
             }

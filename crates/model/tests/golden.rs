@@ -33,6 +33,11 @@ fn largest_allowed(name: &str) -> f64 {
     if name == "qwen3_5" { 2e-4 } else { 1e-4 }
 }
 
+/// A_log's gradient there is off by 1.4e-4 in transformers' own f32 run, against f64.
+fn ratio_allowed(name: &str, tensor: &str) -> f64 {
+    if name == "qwen3_5" && tensor.ends_with("A_log") { 2e-4 } else { 1e-4 }
+}
+
 fn check(name: &str, gradients: usize) {
     let folder = fixture("models").join(name);
     let golden = TensorFile::open(&folder.join("golden.safetensors")).unwrap();
@@ -62,7 +67,7 @@ fn check(name: &str, gradients: usize) {
         if ratio > worst.0 {
             worst = (ratio, name_of.to_string());
         }
-        assert!(ratio <= 1e-4, "{name}: gradient of {name_of} is off by {ratio:e}");
+        assert!(ratio <= ratio_allowed(name, name_of), "{name}: gradient of {name_of} is off by {ratio:e}");
         compared += 1;
     }
     println!("{name}: {compared} gradients, the worst {:.1e} ({})", worst.0, worst.1);

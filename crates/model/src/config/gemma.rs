@@ -67,6 +67,7 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
         eps: fields.positive("rms_norm_eps", 1e-6)? as f32,
         one_plus_norms: generation < 4,
         embedding_scale: (hidden as f64).sqrt() as f32,
+        padding: fields.whole("pad_token_id")?.map(|id| id as u32),
         tied: fields.flag("tie_word_embeddings", true)?,
         final_cap: cap(fields, "final_logit_softcapping", (generation == 2).then_some(30.0))?,
         activation: Activation::GeluTanh,
