@@ -417,7 +417,8 @@ fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
     let handle = File::open(path).map_err(Error::io(path, "open"))?;
     let metadata = handle.metadata().map_err(Error::io(path, "look at"))?;
     let bytes = metadata.len();
-    let file = ShardFile { path: path.into(), bytes, modified: metadata.modified().ok(), data: Data::File(handle) };
+    let file =
+        ShardFile { path: path.into(), bytes, modified: metadata.modified().ok(), data: Data::File(handle) };
     let mut first = [0; 8];
     let first = &mut first[..bytes.min(8) as usize];
     file.read_at(first, 0)?;

@@ -9,6 +9,7 @@
 
 pub mod batch;
 pub mod config;
+mod decode;
 pub mod error;
 mod layers;
 mod load;
@@ -22,6 +23,7 @@ mod save;
 
 pub use batch::Batch;
 pub use config::Config;
+pub use decode::{PREFILL_TOKENS, Session};
 pub use error::{Error, Result};
 pub use model::{LossOptions, Model, Recompute};
 pub use precision::Precision;

@@ -237,8 +237,7 @@ impl Model {
     fn logits_in<A: Element>(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
         self.with_run::<A, _>(batch, probe, |run| {
             let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
-            let (hidden, _) = self.norm.forward(run, &x)?;
-            run.see(None, "norm", &hidden);
+            let hidden = self.last_norm(run, &x)?;
             self.project(run, &hidden)
         })
     }
@@ -264,8 +263,7 @@ impl Model {
     ) -> Result<Loss> {
         self.with_run::<A, _>(batch, probe, |run| {
             let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
-            let (hidden, _) = self.norm.forward(run, &x)?;
-            run.see(None, "norm", &hidden);
+            let hidden = self.last_norm(run, &x)?;
             let options = self.loss_options(options);
             let mut logits = zeros(logits_len(self.config.vocabulary, run.tokens(), &options));
             with_weight!(&run.params[self.head.weight()], |w| {
@@ -310,7 +308,25 @@ impl Model {
         Ok((x, Trail { layers, x: Vec::new(), norm: NormSaved::default(), links, embedded, own_inputs }))
     }
 
-    fn embed<A: Element>(&self, run: &Run<'_>) -> Result<Vec<A>> {
+    pub(crate) fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// The inputs that layers have of their own, if they do; for decoding, which keeps nothing.
+    pub(crate) fn own_inputs<A: Element>(&self, run: &Run<'_>, x: &[A]) -> Result<Vec<Vec<A>>> {
+        match &self.own_inputs {
+            Some(inputs) => Ok(inputs.forward(run, x, Keep::Nothing)?.0),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    pub(crate) fn last_norm<A: Element>(&self, run: &Run<'_>, x: &[A]) -> Result<Vec<A>> {
+        let (hidden, _) = self.norm.forward(run, x)?;
+        run.see(None, "norm", &hidden);
+        Ok(hidden)
+    }
+
+    pub(crate) fn embed<A: Element>(&self, run: &Run<'_>) -> Result<Vec<A>> {
         let hidden = self.config.hidden;
         let mut x = zeros(run.tokens() * hidden);
         with_weight!(&run.params[self.embedding], |w| {
@@ -390,7 +406,16 @@ impl Model {
         let loss = with_weight!(&run.params[self.head.weight()], |w| {
             let to = loss_kernel::Grads { dhidden: &mut dhidden, dw: grads.of(self.head.weight()), scale };
             let (dims, targets) = (self.head.dims(), &run.batch.targets);
-            linear_cross_entropy(Some(to), hidden, w, targets, dims, &kernel_options, &mut logits, run.scratch)?
+            linear_cross_entropy(
+                Some(to),
+                hidden,
+                w,
+                targets,
+                dims,
+                &kernel_options,
+                &mut logits,
+                run.scratch,
+            )?
         });
         Ok((loss, dhidden))
     }

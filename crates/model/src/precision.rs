@@ -144,7 +144,10 @@ impl Precision {
             },
             _ => {
                 let known: Vec<&str> = PRESETS.iter().map(|(name, _)| *name).collect();
-                return Err(Error::Input(format!("no precision is called {name:?}; known: {}", known.join(", "))));
+                return Err(Error::Input(format!(
+                    "no precision is called {name:?}; known: {}",
+                    known.join(", ")
+                )));
             }
         };
         Ok(Precision { name: name.into(), ..precision })

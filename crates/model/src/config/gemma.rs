@@ -23,7 +23,9 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
     if let Some(value) = fields.get("use_bidirectional_attention")
         && value.as_str() == Some("all")
     {
-        return Err(fields.error("use_bidirectional_attention", "is \"all\": only causal models are supported"));
+        return Err(
+            fields.error("use_bidirectional_attention", "is \"all\": only causal models are supported")
+        );
     }
     let layers = fields.count("num_hidden_layers", if generation == 4 { 30 } else { 26 })?;
     let hidden = fields.count("hidden_size", 2304)?;

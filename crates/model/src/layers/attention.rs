@@ -160,8 +160,14 @@ impl Attention {
                 let input = self.input(run, &q, kv);
                 self.see_logits(run, &input)?;
                 let options = self.options(run);
-                saved.attention =
-                    kernel::attention_forward(&mut o, &input, self.dims(), &options, keep.any(), run.scratch)?;
+                saved.attention = kernel::attention_forward(
+                    &mut o,
+                    &input,
+                    self.dims(),
+                    &options,
+                    keep.any(),
+                    run.scratch,
+                )?;
             }
         }
         run.see(layer, "self_attn.o", &o);
@@ -412,22 +418,17 @@ impl Attention {
         let Some(kv) = kv else { return Ok(()) };
         let width = self.shape.kv_heads * self.shape.head_dim;
         for (cache, ends) in caches.iter_mut().zip(run.cu_seqlens().windows(2)) {
+            // What has left the window is dropped, a whole window at a time; not sooner, for layers that share it.
+            let tokens = cache.k.len() / width;
+            if let Some(window) = self.shape.window.filter(|window| tokens >= 2 * window) {
+                cache.k.drain(..(tokens - window) * width);
+                cache.v.drain(..(tokens - window) * width);
+            }
             let new = ends[0] * width..ends[1] * width;
             cache.k.extend_from_slice(&kv.k[new.clone()]);
             cache.v.extend_from_slice(&kv.v[new.clone()]);
         }
-        self.attend_caches(run, o, q, caches)?;
-        // What has left the window is dropped, a whole window at a time.
-        if let Some(window) = self.shape.window {
-            for cache in caches {
-                let tokens = cache.k.len() / width;
-                if tokens >= 2 * window {
-                    cache.k.drain(..(tokens - window) * width);
-                    cache.v.drain(..(tokens - window) * width);
-                }
-            }
-        }
-        Ok(())
+        self.attend_caches(run, o, q, caches)
     }
 
     fn attend_caches<A: Element>(&self, run: &Run<'_>, o: &mut [A], q: &[A], caches: &[Cache<A>]) -> Result {

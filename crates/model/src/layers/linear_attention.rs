@@ -106,7 +106,13 @@ struct Normalised<A> {
 }
 
 impl LinearAttention {
-    pub(crate) fn new(specs: &mut Specs, name: &str, layer: usize, config: &Config, shape: Shape) -> LinearAttention {
+    pub(crate) fn new(
+        specs: &mut Specs,
+        name: &str,
+        layer: usize,
+        config: &Config,
+        shape: Shape,
+    ) -> LinearAttention {
         let (kd, vd) = (shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim);
         let (h, hv) = (config.hidden, shape.value_heads);
         let qkv = Linear::new(specs, &format!("{name}.in_proj_qkv"), h, 2 * kd + vd, false);
@@ -118,7 +124,11 @@ impl LinearAttention {
             z: Linear::new(specs, &format!("{name}.in_proj_z"), h, vd, false),
             b: Linear::new(specs, &format!("{name}.in_proj_b"), h, hv, false),
             a: Linear::new(specs, &format!("{name}.in_proj_a"), h, hv, false),
-            conv: specs.weight(format!("{name}.conv1d.weight"), &[2 * kd + vd, 1, shape.conv_width], Init::Normal),
+            conv: specs.weight(
+                format!("{name}.conv1d.weight"),
+                &[2 * kd + vd, 1, shape.conv_width],
+                Init::Normal,
+            ),
             a_log: specs.protected(format!("{name}.A_log"), &[hv], Init::ALog),
             dt_bias: specs.protected(format!("{name}.dt_bias"), &[hv], Init::Ones),
             norm: specs.protected(format!("{name}.norm.weight"), &[shape.value_dim], Init::Ones),
@@ -414,10 +424,12 @@ impl LinearAttention {
         options: &gdn::Options,
     ) -> Result {
         let dims = self.dims();
-        let (kd, vd, hv) = (dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim, dims.value_heads);
+        let (kd, vd, hv) =
+            (dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim, dims.value_heads);
         run.scratch.with(gdn::step_scratch(dims), |scratch| {
             for (i, state) in states.chunks_mut(hv * dims.state_len()).enumerate() {
-                let (keys, values, heads) = (i * kd..(i + 1) * kd, i * vd..(i + 1) * vd, i * hv..(i + 1) * hv);
+                let (keys, values, heads) =
+                    (i * kd..(i + 1) * kd, i * vd..(i + 1) * vd, i * hv..(i + 1) * hv);
                 gdn::gated_delta_rule_step(
                     &mut o[values.clone()],
                     state,
@@ -464,7 +476,12 @@ impl LinearAttention {
     }
 
     /// Bytes that forward keeps for these sequences.
-    pub(crate) fn saved_bytes<A: Element>(&self, cu_seqlens: &[usize], keep: Keep, l2norm: Rounding) -> usize {
+    pub(crate) fn saved_bytes<A: Element>(
+        &self,
+        cu_seqlens: &[usize],
+        keep: Keep,
+        l2norm: Rounding,
+    ) -> usize {
         if !keep.any() {
             return 0;
         }
