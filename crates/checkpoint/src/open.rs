@@ -257,7 +257,7 @@ impl Checkpoint {
     /// The root and every file; a file may be a link to elsewhere.
     pub fn paths(&self) -> Vec<PathBuf> {
         let sidecars = self.sidecars.iter().map(|name| self.root.join(name));
-        let files = self.files.iter().map(|f| f.path.clone());
+        let files = self.files.iter().filter(|f| f.handle().is_some()).map(|f| f.path.clone());
         std::iter::once(self.root.clone()).chain(files).chain(sidecars).collect()
     }
 

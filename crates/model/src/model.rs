@@ -18,7 +18,7 @@ use crate::config::{Config, Mixer, Rope};
 use crate::error::Result;
 use crate::layers::{InputsSaved, Keep, Layer, Linear, Links, Norm, OwnInputs, Saved};
 use crate::load::Source;
-use crate::params::{Grads, Id, Init, Params, Specs, Weight};
+use crate::params::{Grads, Id, Init, Params, Protected, Specs, Weight};
 use crate::precision::{Precision, Storage};
 use crate::probe::Probe;
 use crate::run::{Run, lower, zeros};
@@ -163,6 +163,11 @@ impl Model {
         self.precision = precision;
     }
 
+    /// The protected tensors, in the order of [`Specs::protected`].
+    pub fn protected(&self) -> &[Protected] {
+        &self.params.protected
+    }
+
     /// Zero gradients for all parameters that are learned.
     pub fn grads(&self) -> Grads {
         Grads::new(&self.specs, |_| true)
@@ -273,7 +278,7 @@ impl Model {
         })
     }
 
-    fn loss_options(&self, options: &LossOptions) -> loss_kernel::Options {
+    pub(crate) fn loss_options(&self, options: &LossOptions) -> loss_kernel::Options {
         loss_kernel::Options {
             ignore_index: IGNORED,
             soft_cap: self.config.final_cap,
@@ -353,12 +358,7 @@ impl Model {
         probe: Option<&mut dyn Probe>,
     ) -> Result<Loss> {
         self.with_run::<A, _>(batch, probe, |run| {
-            let keep = match recompute {
-                Recompute::None => Keep::Everything,
-                Recompute::Selective => Keep::Selective,
-                Recompute::Full => Keep::Nothing,
-            };
-            let (x, mut trail) = self.stream::<A>(run, keep, recompute == Recompute::Full)?;
+            let (x, mut trail) = self.stream::<A>(run, recompute.keep(), recompute == Recompute::Full)?;
             let (hidden, norm) = self.norm.forward(run, &x)?;
             run.see(None, "norm", &hidden);
             (trail.x, trail.norm) = (x, norm);
@@ -421,18 +421,27 @@ impl Model {
     }
 
     /// Bytes that a forward keeps for backward, measured by running one.
-    #[cfg(test)]
-    pub(crate) fn kept_bytes<A: Element>(&self, batch: &Batch, recompute: Recompute) -> Result<usize> {
+    pub fn measure_kept(&self, batch: &Batch, recompute: Recompute) -> Result<usize> {
+        match self.precision.activations {
+            Storage::F32 => self.measure_kept_in::<f32>(batch, recompute),
+            Storage::Bf16 => self.measure_kept_in::<bf16>(batch, recompute),
+        }
+    }
+
+    fn measure_kept_in<A: Element>(&self, batch: &Batch, recompute: Recompute) -> Result<usize> {
         self.with_run::<A, _>(batch, None, |run| {
-            let keep = match recompute {
-                Recompute::None => Keep::Everything,
-                Recompute::Selective => Keep::Selective,
-                Recompute::Full => Keep::Nothing,
-            };
-            let (x, mut trail) = self.stream::<A>(run, keep, recompute == Recompute::Full)?;
+            let (x, mut trail) = self.stream::<A>(run, recompute.keep(), recompute == Recompute::Full)?;
             let (_, norm) = self.norm.forward(run, &x)?;
             (trail.x, trail.norm) = (x, norm);
             Ok(trail.bytes())
         })
+    }
+
+    /// Bytes kept for inputs that layers have of their own.
+    pub(crate) fn own_inputs_bytes<A>(&self, tokens: usize) -> usize {
+        let embedded = tokens * self.config.hidden * size_of::<A>();
+        self.own_inputs
+            .as_ref()
+            .map_or(0, |inputs| embedded + inputs.saved_bytes::<A>(tokens, Keep::Everything))
     }
 }

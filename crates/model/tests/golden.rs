@@ -1,31 +1,13 @@
 //! Every tiny model of transformers: logits, loss, every gradient, against values that transformers computed.
 
+mod common;
+
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::layout::Form;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_model::{Batch, LossOptions, Model, Precision, Recompute};
-
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)
-}
-
-/// RMS(a-b) / (RMS(b) + 1e-8), and the largest difference.
-fn error(got: &[f32], expected: &[f32]) -> (f64, f64) {
-    assert_eq!(got.len(), expected.len());
-    let rms = |sum: f64| (sum / expected.len() as f64).sqrt();
-    let difference = |(a, b): (&f32, &f32)| (*a as f64 - *b as f64).abs();
-    let squares: f64 = got.iter().zip(expected).map(difference).map(|d| d * d).sum();
-    let size: f64 = expected.iter().map(|b| *b as f64 * *b as f64).sum();
-    let largest = got.iter().zip(expected).map(difference).fold(0.0, f64::max);
-    (rms(squares) / (rms(size) + 1e-8), largest)
-}
-
-fn batch(golden: &TensorFile) -> Batch {
-    let ids = golden.integers("input_ids").unwrap();
-    Batch::rows(ids.values.iter().map(|id| *id as u32).collect(), ids.shape[1]).unwrap()
-}
+use common::{batch, error, fixture, folder, golden, ids};
 
 /// Of logits of size 1 to 5. qwen3_5 amplifies rounding: transformers' own f32 logits are 1.4e-4 away from what the same
 /// code gives in f64 (ratio 9.8e-6), so nobody else's can be expected to be nearer than that.
@@ -39,10 +21,9 @@ fn ratio_allowed(name: &str, tensor: &str) -> f64 {
 }
 
 fn check(name: &str, gradients: usize) {
-    let folder = fixture("models").join(name);
-    let golden = TensorFile::open(&folder.join("golden.safetensors")).unwrap();
-    let model = Model::load(&folder, |_| Ok(Precision::f32())).unwrap();
-    let batch = batch(&golden);
+    let golden = golden(name);
+    let model = Model::load(&folder(name), |_| Ok(Precision::f32())).unwrap();
+    let batch = batch(name);
     let logits = model.logits(&batch, None).unwrap();
     let (ratio, largest) = error(&logits, &golden.f32("logits").unwrap().values);
     println!("{name}: logits ratio {ratio:.1e}, max {largest:.1e}");
@@ -88,9 +69,8 @@ fn largest(logits: &[f32]) -> u32 {
 }
 
 fn check_decoding(name: &str) {
-    let folder = fixture("models").join(name);
-    let golden = TensorFile::open(&folder.join("golden.safetensors")).unwrap();
-    let model = Model::load(&folder, |_| Ok(Precision::f32())).unwrap();
+    let golden = golden(name);
+    let model = Model::load(&folder(name), |_| Ok(Precision::f32())).unwrap();
     let expected = greedy(&golden);
     let mut session = model.session(1);
     let mut tokens = expected[..9].to_vec();
@@ -103,7 +83,7 @@ fn check_decoding(name: &str) {
     assert_eq!(tokens, expected, "{name}: greedy continuation");
 
     // Pieces of several lengths, two sequences of different length at once: at every position the whole forward's.
-    let ids: Vec<u32> = golden.integers("input_ids").unwrap().values.iter().map(|id| *id as u32).collect();
+    let ids = ids(name);
     let (first, second) = (&ids[..29], &ids[29..50]);
     let batch = Batch::packed([first, second].concat(), vec![0, 29, 50]).unwrap();
     let whole = model.logits(&batch, None).unwrap();
@@ -144,4 +124,20 @@ golden! {
     gemma4_moe: 127,
     gemma4_ple: 153,
     deepseek_v32: 45,
+}
+
+#[test]
+fn a_checkpoint_in_its_released_form() {
+    let folder = fixture("release/qwen3_5");
+    let golden = TensorFile::open(&folder.join("golden.safetensors")).unwrap();
+    let model = Model::load(&folder, |_| Ok(Precision::f32())).unwrap();
+    let ids = golden.integers("input_ids").unwrap();
+    let rows = ids.values.iter().map(|id| *id as u32).collect();
+    let batch = Batch::rows(rows, ids.shape[1]).unwrap();
+    let (ratio, largest) = error(&model.logits(&batch, None).unwrap(), &golden.f32("logits").unwrap().values);
+    println!("release: logits ratio {ratio:.1e}, max {largest:.1e}");
+    assert!(ratio <= 1e-5, "logits are off by {ratio:e}");
+    let loss = model.loss(&batch, &LossOptions::default(), None).unwrap();
+    let expected = golden.f32("loss").unwrap().values[0] as f64;
+    assert!((loss.sum / loss.tokens as f64 - expected).abs() <= 1e-5 * expected);
 }

@@ -18,6 +18,7 @@ use super::{Keep, Norm, bytes_of};
 use crate::config::{Config, Mixer as MixerShape};
 use crate::error::{Error, Result};
 use crate::params::{Grads, Id, Init, Specs, Weight};
+use crate::precision::Precision;
 use crate::run::Run;
 
 #[derive(Clone, Debug)]
@@ -331,6 +332,36 @@ impl Layer {
         let mut sum = dn;
         add(&mut sum, &d_x, &d_middle)?;
         Ok(sum)
+    }
+
+    /// Bytes that forward keeps for these sequences.
+    pub(crate) fn saved_bytes<A: Element>(
+        &self,
+        config: &Config,
+        precision: &Precision,
+        cu_seqlens: &[usize],
+        keep: Keep,
+    ) -> usize {
+        if !keep.any() {
+            return 0;
+        }
+        let tokens = cu_seqlens[cu_seqlens.len() - 1];
+        let (tensor, rstd) = (tokens * config.hidden * size_of::<A>(), 4 * tokens);
+        let mixer = match &self.mixer {
+            Mixer::Linear(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision.l2norm),
+            Mixer::Softmax(mixer) => mixer.saved_bytes::<A>(tokens, keep, precision),
+        };
+        let own_input =
+            self.own_input.as_ref().map_or(0, |part| part.saved_bytes::<A>(tokens, config.hidden, keep));
+        let normed = if keep == Keep::Everything { tensor } else { 0 };
+        let after = if self.after.is_some() { tensor + rstd } else { 0 };
+        2 * tensor
+            + rstd
+            + normed
+            + after
+            + mixer
+            + own_input
+            + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep)
     }
 
     /// f32 that one slot of scratch needs.
