@@ -142,13 +142,7 @@ impl Precision {
                 loss: bf16,
                 ..framework
             },
-            _ => {
-                let known: Vec<&str> = PRESETS.iter().map(|(name, _)| *name).collect();
-                return Err(Error::Input(format!(
-                    "no precision is called {name:?}; known: {}",
-                    known.join(", ")
-                )));
-            }
+            _ => return Err(Error::Precision(name.into())),
         };
         Ok(Precision { name: name.into(), ..precision })
     }
