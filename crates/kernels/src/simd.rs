@@ -317,17 +317,23 @@ simd_fn! {
     }
 }
 
+/// Bytes that a cache holds together.
+#[cfg(target_arch = "x86_64")]
+const LINE: usize = 64;
+
 /// Asks the memory for a slice that will be needed soon.
 #[inline(always)]
 pub(crate) fn prefetch<T>(slice: &[T]) {
     #[cfg(target_arch = "x86_64")]
     {
-        let bytes = std::mem::size_of_val(slice);
-        for at in (0..bytes).step_by(64) {
-            // SAFETY: the address lies inside the slice; a prefetch does nothing but fill a cache.
+        // The slice may begin inside a line, and then end in one more.
+        let begin = slice.as_ptr().cast::<i8>();
+        let skew = begin as usize % LINE;
+        for at in (0..skew + std::mem::size_of_val(slice)).step_by(LINE) {
+            // SAFETY: a prefetch does nothing but fill a cache, whatever the address; this one is of a line in the slice.
             unsafe {
                 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-                _mm_prefetch::<_MM_HINT_T1>(slice.as_ptr().cast::<i8>().add(at));
+                _mm_prefetch::<_MM_HINT_T1>(begin.wrapping_add(at).wrapping_sub(skew));
             }
         }
     }

@@ -5,8 +5,8 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::chunk::{
-    Half, Head, Keys, gate_queries, load_rows, lower_products, prefetch_rows, reach, substitute_transposed,
-    triangle_add,
+    Half, Head, Keys, gate_queries, load_rows, lower_products, prefetch_rows, prefetch_targets, reach,
+    substitute_transposed, triangle_add,
 };
 use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept, kept_chunks};
 use crate::error::{Result, check, check_len};
@@ -35,7 +35,7 @@ pub struct Grads<'a, T> {
 /// f32 that one slot of scratch needs for backward.
 pub fn backward_scratch(dims: Dims, options: &Options) -> usize {
     let (c, every) = (options.chunk, options.states_every);
-    Keys::len(dims, c)
+    every * Keys::len(dims, c)
         + every * dims.group() * Head::len(dims, c)
         + Work::len(dims, c)
         + 2 * c * dims.key_dim
@@ -156,34 +156,44 @@ impl<T: Element> Task<'_, '_, T> {
         }
     }
 
-    fn load_keys(&self, keys: &mut Keys<'_>, key_head: usize, first: usize, c: usize, queries: bool) {
-        let (q, k) = self.qk();
-        // The factors come out as forward had them: the same rows, the same sum.
-        let norm = self.options.l2norm == L2Norm::Inside;
-        keys.load(self.dims, q, k, key_head, first, c, norm, queries);
+    /// Asks for what forward through the chunk of these tokens will read.
+    fn prefetch_inputs(&self, key_head: usize, tokens: Range<usize>) {
+        let (dims, (q, k)) = (self.dims, self.qk());
+        prefetch_rows(q, dims.key_heads, key_head, dims.key_dim, tokens.clone());
+        prefetch_rows(k, dims.key_heads, key_head, dims.key_dim, tokens.clone());
+        // The value heads of a group lie side by side.
+        let values = dims.group() * dims.value_dim;
+        prefetch_rows(self.input.v, dims.key_heads, key_head, values, tokens);
     }
 
-    /// Asks for the rows of tokens `first..end`, which come next.
-    fn prefetch(&self, key_head: usize, first: usize, end: usize) {
-        let (dims, (q, k)) = (self.dims, self.qk());
-        prefetch_rows(q, dims.key_heads, key_head, dims.key_dim, first, end);
-        prefetch_rows(k, dims.key_heads, key_head, dims.key_dim, first, end);
-        for head in key_head * dims.group()..(key_head + 1) * dims.group() {
-            prefetch_rows(self.input.v, dims.value_heads, head, dims.value_dim, first, end);
-            prefetch_rows(self.d_o, dims.value_heads, head, dims.value_dim, first, end);
+    /// Asks for where the gradients of these tokens' chunk go.
+    fn prefetch_gradients(&self, key_head: usize, tokens: Range<usize>) {
+        let (dims, targets) = (self.dims, self.targets);
+        let values = dims.group() * dims.value_dim;
+        // SAFETY: tokens of this sequence, this key head and its value heads belong to this task alone.
+        unsafe {
+            prefetch_targets(&targets.dq, dims.key_heads, key_head, dims.key_dim, tokens.clone());
+            prefetch_targets(&targets.dk, dims.key_heads, key_head, dims.key_dim, tokens.clone());
+            prefetch_targets(&targets.dv, dims.key_heads, key_head, values, tokens);
         }
+    }
+
+    /// Asks for dO of these tokens.
+    fn prefetch_d_o(&self, key_head: usize, tokens: Range<usize>) {
+        let values = self.dims.group() * self.dims.value_dim;
+        prefetch_rows(self.d_o, self.dims.key_heads, key_head, values, tokens);
     }
 
     fn run(&self, sequence: usize, key_head: usize, first_kept: usize, mut slot: &mut [f32]) {
         let (dims, options) = (self.dims, self.options);
         let (group, len, every) = (dims.group(), dims.state_len(), options.states_every);
         let slot = &mut slot;
-        let mut keys = Keys::take(slot, dims, options.chunk);
         let mut work = Work::take(slot, dims, options.chunk);
         // dK rows, then dQ rows
         let dkq = take(slot, 2 * options.chunk * dims.key_dim);
         let d_states = take(slot, group * len);
-        let mut segment_work = Segment {
+        let mut made = Segment {
+            keys: take(slot, every * Keys::len(dims, options.chunk)),
             heads: take(slot, every * group * Head::len(dims, options.chunk)),
             states: take(slot, (every - 1) * group * len),
         };
@@ -199,18 +209,23 @@ impl<T: Element> Task<'_, '_, T> {
             let kept = &self.saved.states[kept_at..kept_at + group * len];
             let first = begin + segment * every * options.chunk;
             let tokens = first..end.min(first + every * options.chunk);
-            self.make_segment(&mut segment_work, &mut work, kept, &mut keys, key_head, tokens.clone());
+            self.make_segment(&mut made, &mut work, kept, key_head, tokens.clone());
             for (i, first) in tokens.clone().step_by(options.chunk).enumerate().rev() {
                 let c = options.chunk.min(end - first);
-                self.prefetch(key_head, first.saturating_sub(options.chunk).max(begin), first);
-                if first + c < tokens.end {
-                    self.load_keys(&mut keys, key_head, first, c, true);
+                let before = first.saturating_sub(options.chunk).max(begin)..first;
+                if i > 0 {
+                    self.prefetch_d_o(key_head, before);
+                } else {
+                    let next = first.saturating_sub(every * options.chunk).max(begin);
+                    self.prefetch_inputs(key_head, next..first.min(next + options.chunk));
                 }
+                self.prefetch_gradients(key_head, first..first + c);
+                let keys = Keys::nth(made.keys, i, dims, options.chunk);
                 let dkq = &mut dkq[..2 * c * dims.key_dim];
                 dkq.fill(0.0);
                 for j in 0..group {
-                    let (state, _) = segment_states(kept, segment_work.states, i * group + j, group, len);
-                    let head = Head::nth(segment_work.heads, i * group + j, dims, options.chunk);
+                    let (state, _) = segment_states(kept, made.states, i * group + j, group, len);
+                    let head = Head::nth(made.heads, i * group + j, dims, options.chunk);
                     let d_state = &mut d_states[j * len..(j + 1) * len];
                     self.chunk(dkq, d_state, &keys, &head, &mut work, state, first_head + j, first, c);
                 }
@@ -223,29 +238,36 @@ impl<T: Element> Task<'_, '_, T> {
         }
     }
 
-    /// Forward through the chunks of a segment, from the states that were kept: the [`Head`] of every chunk, the states
-    /// that enter all but the first, and in `keys` the last chunk's.
+    /// Forward through the chunks of a segment, from the states that were kept.
     fn make_segment(
         &self,
-        segment: &mut Segment<'_>,
+        made: &mut Segment<'_>,
         work: &mut Work<'_>,
         kept: &[f32],
-        keys: &mut Keys<'_>,
         key_head: usize,
         tokens: Range<usize>,
     ) {
         let (dims, chunk) = (self.dims, self.options.chunk);
         let (group, len) = (dims.group(), dims.state_len());
+        let (q, k) = self.qk();
+        // The factors come out as forward had them: the same rows, the same sum.
+        let norm = self.options.l2norm == L2Norm::Inside;
         for (i, first) in tokens.clone().step_by(chunk).enumerate() {
             let c = chunk.min(tokens.end - first);
             let last = first + c == tokens.end;
-            self.load_keys(keys, key_head, first, c, last);
+            if last {
+                self.prefetch_d_o(key_head, first..tokens.end);
+            } else {
+                self.prefetch_inputs(key_head, first + c..tokens.end.min(first + c + chunk));
+            }
+            let mut keys = Keys::nth(made.keys, i, dims, chunk);
+            keys.load(dims, q, k, key_head, first, c, norm);
             for j in 0..group {
-                let (state, after) = segment_states(kept, segment.states, i * group + j, group, len);
-                let mut head = Head::nth(segment.heads, i * group + j, dims, chunk);
-                head.load(dims, self.input, keys, state, key_head * group + j, first, c);
+                let (state, after) = segment_states(kept, made.states, i * group + j, group, len);
+                let mut head = Head::nth(made.heads, i * group + j, dims, chunk);
+                head.load(dims, self.input, &keys, state, key_head * group + j, first, c);
                 if !last {
-                    head.advance(&mut after[..len], Some(state), work.my, keys, dims, c);
+                    head.advance(&mut after[..len], Some(state), work.my, &keys, dims, c);
                 }
             }
         }
@@ -360,6 +382,8 @@ impl<T: Element> Task<'_, '_, T> {
 
 /// What forward through a segment leaves for the way back.
 struct Segment<'s> {
+    /// The [`Keys`] of every chunk
+    keys: &'s mut [f32],
     /// The [`Head`] of every chunk and head of the group
     heads: &'s mut [f32],
     /// [chunks - 1, group, dk, dv]: the states that enter all chunks but the first

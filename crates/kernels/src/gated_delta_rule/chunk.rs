@@ -1,9 +1,12 @@
 //! The pieces of a chunk that forward and backward share, on thread-local scratch.
 
+use std::ops::Range;
+
 use super::{Dims, Input, L2NORM_EPS};
 use crate::Element;
 use crate::matmul::{By, Mat, Onto, matmul_small};
 use crate::scratch::take;
+use crate::shared::Shared;
 use crate::simd::{dot_body, exp_f32, fma, prefetch, scale_rows_into, simd_fn, sum_of_squares};
 
 /// Rows that are substituted one by one, and steps of a triangle's edge; everything else is a matrix product.
@@ -39,7 +42,12 @@ impl<'s> Keys<'s> {
         }
     }
 
-    /// Loads tokens `first..first + c` of one key head, normalises them if `norm`, multiplies; with `queries` those too.
+    /// The n-th of several that lie one after another.
+    pub(super) fn nth(memory: &'s mut [f32], n: usize, dims: Dims, chunk: usize) -> Keys<'s> {
+        Keys::take(&mut &mut memory[n * Keys::len(dims, chunk)..], dims, chunk)
+    }
+
+    /// Loads tokens `first..first + c` of one key head, normalises them if `norm`, multiplies.
     pub(super) fn load<T: Element>(
         &mut self,
         dims: Dims,
@@ -49,12 +57,10 @@ impl<'s> Keys<'s> {
         first: usize,
         c: usize,
         norm: bool,
-        queries: bool,
     ) {
         let (dk, stride) = (dims.key_dim, dims.key_heads * dims.key_dim);
         let begin = first * stride + key_head * dk;
-        let rows = if queries { 2 * c } else { c };
-        for (i, source) in [k, q].into_iter().enumerate().take(rows / c) {
+        for (i, source) in [k, q].into_iter().enumerate() {
             let to = &mut self.kq[i * c * dk..(i + 1) * c * dk];
             if norm {
                 load_normalised(to, &mut self.rstd[i * c..(i + 1) * c], &source[begin..], stride, dk);
@@ -62,7 +68,7 @@ impl<'s> Keys<'s> {
                 load_rows(to, &source[begin..], stride, dk);
             }
         }
-        let kq = Mat::dense(&self.kq[..rows * dk], rows, dk);
+        let kq = Mat::dense(&self.kq[..2 * c * dk], 2 * c, dk);
         lower_products(self.products, kq, kq.part(0..c, 0..dk));
     }
 }
@@ -102,11 +108,28 @@ simd_fn! {
     }
 }
 
-/// Asks for the rows of head `head` that the chunk at token `first` will need.
-pub(super) fn prefetch_rows<T>(x: &[T], heads: usize, head: usize, width: usize, first: usize, end: usize) {
-    for token in first..end {
+/// Asks for these tokens' rows of one head, which will be needed soon.
+pub(super) fn prefetch_rows<T>(x: &[T], heads: usize, head: usize, width: usize, tokens: Range<usize>) {
+    for token in tokens {
         let at = (token * heads + head) * width;
         prefetch(&x[at..at + width]);
+    }
+}
+
+/// [`prefetch_rows`] of what will be written.
+///
+/// # Safety
+/// No part of these rows may be written elsewhere meanwhile.
+pub(super) unsafe fn prefetch_targets<T>(
+    x: &Shared<'_, T>,
+    heads: usize,
+    head: usize,
+    width: usize,
+    tokens: Range<usize>,
+) {
+    for token in tokens {
+        // SAFETY: the caller's promise.
+        prefetch(unsafe { x.part((token * heads + head) * width, width) });
     }
 }
 
@@ -243,8 +266,12 @@ simd_fn! {
     /// D_ij = e^{G_i - G_j}; above the diagonal, where that may be huge, 1.
     fn decays(decay: &mut [f32], sums: &[f64; 256], c: usize) {
         for (i, row) in decay[..c * c].chunks_exact_mut(c).enumerate() {
-            for (x, s) in row[..reach(i, c)].iter_mut().zip(sums) {
-                *x = exp_f32::<FMA>(((sums[i] - *s) as f32).min(0.0));
+            let row = &mut row[..reach(i, c)];
+            for (x, s) in row.iter_mut().zip(sums) {
+                *x = (sums[i] - *s).min(0.0) as f32;
+            }
+            for x in row {
+                *x = exp_f32::<FMA>(*x);
             }
         }
     }

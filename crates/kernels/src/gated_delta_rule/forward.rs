@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::chunk::{Half, Head, Keys, gate_queries, l2_rstd, prefetch_rows, triangle_add};
+use super::chunk::{Half, Head, Keys, gate_queries, l2_rstd, prefetch_rows, prefetch_targets, triangle_add};
 use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept};
 use crate::error::{Result, check_len};
 use crate::matmul::{By, Mat, Onto, matmul_small};
@@ -126,10 +126,14 @@ fn run<T: Element>(
                 .copy_from_slice(states);
         }
         let next = first + c..(first + c + options.chunk).min(end);
-        prefetch_rows(q, dims.key_heads, key_head, dk, next.start, next.end);
-        prefetch_rows(k, dims.key_heads, key_head, dk, next.start, next.end);
+        prefetch_rows(q, dims.key_heads, key_head, dk, next.clone());
+        prefetch_rows(k, dims.key_heads, key_head, dk, next.clone());
+        // The value heads of a group lie side by side.
+        prefetch_rows(input.v, dims.key_heads, key_head, group * dv, next);
+        // SAFETY: a token of this sequence and this group of value heads belongs to this task alone.
+        unsafe { prefetch_targets(&targets.o, dims.key_heads, key_head, group * dv, first..first + c) };
         let norm = options.l2norm == L2Norm::Inside;
-        keys.load(dims, q, k, key_head, first, c, norm, true);
+        keys.load(dims, q, k, key_head, first, c, norm);
         if norm && targets.save {
             for i in 0..c {
                 let at = (first + i) * dims.key_heads + key_head;
@@ -143,7 +147,6 @@ fn run<T: Element>(
         for j in 0..group {
             let head = first_head + j;
             let state = &mut states[j * len..(j + 1) * len];
-            prefetch_rows(input.v, dims.value_heads, head, dv, next.start, next.end);
             chunk_head.load(dims, input, &keys, state, head, first, c);
             gate_queries(p, keys.products, chunk_head.decay, c);
             // O = s (E Q S + P Vn)
