@@ -66,7 +66,11 @@ impl<'a> Mat<'a> {
     /// When it is not inside.
     pub fn part(self, rows: Range<usize>, columns: Range<usize>) -> Mat<'a> {
         assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
-        assert!(columns.start <= columns.end && columns.end <= self.columns, "columns {columns:?} of {}", self.columns);
+        assert!(
+            columns.start <= columns.end && columns.end <= self.columns,
+            "columns {columns:?} of {}",
+            self.columns
+        );
         let begin = rows.start * self.row_stride + columns.start * self.column_stride;
         let empty = rows.is_empty() || columns.is_empty();
         Mat {
@@ -216,6 +220,16 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_part_has_the_rows_and_columns_asked_for_also_of_a_transpose() {
+        let data: Vec<f32> = (0..12).map(|x| x as f32).collect();
+        let part = Mat::dense(&data, 3, 4).part(1..3, 2..4);
+        assert_eq!((part.row(0), part.row(1)), (&[6.0, 7.0][..], &[10.0, 11.0][..]));
+        let part = Mat::dense(&data, 3, 4).t().part(2..4, 1..3).t();
+        assert_eq!((part.row(0), part.row(1)), (&[6.0, 7.0][..], &[10.0, 11.0][..]));
+        assert_eq!(Mat::dense(&data, 3, 4).part(3..3, 0..4).rows(), 0);
     }
 
     #[test]

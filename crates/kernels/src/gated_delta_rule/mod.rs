@@ -33,8 +33,9 @@
 //! Several value heads may share a key head (value head h uses key head h / (Hv/Hk)); q and k are never repeated. A
 //! batch is a packing of sequences of equal length: everything is [tokens, heads, width] with `cu_seqlens`.
 //!
-//! Kept for backward ([`Saved`]): the rstd of q and k, and the state at every `states_every`-th chunk. Normalised q
-//! and k, L, P, Vn are made anew, chunk by chunk, in scratch.
+//! Kept for backward ([`Saved`]): the rstd of q and k, and the state at every `states_every`-th chunk. Backward goes
+//! through such a segment of chunks twice: forth, to make its states, normalised q and k, L, X and Vn anew in scratch,
+//! and back.
 
 mod backward;
 mod chunk;
@@ -105,8 +106,8 @@ pub struct Options {
     pub l2norm: L2Norm,
     /// Tokens per chunk, 1 to 256: a tuning choice, the result differs by rounding only.
     pub chunk: usize,
-    /// Backward keeps the state of every so many chunks and makes the others anew: more is leaner. 4 costs no time that could
-    /// be measured.
+    /// Backward keeps the state of every so many chunks and makes the others anew, in scratch that grows with it: 4 chunks of
+    /// 32 tokens keep as much as v has, in f32, and still fit a core's cache.
     pub states_every: usize,
 }
 

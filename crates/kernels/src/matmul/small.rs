@@ -1,10 +1,10 @@
 //! Products of small blocks that lie in a cache already, without packing.
 //!
 //! C is made in tiles that stay in registers: a row of B is read as vectors, an element of A is spread over one, and
-//! one fused multiply-add chain runs over the inner index from its first to its last value. So an element's bits
-//! depend on its row of A and its column of B alone, not on the shape around them, and are the same with AVX2 and
-//! AVX-512. A is read with any strides. Of a B whose rows are not contiguous, a panel of a few columns is first
-//! transposed into a buffer on the stack.
+//! one chain of multiply-adds runs over the inner index from its first to its last value. So an element's bits depend on
+//! its row of A and its column of B alone, not on the shape around them, and are the same with AVX2 and AVX-512. A is
+//! read with any strides. Of a B whose rows are not contiguous, a panel of a few columns is first transposed into a
+//! buffer on the stack.
 
 use super::Mat;
 use crate::simd::{Level, level};
@@ -214,7 +214,11 @@ impl Tile<'_> {
     /// # Safety
     /// As for [`blocks`].
     #[inline(always)]
-    unsafe fn fill<V: Lanes, const M: usize, const W: usize, const FULL: bool>(&self, j: usize, width: usize) {
+    unsafe fn fill<V: Lanes, const M: usize, const W: usize, const FULL: bool>(
+        &self,
+        j: usize,
+        width: usize,
+    ) {
         // SAFETY: the caller's promise; a part of a vector touches `width` elements only.
         unsafe {
             let mut sums = [[V::spread(0.0); W]; M];
@@ -551,30 +555,6 @@ mod tests {
                     prop_assert_eq!(first, &c, "the same bits with any instructions that fuse");
                 }
             }
-        }
-    }
-
-    #[test]
-    fn zz_speed() {
-        let time = |f: &mut dyn FnMut()| {
-            let mut best = f64::MAX;
-            for _ in 0..300 {
-                let t = std::time::Instant::now();
-                for _ in 0..4 { f(); }
-                best = best.min(t.elapsed().as_secs_f64() / 4.0);
-            }
-            best
-        };
-        for (m, n, k, ta, tb) in [(64, 128, 128, false, false), (32, 128, 128, false, false), (128, 128, 32, true, false), (128, 128, 64, true, false), (64, 32, 128, false, true), (64, 128, 128, false, true), (32, 128, 128, false, true), (32, 128, 32, false, false), (16, 128, 16, false, false)] {
-            let (a, b) = (values(m * k, 1), values(n * k, 2));
-            let mut c = values(m * n, 3);
-            let a = if ta { Mat::dense(&a, k, m).t() } else { Mat::dense(&a, m, k) };
-            let b = if tb { Mat::dense(&b, n, k).t() } else { Mat::dense(&b, k, n) };
-            let flops = 2.0 * (m * n * k) as f64;
-            let x = time(&mut || crate::matmul::matmul_strided(&mut c, n, 1.0, 1.0, a, b));
-            let y = time(&mut || matmul_small(&mut c, n, Onto::Itself(1.0), By::All(1.0), a, b));
-            let z = time(&mut || matmul_small_at(Level::Avx2, &mut c, n, Onto::Itself(1.0), By::All(1.0), a, b));
-            println!("{m}x{n}x{k} {ta} {tb}: gemm {:.1} small {:.1} avx2 {:.1}", flops / x / 1e9, flops / y / 1e9, flops / z / 1e9);
         }
     }
 
