@@ -8,6 +8,7 @@ use super::chunk::{
     Half, Head, Keys, gate_queries, load_rows, lower_products, prefetch_rows, prefetch_targets, reach,
     substitute_transposed, triangle_add,
 };
+use super::gates::{GateGrads, GateTargets};
 use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept, kept_chunks};
 use crate::error::{Result, check, check_len};
 use crate::matmul::{By, Mat, Onto, matmul_small};
@@ -16,7 +17,7 @@ use crate::shared::Shared;
 use crate::simd::{dot, dot_body, fma, scale_into, simd_fn, sum_by};
 use crate::{Element, Scratch};
 
-/// Where backward writes (nothing is accumulated: these are activations' gradients).
+/// Where backward writes (nothing is accumulated but the gradients of the gates' parameters).
 pub struct Grads<'a, T> {
     /// [tokens, Hk, dk]
     pub dq: &'a mut [T],
@@ -24,10 +25,8 @@ pub struct Grads<'a, T> {
     pub dk: &'a mut [T],
     /// [tokens, Hv, dv]
     pub dv: &'a mut [T],
-    /// [tokens, Hv]
-    pub dg: &'a mut [f32],
-    /// [tokens, Hv]
-    pub dbeta: &'a mut [f32],
+    /// Of the decay and the step, or of what they are made of
+    pub gates: GateGrads<'a, T>,
     /// [sequences, Hv, dk, dv]
     pub dh0: Option<&'a mut [f32]>,
 }
@@ -60,8 +59,6 @@ pub fn gated_delta_rule_backward<T: Element>(
     check_len("dq", grads.dq, keys)?;
     check_len("dk", grads.dk, keys)?;
     check_len("dv", grads.dv, values)?;
-    check_len("dg", grads.dg, tokens * dims.value_heads)?;
-    check_len("dbeta", grads.dbeta, tokens * dims.value_heads)?;
     check_len("do", d_o, values)?;
     if let Some(dh0) = &grads.dh0 {
         check_len("dh0", dh0, states)?;
@@ -76,23 +73,19 @@ pub fn gated_delta_rule_backward<T: Element>(
     let norm_rows = if options.l2norm == L2Norm::Off { 0 } else { tokens * dims.key_heads };
     check_len("saved.q_rstd", &saved.q_rstd, norm_rows)?;
     check_len("saved.k_rstd", &saved.k_rstd, norm_rows)?;
-    let targets = Targets {
-        dq: Shared::new(grads.dq),
-        dk: Shared::new(grads.dk),
-        dv: Shared::new(grads.dv),
-        dg: Shared::new(grads.dg),
-        dbeta: Shared::new(grads.dbeta),
-        dh0: grads.dh0.map(Shared::new),
-    };
-    let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };
+    let (dq, dk, dv) = (Shared::new(grads.dq), Shared::new(grads.dk), Shared::new(grads.dv));
+    let dh0 = grads.dh0.map(Shared::new);
     let tasks: Vec<(usize, usize)> =
         (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
-    tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
-        scratch.with(backward_scratch(dims, options), |slot| {
-            task.run(sequence, key_head, first_kept[sequence], slot);
+    grads.gates.with(&input.gates, sequences, |gates| {
+        let targets = Targets { dq, dk, dv, gates, dh0 };
+        let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };
+        tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
+            scratch.with(backward_scratch(dims, options), |slot| {
+                task.run(sequence, key_head, first_kept[sequence], slot);
+            });
         });
-    });
-    Ok(())
+    })
 }
 
 /// What the tasks write: every (sequence, key head) its own rows.
@@ -100,8 +93,7 @@ struct Targets<'a, T> {
     dq: Shared<'a, T>,
     dk: Shared<'a, T>,
     dv: Shared<'a, T>,
-    dg: Shared<'a, f32>,
-    dbeta: Shared<'a, f32>,
+    gates: &'a GateTargets<'a, T>,
     dh0: Option<Shared<'a, f32>>,
 }
 
@@ -227,7 +219,18 @@ impl<T: Element> Task<'_, '_, T> {
                     let (state, _) = segment_states(kept, made.states, i * group + j, group, len);
                     let head = Head::nth(made.heads, i * group + j, dims, options.chunk);
                     let d_state = &mut d_states[j * len..(j + 1) * len];
-                    self.chunk(dkq, d_state, &keys, &head, &mut work, state, first_head + j, first, c);
+                    self.chunk(
+                        dkq,
+                        d_state,
+                        &keys,
+                        &head,
+                        &mut work,
+                        state,
+                        sequence,
+                        first_head + j,
+                        first,
+                        c,
+                    );
                 }
                 self.store_keys(dkq, &keys, key_head, first, c);
             }
@@ -282,6 +285,7 @@ impl<T: Element> Task<'_, '_, T> {
         head: &Head<'_>,
         work: &mut Work<'_>,
         state: &[f32],
+        sequence: usize,
         value_head: usize,
         first: usize,
         c: usize,
@@ -351,12 +355,9 @@ impl<T: Element> Task<'_, '_, T> {
         let mut sum = 0f64;
         for i in (0..c).rev() {
             sum += dg[i];
-            let at = (first + i) * heads + value_head;
-            // SAFETY: a token of this sequence and this value head belongs to this task alone.
-            unsafe {
-                self.targets.dg.part(at, 1)[0] = sum as f32;
-                self.targets.dbeta.part(at, 1)[0] = work.dbeta[i];
-            }
+            let gradients = (sum as f32, work.dbeta[i]);
+            // SAFETY: a token of this sequence, and the sequence's sums, at this value head belong to this task alone.
+            unsafe { self.targets.gates.store(gradients, sequence, first + i, value_head, heads) };
         }
     }
 

@@ -218,11 +218,10 @@ impl<'s> Head<'s> {
         let (dk, dv, heads) = (dims.key_dim, dims.value_dim, dims.value_heads);
         let mut sums = [0f64; 256];
         let mut sum = 0f64;
-        for i in 0..c {
-            let at = (first + i) * heads + head;
-            sum += input.g[at] as f64;
-            sums[i] = sum;
-            self.beta[i] = input.beta[at];
+        input.gates.load(&mut self.e[..c], &mut self.beta[..c], first, head, heads);
+        for (g, to) in self.e[..c].iter().zip(&mut sums) {
+            sum += *g as f64;
+            *to = sum;
         }
         for i in 0..c {
             self.e[i] = sums[i] as f32;
