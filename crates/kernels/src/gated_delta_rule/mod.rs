@@ -107,7 +107,7 @@ pub struct Options {
     /// Tokens per chunk, 1 to 256: a tuning choice, the result differs by rounding only.
     pub chunk: usize,
     /// Backward keeps the state of every so many chunks and makes the others anew, in scratch that grows with it: 4 chunks of
-    /// 32 tokens keep as much as v has, in f32, and still fit a core's cache.
+    /// 32 tokens with dk = 128 keep as much as v has, in f32.
     pub states_every: usize,
 }
 
