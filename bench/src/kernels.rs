@@ -71,7 +71,7 @@ fn main() -> anyhow::Result<()> {
         }
         Case::Gdn { tokens, heads, dim, chunk, states_every, storage, backward } => {
             let dims = Dims { key_heads: heads, value_heads: heads, key_dim: dim, value_dim: dim };
-            let options = Options { scale: None, l2norm: L2Norm::Inside, chunk, states_every };
+            let options = Options { chunk, states_every, ..Options::default() };
             let run = match storage {
                 Storage::F32 => gdn::<f32>,
                 Storage::Bf16 => gdn::<bf16>,

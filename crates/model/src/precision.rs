@@ -8,7 +8,7 @@
 //! | `decay_gate` | g = -exp(A_log) softplus(a + dt_bias) |
 //! | `beta` | sigmoid(b) |
 //! | `l2norm` | q and k of the delta rule, after they were normalised |
-//! | `state` | the recurrent state, each time it is handed on: from call to call while decoding, from segment to segment else |
+//! | `state` | the recurrent state, each time that a chunk or a step hands it on |
 //! | `qk_product`, `logits` | of softmax attention, see [`ballast_kernels::attention`] |
 //! | `indexer_logits` | q.k of the sparse indexer, before the relu |
 //! | `router` | the router's logits |

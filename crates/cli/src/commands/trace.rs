@@ -72,7 +72,8 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
     }
     let results = trace(&args, &model, &batch, &rows)?;
     if let Some(out) = &args.out {
-        let tensors: Vec<(&str, &Array<f32>)> = results.iter().map(|(name, array)| (name.as_str(), array)).collect();
+        let tensors: Vec<(&str, &Array<f32>)> =
+            results.iter().map(|(name, array)| (name.as_str(), array)).collect();
         let metadata = [("precision".to_string(), args.precision.clone())];
         write_f32(out, &tensors, &metadata, args.force)?;
     }
@@ -91,7 +92,8 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
             comparison.add_missing(name, &file.f32(name)?.shape);
         }
         if comparison.compared() == 0 {
-            let problem = "it has none of the results: logits, loss, grad.<name> (with --grads), sites (with --sites)";
+            let problem =
+                "it has none of the results: logits, loss, grad.<name> (with --grads), sites (with --sites)";
             return Err(file.error("logits", problem).into());
         }
     }
@@ -155,7 +157,8 @@ fn read_batch(input: &TensorFile) -> anyhow::Result<(Batch, Rows)> {
         }
         let array = input.integers(name)?;
         if array.shape != ids.shape {
-            let problem = format!("shape {:?} was expected, as input_ids has, found {:?}", ids.shape, array.shape);
+            let problem =
+                format!("shape {:?} was expected, as input_ids has, found {:?}", ids.shape, array.shape);
             return Err(input.error(name, problem).into());
         }
         Ok(Some(array.values))
@@ -198,8 +201,11 @@ fn trace(args: &TraceArgs, model: &Model, batch: &Batch, rows: &Rows) -> Result<
     results.insert("loss".into(), Array { shape: vec![], values: vec![mean] });
     for seen in recorder.seen {
         let by_token = seen.shape.len() == 2 && seen.shape[0] == batch.tokens();
-        let array =
-            if by_token { rows.spread(&seen.values) } else { Array { shape: seen.shape, values: seen.values } };
+        let array = if by_token {
+            rows.spread(&seen.values)
+        } else {
+            Array { shape: seen.shape, values: seen.values }
+        };
         results.insert(seen.site, array);
     }
     Ok(results)

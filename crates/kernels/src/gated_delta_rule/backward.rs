@@ -271,6 +271,7 @@ impl<T: Element> Task<'_, '_, T> {
                 head.load(dims, self.input, &keys, state, key_head * group + j, first, c);
                 if !last {
                     head.advance(&mut after[..len], Some(state), work.my, &keys, dims, c);
+                    self.options.state.round_all(&mut after[..len]);
                 }
             }
         }

@@ -165,6 +165,7 @@ fn run<T: Element>(
                 T::store(unsafe { targets.o.part(at, dv) }, &out[i * dv..(i + 1) * dv]);
             }
             chunk_head.advance(state, None, out, &keys, dims, c);
+            options.state.round_all(state);
         }
     }
     if let Some(ht) = &targets.ht {

@@ -54,8 +54,8 @@ pub use step::{gated_delta_rule_step, step_scratch};
 
 pub use crate::packing::check_cu_seqlens;
 
-use crate::Element;
 use crate::error::{Result, check, check_len};
+use crate::{Element, Precision};
 
 /// Inside the root of the l2norm.
 pub const L2NORM_EPS: f32 = 1e-6;
@@ -109,11 +109,14 @@ pub struct Options {
     /// Backward keeps the state of every so many chunks and makes the others anew, in scratch that grows with it: 4 chunks of
     /// 32 tokens with dk = 128 keep as much as v has, in f32.
     pub states_every: usize,
+    /// What the state is rounded to each time that a chunk, or a step, hands it on. For comparison; rounding has derivative
+    /// 1.
+    pub state: Precision,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { scale: None, l2norm: L2Norm::Inside, chunk: 32, states_every: 4 }
+        Options { scale: None, l2norm: L2Norm::Inside, chunk: 32, states_every: 4, state: Precision::F32 }
     }
 }
 

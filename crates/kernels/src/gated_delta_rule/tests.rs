@@ -265,7 +265,7 @@ impl Problem {
 
     fn options(&self) -> Options {
         let l2norm = if self.l2norm { L2Norm::Inside } else { L2Norm::Off };
-        Options { scale: None, l2norm, chunk: self.chunk, states_every: self.states_every }
+        Options { l2norm, chunk: self.chunk, states_every: self.states_every, ..Options::default() }
     }
 }
 

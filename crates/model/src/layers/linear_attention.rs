@@ -360,7 +360,7 @@ impl LinearAttention {
 
     fn options(&self, run: &Run<'_>) -> gdn::Options {
         let l2norm = if run.precision.l2norm == Rounding::F32 { L2Norm::Inside } else { L2Norm::Off };
-        gdn::Options { l2norm, ..gdn::Options::default() }
+        gdn::Options { l2norm, state: run.precision.state, ..gdn::Options::default() }
     }
 
     /// q and k as the rule takes them, where they are normalised before it.
@@ -391,9 +391,10 @@ impl LinearAttention {
         let normalised = self.normalise(run, mixed)?;
         let (q, k) = normalised.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
         let (dims, options, v) = (self.dims(), self.options(run), &mixed[2]);
+        let gates = gdn::Gates::Given { g, beta };
         let step = self.is_step(run, &state);
         let Some(state) = state else {
-            let input = gdn::Input { q, k, v, g, beta, h0: None, cu_seqlens: run.cu_seqlens() };
+            let input = gdn::Input { q, k, v, gates, h0: None, cu_seqlens: run.cu_seqlens() };
             let output = gdn::Output { o, ht: None };
             gdn::gated_delta_rule_forward(output, saved, &input, dims, &options, run.scratch)?;
             return Ok(());
@@ -402,11 +403,10 @@ impl LinearAttention {
             self.steps(run, o, &mut state.state, q, k, v, g, beta, &options)?;
         } else {
             let h0 = state.state.clone();
-            let input = gdn::Input { q, k, v, g, beta, h0: Some(&h0), cu_seqlens: run.cu_seqlens() };
+            let input = gdn::Input { q, k, v, gates, h0: Some(&h0), cu_seqlens: run.cu_seqlens() };
             let output = gdn::Output { o, ht: Some(&mut state.state) };
             gdn::gated_delta_rule_forward(output, saved, &input, dims, &options, run.scratch)?;
         }
-        lower(&mut state.state, run.precision.state);
         Ok(())
     }
 
@@ -462,9 +462,10 @@ impl LinearAttention {
         let normalised = self.normalise(run, mixed)?;
         let (q, k) = normalised.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
         let (dims, options) = (self.dims(), self.options(run));
-        let input = gdn::Input { q, k, v: &mixed[2], g, beta, h0: None, cu_seqlens: run.cu_seqlens() };
+        let gates = gdn::Gates::Given { g, beta };
+        let input = gdn::Input { q, k, v: &mixed[2], gates, h0: None, cu_seqlens: run.cu_seqlens() };
         let [dq, dk, dv] = d_mixed;
-        let grads = gdn::Grads { dq, dk, dv, dg, dbeta, dh0: None };
+        let grads = gdn::Grads { dq, dk, dv, gates: gdn::GateGrads::Given { dg, dbeta }, dh0: None };
         gdn::gated_delta_rule_backward(grads, d_o, None, &input, saved, dims, &options, run.scratch)?;
         if let Some(normalised) = &normalised {
             for (part, saved) in [&normalised.q_saved, &normalised.k_saved].into_iter().enumerate() {
