@@ -2,7 +2,7 @@
 
 use ballast_bench::cases::{self, Pass, Product, Work};
 use ballast_kernels::{attention, gated_delta_rule, indexer, linear, linear_cross_entropy, moe};
-use criterion::{Criterion, criterion_group, criterion_main};
+use criterion::Criterion;
 use half::bf16;
 
 fn run(c: &mut Criterion, name: &str, mut work: Work) {
@@ -54,9 +54,10 @@ fn rows(c: &mut Criterion) {
     run(c, "adamw/step", cases::adamw(1 << 20));
 }
 
-criterion_group! {
-    name = kernels;
-    config = Criterion::default().sample_size(10);
-    targets = sequences, products, rows
+fn main() {
+    let mut c = Criterion::default().sample_size(10).configure_from_args();
+    sequences(&mut c);
+    products(&mut c);
+    rows(&mut c);
+    c.final_summary();
 }
-criterion_main!(kernels);

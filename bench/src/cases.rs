@@ -168,7 +168,11 @@ pub fn linear<X: Element + 'static, W: Element + 'static>(
 }
 
 /// Loss and both gradients of the output projection.
-pub fn cross_entropy<T: Element + 'static>(tokens: usize, dims: linear::Dims, options: loss::Options) -> Work {
+pub fn cross_entropy<T: Element + 'static>(
+    tokens: usize,
+    dims: linear::Dims,
+    options: loss::Options,
+) -> Work {
     let (hidden, w) = (stored::<T>(tokens * dims.inputs, 1), stored::<T>(dims.weight_len(), 2));
     let targets: Vec<i64> = (0..tokens).map(|t| (t * 7919 % dims.outputs) as i64).collect();
     let (mut dhidden, mut dw) = (zeros::<T>(hidden.len()), zeros(w.len()));
@@ -196,8 +200,14 @@ pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> a
     let served_options = attention::Options::default();
     let cu_seqlens = [0, tokens];
     let saved = {
-        let input =
-            attention::Input { q: &query, k: &key, v: &key, sinks: None, selected: None, cu_seqlens: &cu_seqlens };
+        let input = attention::Input {
+            q: &query,
+            k: &key,
+            v: &key,
+            sinks: None,
+            selected: None,
+            cu_seqlens: &cu_seqlens,
+        };
         attention_forward(&mut query.clone(), &input, served, &served_options, true, &scratch)?
     };
     let mut selected = vec![0; tokens * topk];
@@ -209,8 +219,14 @@ pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> a
             indexer_topk(&mut selected, &input, dims, &options, topk, &scratch)?;
             return Ok(());
         }
-        let attention =
-            attention::Input { q: &query, k: &key, v: &[], sinks: None, selected: None, cu_seqlens: &cu_seqlens };
+        let attention = attention::Input {
+            q: &query,
+            k: &key,
+            v: &[],
+            sinks: None,
+            selected: None,
+            cu_seqlens: &cu_seqlens,
+        };
         let target =
             indexer::Target { input: &attention, saved: &saved, dims: served, options: &served_options };
         let grads = indexer::Grads { dq: &mut dq, dk: &mut dk, dw: &mut dw };
@@ -238,7 +254,8 @@ pub fn rms_norm(rows: usize, width: usize, pass: Pass) -> Work {
 /// The convolution of width 4 with SiLU on one sequence.
 pub fn convolution(tokens: usize, channels: usize, pass: Pass) -> Work {
     let dims = conv::Dims { channels, width: 4 };
-    let (x, weight, dy) = (values(tokens * channels, 1), values(channels * 4, 2), values(tokens * channels, 3));
+    let (x, weight, dy) =
+        (values(tokens * channels, 1), values(channels * 4, 2), values(tokens * channels, 3));
     let (mut y, mut dx, mut dweight) = (zeros::<f32>(x.len()), zeros::<f32>(x.len()), zeros(weight.len()));
     let scratch = Scratch::new(conv::forward_scratch(dims).max(conv::backward_scratch(dims)));
     Box::new(move || {
@@ -296,7 +313,9 @@ pub fn experts(tokens: usize, dims: moe::Dims, pass: Pass) -> anyhow::Result<Wor
                 dgate_up: &mut dgate_up,
                 ddown: &mut ddown,
             };
-            experts_backward(grads, &dy, &x, &saved, &routing, &dispatch, &weights, dims, &mut work, &scratch)?;
+            experts_backward(
+                grads, &dy, &x, &saved, &routing, &dispatch, &weights, dims, &mut work, &scratch,
+            )?;
         }
         Ok(())
     }))

@@ -124,12 +124,8 @@ fn prepare(case: &Case, threads: usize) -> (Work, f64) {
             (cases::peak(size, threads), flops)
         }
         Case::Gdn { tokens, heads, dim, chunk, states_every, storage, backward } => {
-            let dims = gated_delta_rule::Dims {
-                key_heads: heads,
-                value_heads: heads,
-                key_dim: dim,
-                value_dim: dim,
-            };
+            let dims =
+                gated_delta_rule::Dims { key_heads: heads, value_heads: heads, key_dim: dim, value_dim: dim };
             let l2norm = gated_delta_rule::L2Norm::Inside;
             let options = gated_delta_rule::Options { scale: None, l2norm, chunk, states_every };
             let make = match storage {

@@ -163,9 +163,7 @@ fn experts() {
             dgate_up: &mut dgate_up,
             ddown: &mut ddown,
         };
-        moe::experts_backward(
-            grads, &x, &x, &saved, &routing, &dispatch, &experts, dims, &mut work, scratch,
-        )
-        .unwrap();
+        moe::experts_backward(grads, &x, &x, &saved, &routing, &dispatch, &experts, dims, &mut work, scratch)
+            .unwrap();
     });
 }

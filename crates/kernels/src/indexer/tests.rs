@@ -110,7 +110,11 @@ fn kernel<T: Element>(
     let loss =
         indexer_loss(Some(grads), &input, &target, dims, options, &mut buffer, &scratch).unwrap() as f64;
     let alone = indexer_loss(None, &input, &target, dims, options, &mut [], &scratch).unwrap();
-    assert_eq!((alone as f64).to_bits(), loss.to_bits(), "the loss does not depend on whether gradients are asked for");
+    assert_eq!(
+        (alone as f64).to_bits(),
+        loss.to_bits(),
+        "the loss does not depend on whether gradients are asked for"
+    );
     assert_eq!(scratch.bytes(), planned, "the scratch functions say what is needed");
     Results { loss, dq: wide(&dq), dk: wide(&dk), dw: wide(&dw) }
 }

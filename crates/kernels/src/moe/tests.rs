@@ -7,7 +7,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::glu::Activation;
-use crate::testing::{Values, assert_close, assert_error, cast, gradient, inner, rms, same_on_any_pool, wide};
+use crate::testing::{
+    Values, assert_close, assert_error, cast, gradient, inner, rms, same_on_any_pool, wide,
+};
 use crate::{Element, Scratch};
 
 /// Weights [tokens, k] of a choice that is given, in f64.
@@ -341,8 +343,7 @@ fn routes_weights_and_their_gradients_are_those_of_transformers() {
 #[test]
 fn the_balance_of_two_layers_and_its_gradient_are_those_of_transformers() {
     let (tensor, settings) = golden("balance");
-    let dims =
-        Dims { experts: 16, top_k: settings["top_k"].parse().unwrap(), hidden: 1, intermediate: 1 };
+    let dims = Dims { experts: 16, top_k: settings["top_k"].parse().unwrap(), hidden: 1, intermediate: 1 };
     let logits = tensor("logits");
     let routing = route_forward(&logits, None, &Router::Softmax { normalise: true }, dims).unwrap();
     let mut dlogits = vec![0.0; logits.len()];
