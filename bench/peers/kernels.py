@@ -44,6 +44,16 @@ def median(work, repetitions):
     return statistics.median(times)
 
 
+def rounds(peer, *arguments, count=3):
+    """Medians of the peer's seconds and of what bench-kernels measures, in turn, the order changing."""
+    theirs, ours = [], []
+    for i in range(count):
+        steps = [lambda: theirs.append(median(peer, 3)), lambda: ours.append(ballast(*arguments, "--repetitions", 3))]
+        for step in steps if i % 2 == 0 else reversed(steps):
+            step()
+    return statistics.median(theirs), statistics.median(result["seconds"] for result in ours)
+
+
 def gated_delta_rule(tokens, compiled):
     """Forward, and forward+backward, of transformers' chunk fallback; 16 heads of 128."""
     import torch
@@ -76,11 +86,13 @@ def gated_delta_rule(tokens, compiled):
 
 class Table:
     def __init__(self):
-        print(f"{'case':52} {'peer':>10} {'ballast':>10} {'ratio':>7} {'target':>7}")
+        print(f"{'case':54} {'peer':>11} {'ballast':>11} {'ratio':>7} {'target':>7}")
 
-    def row(self, case, peer, ours, target):
-        target = f"{target}x" if isinstance(target, (int, float)) else target
-        print(f"{case:52} {1e3 * peer:7.1f} ms {1e3 * ours:7.1f} ms {peer / ours:6.2f}x {target:>7}", flush=True)
+    def row(self, case, peer, ours, target=None, scale=1e3, unit="ms"):
+        """Seconds unless told otherwise; without a target the ratio is a finding, not a claim."""
+        target = "" if target is None else f"{target}x"
+        figures = f"{scale * peer:7.1f} {unit:3} {scale * ours:7.1f} {unit:3} {peer / ours:6.2f}x"
+        print(f"{case:54} {figures} {target:>7}", flush=True)
 
 
 def run_gdn(table, arguments):
@@ -95,11 +107,11 @@ def run_gdn(table, arguments):
         label = f"gated delta rule, f32, T {tokens}"
         table.row(f"{label}, forward, eager", eager[0], forward["seconds"], 6)
         table.row(f"{label}, forward+backward, eager", eager[1], both["seconds"], 12)
-        if not arguments.no_compile and tokens == 2048:
+        if not arguments.no_compile:
             compiled = gated_delta_rule(tokens, compiled=True)
             table.row(f"{label}, forward, compiled", compiled[0], forward["seconds"], 4)
             table.row(f"{label}, forward+backward, compiled", compiled[1], both["seconds"], 4)
-        table.row(f"{label}, forward+backward, bf16 against our f32", both["seconds"], bf16["seconds"], 0.9)
+        table.row(f"{label}, both, bf16 against our f32", both["seconds"], bf16["seconds"], 0.9)
         if tokens == 2048:
             peak = ballast("peak", *threads)["gflops"]
             share = 100 * forward["gflops"] / peak
@@ -109,7 +121,113 @@ def run_gdn(table, arguments):
         print(f"{'':4}{name}: time per token at T 16384 is {growth:.2f} of that at T 2048 (at most 1.15)")
 
 
-CASES = {"gdn": run_gdn}
+def run_linear(table, arguments):
+    """1024 tokens, 1024 -> 3584: y, dx and dw."""
+    import torch
+
+    threads = ["--threads", arguments.threads]
+    x, w, dy = torch.randn(1024, 1024), torch.randn(3584, 1024), torch.randn(1024, 3584)
+    narrow = [t.bfloat16() for t in (x, w, dy)]
+    products = {
+        "forward": lambda x, w, dy: x @ w.T,
+        "input": lambda x, w, dy: dy @ w,
+        "weight": lambda x, w, dy: dy.T @ x,
+    }
+    for name, product in products.items():
+        case = ["linear", "--product", name, *threads]
+        wide = rounds(lambda: product(x, w, dy), *case)
+        table.row(f"linear 1024x1024x3584, f32, {name}", *wide, 0.9)
+        mixed = rounds(lambda: product(x, w, dy), *case, "--weights", "bf16")
+        table.row(f"linear, bf16 weight, {name}, against torch f32", *mixed, 0.9)
+        both = rounds(lambda: product(*narrow), *case, "--weights", "bf16", "--storage", "bf16")
+        table.row(f"linear, all bf16, {name}, against torch bf16", *both)
+
+
+def run_gemv(table, arguments):
+    import torch
+
+    x, w = torch.randn(1, 1024).bfloat16(), torch.randn(3584, 1024).bfloat16()
+    linear = torch.nn.functional.linear
+
+    def many():
+        for _ in range(100):
+            linear(x, w)
+
+    case = ["linear", "--tokens", 1, "--weights", "bf16", "--storage", "bf16", "--threads", arguments.threads]
+    peers, ours = [], []
+    for _ in range(3):
+        peers.append(median(many, 3) / 100)
+        ours.append(ballast(*case, "--repetitions", 301)["seconds"])
+    table.row("gemv 1x1024x3584, bf16", statistics.median(peers), statistics.median(ours), None, 1e6, "us")
+
+
+def run_attention(table, arguments):
+    """Causal, 2048 tokens, 8 query heads on 2 kv heads of 256."""
+    import torch
+
+    q, d_o = torch.randn(1, 8, 2048, 256), torch.randn(1, 8, 2048, 256)
+    k, v = torch.randn(1, 2, 2048, 256), torch.randn(1, 2, 2048, 256)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def run():
+        return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+
+    def forward():
+        with torch.no_grad():
+            run()
+
+    def both():
+        run().backward(d_o)
+        for x in inputs:
+            x.grad = None
+
+    case = ["attention", "--threads", arguments.threads]
+    table.row("attention, f32, T 2048, 8/2 heads of 256, forward", *rounds(forward, *case), 1)
+    table.row("attention, forward+backward", *rounds(both, *case, "--backward"), 1)
+
+
+def loss_step():
+    """Logits, cross entropy and both gradients, 2048 tokens of 1024, vocabulary 32768."""
+    import torch
+
+    hidden, w = torch.randn(2048, 1024, requires_grad=True), torch.randn(32768, 1024, requires_grad=True)
+    targets = torch.randint(0, 32768, (2048,))
+
+    def step():
+        torch.nn.functional.cross_entropy(hidden @ w.T, targets).backward()
+        hidden.grad = w.grad = None
+
+    return step
+
+
+def grown(work):
+    """Bytes that this process grows by at most while the work runs for the first time."""
+    peak = lambda: 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    # Sets the peak to what is resident now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    work()
+    return peak() - before
+
+
+def run_linear_cross_entropy(table, arguments):
+    case = ["linear-cross-entropy", "--threads", arguments.threads]
+    label = "linear_cross_entropy T 2048, H 1024, V 32768"
+    table.row(label, *rounds(loss_step(), *case), 1)
+    # A process of its own for each: inputs are there before, gradients count.
+    own = [sys.executable, __file__, "--peak-of-loss", "--threads", str(arguments.threads)]
+    theirs = int(subprocess.run(own, check=True, capture_output=True, text=True).stdout)
+    ours = ballast(*case, "--repetitions", 1)["bytes"]
+    table.row("linear_cross_entropy, peak memory", theirs, ours, 4, 2**-20, "MiB")
+
+
+CASES = {
+    "gdn": run_gdn,
+    "attention": run_attention,
+    "linear": run_linear,
+    "linear_cross_entropy": run_linear_cross_entropy,
+    "gemv": run_gemv,
+}
 
 
 def main():
@@ -118,6 +236,7 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--python", help="a python that has the requirements")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument("--peak-of-loss", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if "BALLAST_PEERS" not in os.environ:
         python = arguments.python or own_environment()
@@ -127,6 +246,8 @@ def main():
 
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(1)
+    if arguments.peak_of_loss:
+        return print(grown(loss_step()))
     table = Table()
     for case in arguments.case or CASES:
         CASES[case](table, arguments)

@@ -287,7 +287,10 @@ mod tests {
         let (w, g) = (values.take(n, 1.0), values.take(n, 1.0));
         same_on_any_pool(|| {
             let narrow: Vec<f32> = cast(&g);
-            (train(&w, &g, 3, &Options::default()), global_norm(&[&narrow, &narrow[..77]]).to_bits())
+            let (mut x, mut y) = (narrow.clone(), narrow[..77].to_vec());
+            let norm = clip(&mut [&mut x, &mut y], 0.5).unwrap();
+            assert_eq!(norm, global_norm(&[&narrow, &narrow[..77]]));
+            (train(&w, &g, 3, &Options::default()), x, y, norm.to_bits())
         });
     }
 

@@ -143,7 +143,9 @@ mod tests {
         same_on_any_pool(|| {
             let mut dw = vec![0.0; 50 * 9];
             embedding_backward(&mut dw, &dy, &ids, 1.0, 9, &mut Vec::new()).unwrap();
-            dw
+            let mut y = dy.clone();
+            embedding_forward(&mut y, &ids, &dw, 0.3, 9).unwrap();
+            (dw, y)
         });
     }
 

@@ -191,10 +191,11 @@ mod tests {
         let mut values = Values::new(1);
         let (gate, up, dh): (Vec<bf16>, Vec<bf16>, Vec<bf16>) =
             (cast(&values.take(n, 4.0)), cast(&values.take(n, 1.0)), cast(&values.take(n, 1.0)));
-        let (dgate, _) = same_on_any_pool(|| {
-            let (mut dgate, mut dup) = (vec![bf16::ZERO; n], vec![bf16::ZERO; n]);
+        let (dgate, ..) = same_on_any_pool(|| {
+            let (mut dgate, mut dup, mut h) = (gate.clone(), gate.clone(), gate.clone());
+            glu_forward(&mut h, &gate, &up, Activation::GeluTanh).unwrap();
             glu_backward(&mut dgate, &mut dup, &dh, &gate, &up, Activation::GeluTanh).unwrap();
-            (dgate, dup)
+            (dgate, dup, h)
         });
         let last = |activation| {
             let (mut dgate, mut dup) = ([bf16::ZERO], [bf16::ZERO]);

@@ -4,11 +4,11 @@ use rayon::prelude::*;
 
 use super::tile::{
     KEYS, Keys, Problem, Span, block_rows, block_tokens, exp_minus_one, key_rows, key_rows_len, load_rows,
-    product_add, product_t, spans,
+    masked_product_add, product_t, spans,
 };
 use super::{Dims, Input, Options, Saved, Selected, check_input};
 use crate::error::{Result, check, check_len};
-use crate::matmul::{Mat, matmul_add};
+use crate::matmul::Mat;
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{axpy, dot, exp_f32, simd_fn};
@@ -444,10 +444,12 @@ impl<'s> Work<'s> {
         }
         let (p, dx) = (Mat::dense(p, rows, count), Mat::dense(dx, rows, count));
         let scale = pass.problem.options.scale(pass.problem.dims);
-        product_add(&mut self.dq[..rows * head_dim], scale, dx, k);
+        let seen = |row: usize| pass.problem.columns(span, first + row / group, keys);
+        masked_product_add(&mut self.dq[..rows * head_dim], scale, dx, k, false, seen);
         if let Some(at) = at_key {
-            matmul_add(&mut self.dv[at * value_dim..(at + count) * value_dim], 1.0, p.t(), d_o);
-            matmul_add(&mut self.dk[at * head_dim..(at + count) * head_dim], scale, dx.t(), q);
+            let (dv, dk) = (&mut self.dv[at * value_dim..], &mut self.dk[at * head_dim..]);
+            masked_product_add(&mut dv[..count * value_dim], 1.0, p, d_o, true, seen);
+            masked_product_add(&mut dk[..count * head_dim], scale, dx, q, true, seen);
         }
     }
 }

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::tile::{
     KEYS, Keys, Problem, Span, block_rows, block_tokens, divide, exp_minus_lowered, exp_minus_one,
-    exp_minus_sum, key_rows, key_rows_len, load_rows, maximum, product_add, scale, spans, tiles,
+    exp_minus_sum, key_rows, key_rows_len, load_rows, masked_product_add, maximum, scale, spans, tiles,
 };
 use super::{Dims, Input, Options, Saved, check_input};
 use crate::error::{Result, check_len};
@@ -167,7 +167,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
             for keys in tiles {
                 self.logits(keys, span, tokens, kv_head);
                 self.exponentials(keys, span, first, tokens);
-                self.values(keys, span, tokens, kv_head);
+                self.values(keys, span, first, tokens, kv_head);
             }
             return;
         }
@@ -178,7 +178,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
         for keys in tiles {
             self.logits(keys, span, tokens, kv_head);
             self.exponentials_lowered(keys, span, first, tokens);
-            self.values(keys, span, tokens, kv_head);
+            self.values(keys, span, first, tokens, kv_head);
         }
         self.add_sinks(tokens, kv_head);
     }
@@ -192,12 +192,14 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
     }
 
     /// o += e v
-    fn values(&mut self, keys: Keys<'_>, span: Span, tokens: usize, kv_head: usize) {
+    fn values(&mut self, keys: Keys<'_>, span: Span, first: usize, tokens: usize, kv_head: usize) {
         let Dims { kv_heads, value_dim, .. } = self.problem.dims;
-        let rows = tokens * self.problem.dims.group();
+        let group = self.problem.dims.group();
+        let rows = tokens * group;
         let v = key_rows(self.v, self.problem.v, keys, span, kv_head, kv_heads, value_dim);
         let e = Mat::dense(&self.x[..rows * keys.len()], rows, keys.len());
-        product_add(&mut self.o[..rows * value_dim], 1.0, e, v);
+        let seen = |row: usize| self.problem.columns(span, first + row / group, keys);
+        masked_product_add(&mut self.o[..rows * value_dim], 1.0, e, v, false, seen);
     }
 
     /// x becomes e; where the maximum rises, sum and o follow it.

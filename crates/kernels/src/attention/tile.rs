@@ -151,6 +151,45 @@ pub(crate) fn product_add(c: &mut [f32], by: f32, a: Mat<'_>, b: Mat<'_>) {
     }
 }
 
+/// c += by a b, or a^T b with `transposed`, where `seen(i)` are the columns of row i of a that hold anything, the others
+/// zeros. A zero leaves nothing of the other factor, also of one that is not finite: 0 inf would be NaN.
+pub(crate) fn masked_product_add(
+    c: &mut [f32],
+    by: f32,
+    a: Mat<'_>,
+    b: Mat<'_>,
+    transposed: bool,
+    seen: impl Fn(usize) -> Range<usize>,
+) {
+    let width = b.row(0).len();
+    let plain = |c: &mut [f32], b: Mat<'_>| {
+        if transposed { matmul_add(c, by, a.t(), b) } else { product_add(c, by, a, b) }
+    };
+    // Only a tile at the edge of the mask has anything to hide.
+    let whole = (0..a.rows()).all(|i| seen(i).len() == a.row(0).len());
+    if whole || (0..b.rows()).all(|i| is_finite(b.row(i))) {
+        return plain(c, b);
+    }
+    // Rare, so the copy may cost an allocation: the product without those rows of b, then they by themselves.
+    let mut rest = Vec::with_capacity(b.rows() * width);
+    for i in 0..b.rows() {
+        let row = b.row(i);
+        if is_finite(row) { rest.extend_from_slice(row) } else { rest.resize(rest.len() + width, 0.0) }
+    }
+    plain(c, Mat::dense(&rest, b.rows(), width));
+    for k in (0..b.rows()).filter(|k| !is_finite(b.row(*k))) {
+        for i in 0..a.rows() {
+            for j in seen(i) {
+                // (row of b, row of c) that a's element (i, j) joins
+                let (from, to) = if transposed { (i, j) } else { (j, i) };
+                if from == k {
+                    axpy(&mut c[to * width..(to + 1) * width], by * a.row(i)[j], b.row(k));
+                }
+            }
+        }
+    }
+}
+
 /// One call: tensors and settings.
 #[derive(Clone, Copy)]
 pub(crate) struct Problem<'a, T> {
@@ -229,6 +268,18 @@ impl<'a, T: Element> Problem<'a, T> {
                 divide(x, sum);
             }
         }
+    }
+}
+
+simd_fn! {
+    /// Whether no value is infinite or NaN.
+    fn is_finite(x: &[f32]) -> bool {
+        const EXPONENT: u32 = 0x7f80_0000;
+        let mut found = false;
+        for x in x {
+            found |= x.to_bits() & EXPONENT == EXPONENT;
+        }
+        !found
     }
 }
 

@@ -7,12 +7,12 @@ use rayon::prelude::*;
 use super::score::Scorer;
 use super::{Dims, EPS, Input, LANES, Options, block_tokens, check_input};
 use crate::attention::tile::{
-    KEYS, Keys, Problem, Span, divide, exp_minus_sum, key_rows, key_rows_len, load_rows, maximum, scale,
-    spans, tiles,
+    KEYS, Keys, Problem, Span, divide, exp_minus_sum, key_rows, key_rows_len, load_rows, masked_product_add,
+    maximum, scale, spans, tiles,
 };
 use crate::attention::{self, Saved};
 use crate::error::{Result, check, check_len};
-use crate::matmul::{Mat, matmul_add};
+use crate::matmul::Mat;
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{axpy, simd_fn, sum_lanes};
@@ -367,7 +367,8 @@ impl<T: Element> Job<'_, T> {
             sum += divergence(&mut scores[seen.clone()], &mut p[t * stride..(t + 1) * stride][seen], factor);
         }
         if let Some(targets) = self.targets {
-            self.block_backward(work, targets, dk, stride, tiles, span, row, tokens);
+            let seen = |t: usize, keys: Keys<'_>| problem.columns(span, first + t, keys);
+            self.block_backward(work, targets, dk, stride, tiles, seen, span, row, tokens);
         }
         sum
     }
@@ -380,6 +381,7 @@ impl<T: Element> Job<'_, T> {
         dk: &mut [f32],
         stride: usize,
         tiles: impl Iterator<Item = Keys<'k>>,
+        seen: impl Fn(usize, Keys<'_>) -> Range<usize>,
         span: Span,
         row: usize,
         tokens: usize,
@@ -394,20 +396,20 @@ impl<T: Element> Job<'_, T> {
         for keys in tiles {
             let count = keys.len();
             let (x, q, k) = work.scorer.logits(self.input, keys, span, tokens);
+            let seen = |r: usize| seen(r / heads, keys);
             for (r, x) in x.chunks_exact_mut(count).enumerate() {
-                let dscore = &work.scores[r / heads * stride + at..][..count];
-                dw[r] += relu_backward(x, dscore, self.input.w[row * heads + r], scale);
+                let (seen, dscore) = (seen(r), &work.scores[r / heads * stride + at..][..count]);
+                x[..seen.start].fill(0.0);
+                x[seen.end..].fill(0.0);
+                let w = self.input.w[row * heads + r];
+                dw[r] += relu_backward(&mut x[seen.clone()], &dscore[seen], w, scale);
             }
             let dx = Mat::dense(x, rows, count);
-            matmul_add(&mut work.dq[..rows * dim], 1.0, dx, k);
+            masked_product_add(&mut work.dq[..rows * dim], 1.0, dx, k, false, seen);
             match keys {
                 Keys::Range { first, .. } => {
-                    matmul_add(
-                        &mut dk[first * dim..(first + count) * dim],
-                        1.0,
-                        dx.t(),
-                        Mat::dense(q, rows, dim),
-                    );
+                    let dk = &mut dk[first * dim..(first + count) * dim];
+                    masked_product_add(dk, 1.0, dx, Mat::dense(q, rows, dim), true, seen);
                 }
                 Keys::List(list) => {
                     for (j, position) in list.iter().enumerate() {

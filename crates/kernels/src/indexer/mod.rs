@@ -14,7 +14,10 @@
 //! s    = softmax(score)                   in f32
 //! loss = scale mean_t sum_u p_u (ln(p_u + eps) - ln(s_u + eps))       eps = 1e-8
 //! ```
-//! over the keys that the attention sees: all of them in the dense stage, the selected ones in the sparse stage, where
+//! Megatron-LM's `compute_dsa_indexer_loss` is the same formula, by hand, with eps = 1e-10 in the logarithms and none in
+//! p's sum, which is the number of heads: there 1e-8 is below the last digit of f32.
+//!
+//! The sum runs over the keys that the attention sees: all of them in the dense stage, the selected ones in the sparse stage, where
 //! the attention's input has `selected`. Backward, c = scale / tokens:
 //! ```text
 //! r_u = p_u s_u / (s_u + eps)             dscore_u = c (s_u sum_v r_v - r_u)

@@ -110,7 +110,11 @@ fn kernel<T: Element>(
     let loss =
         indexer_loss(Some(grads), &input, &target, dims, options, &mut buffer, &scratch).unwrap() as f64;
     let alone = indexer_loss(None, &input, &target, dims, options, &mut [], &scratch).unwrap();
-    assert_eq!(alone as f64, loss, "the loss does not depend on whether gradients are asked for");
+    assert_eq!(
+        (alone as f64).to_bits(),
+        loss.to_bits(),
+        "the loss does not depend on whether gradients are asked for"
+    );
     assert_eq!(scratch.bytes(), planned, "the scratch functions say what is needed");
     Results { loss, dq: wide(&dq), dk: wide(&dk), dw: wide(&dw) }
 }
@@ -322,6 +326,35 @@ fn any_number_of_threads_gives_the_same_bits() {
     let one = run(1);
     for threads in [2, 3, 8] {
         assert!(run(threads) == one, "{threads} threads");
+    }
+}
+
+#[test]
+fn a_key_that_is_not_finite_stays_with_the_queries_that_see_it() {
+    let (tokens, at) = (40, 20);
+    let mut values = crate::testing::Values::new(5);
+    let mut r = Reference {
+        q: values.take(tokens * 32, 1.0),
+        k: values.take(tokens * 8, 1.0),
+        w: values.take(tokens * 4, 1.0),
+        cu_seqlens: vec![0, tokens],
+    };
+    let a = attention::reference::Reference {
+        q: values.take(tokens * 24, 1.0),
+        k: values.take(tokens * 12, 1.0),
+        v: values.take(tokens * 6, 1.0),
+        sinks: None,
+        selected: None,
+        cu_seqlens: vec![0, tokens],
+    };
+    let run = |r: &Reference| kernel::<f32>(r, &a, DIMS, ATTENTION, &LOSS, &attention::Options::default());
+    let clean = run(&r);
+    for bad in [f64::NAN, f64::INFINITY] {
+        r.k[at * 8..(at + 1) * 8].fill(bad);
+        let got = run(&r);
+        assert_eq!(got.dq[..at * 32], clean.dq[..at * 32], "{bad}: dq");
+        assert_eq!(got.dw[..at * 4], clean.dw[..at * 4], "{bad}: dw");
+        assert!(got.loss.is_nan() && got.dq[at * 32..].iter().any(|x| x.is_nan()));
     }
 }
 

@@ -12,7 +12,7 @@ const M: usize = 256;
 /// Columns of a tile of C at most.
 const N: usize = 512;
 /// Sizes of tiles, the most efficient first.
-const TILES: [(usize, usize); 4] = [(M, N), (256, 256), (128, 256), (64, 128)];
+const TILES: [(usize, usize); 5] = [(M, N), (256, 256), (128, 256), (128, 128), (64, 128)];
 /// A product is cut into at least so many tiles if it is large enough: there may be as many threads.
 const FEWEST: usize = 16;
 /// Inner elements that are multiplied at once.

@@ -4,7 +4,7 @@ use half::bf16;
 use proptest::prelude::*;
 
 use super::*;
-use crate::testing::{Values, assert_close, cast, same_on_any_pool};
+use crate::testing::{Values, assert_close, cast, gradient, inner, same_on_any_pool};
 
 struct Problem {
     dims: Dims,
@@ -85,6 +85,21 @@ proptest! {
         problem.check::<f32, bf16, f32>();
         problem.check::<bf16, bf16, f32>();
     }
+}
+
+#[test]
+fn the_triple_loops_agree_with_finite_differences() {
+    let problem = Problem::new(4, 5, 3, 9);
+    let loss = |x: &[f64], w: &[f64], b: &[f64]| {
+        let (x, w, b, dy) = (x.to_vec(), w.to_vec(), b.to_vec(), problem.dy.clone());
+        inner(&Problem { x, w, b, dy, ..problem }.reference().0, &problem.dy)
+    };
+    let (x, w, b) = (&problem.x, &problem.w, &problem.b);
+    let (_, dx, dw, db) = problem.reference();
+    let close = |a: &[f64], b: &[f64], on: f64| a.iter().zip(b).all(|(a, b)| (a - b - on).abs() < 1e-8);
+    assert!(close(&dx, &gradient(x, |x| loss(x, w, b)), 0.0), "dx");
+    assert!(close(&dw, &gradient(w, |w| loss(x, w, b)), 1.0), "dw");
+    assert!(close(&db, &gradient(b, |b| loss(x, w, b)), 1.0), "db");
 }
 
 #[test]

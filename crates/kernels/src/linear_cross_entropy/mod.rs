@@ -45,7 +45,7 @@ impl Default for Options {
             z_loss: 0.0,
             label_smoothing: 0.0,
             logits: Precision::F32,
-            slice: 512,
+            slice: 256,
         }
     }
 }

@@ -7,6 +7,8 @@
 //!           then the k largest c in them                   w_i = scaling s_i / (sum of the chosen + 1e-20)
 //! y = sum_i w_i m_{e_i} D_{e_i} (act(G_{e_i} x) * (U_{e_i} x))         m an optional multiplier per expert
 //! ```
+//! A group that is not kept counts as -inf, not as 0 (older public code has 0, which chooses from it as soon as the kept
+//! groups have negative c): as the DeepSeek-V3 and V3.2 routers of transformers 5.22.2, which are the witness of the tests.
 //! Equal scores: the lowest index first, always. The bias steers the choice and has no gradient.
 //! ```text
 //! softmax, normalised   dl_i = w_i (dw_i - sum_j dw_j w_j) on the chosen, 0 elsewhere

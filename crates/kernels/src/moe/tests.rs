@@ -1,11 +1,15 @@
 //! Routing, experts and balance against the formulas in f64 and numeric gradients of those.
 
+use std::collections::HashMap;
+
 use half::bf16;
 use proptest::prelude::*;
 
 use super::*;
 use crate::glu::Activation;
-use crate::testing::{Values, assert_close, assert_error, cast, gradient, inner, rms, same_on_any_pool};
+use crate::testing::{
+    Values, assert_close, assert_error, cast, gradient, inner, rms, same_on_any_pool, wide,
+};
 use crate::{Element, Scratch};
 
 /// Weights [tokens, k] of a choice that is given, in f64.
@@ -287,6 +291,68 @@ proptest! {
     }
 }
 
+/// Tensors and settings of a file that fixtures/make_moe.py wrote.
+fn golden(name: &str) -> (impl Fn(&str) -> Vec<f32>, HashMap<String, String>) {
+    let path = format!("{}/../../fixtures/moe/{name}.safetensors", env!("CARGO_MANIFEST_DIR"));
+    let bytes = std::fs::read(path).unwrap();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let metadata = header.metadata().clone().unwrap();
+    let tensor = move |name: &str| {
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let data = file.tensor(name).unwrap().data().to_vec();
+        data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    };
+    (tensor, metadata)
+}
+
+#[test]
+fn routes_weights_and_their_gradients_are_those_of_transformers() {
+    for name in
+        ["deepseek_v3", "deepseek_v3_negative", "deepseek_v32_plain_weights", "qwen3_next", "qwen3_5_moe"]
+    {
+        let (tensor, settings) = golden(name);
+        let number = |key: &str| settings[key].parse::<usize>().unwrap();
+        let (logits, normalise) = (tensor("logits"), settings["normalise"] == "true");
+        let dims = Dims { experts: 16, top_k: number("top_k"), hidden: 1, intermediate: 1 };
+        let bias = if settings["router"] == "sigmoid" { tensor("bias") } else { vec![] };
+        let router = match settings["router"].as_str() {
+            "softmax" => Router::Softmax { normalise },
+            _ => Router::SigmoidGroups {
+                bias: Some(&bias),
+                groups: number("groups"),
+                kept_groups: number("kept_groups"),
+                normalise,
+                scaling: settings["scaling"].parse().unwrap(),
+            },
+        };
+        let routing = route_forward(&logits, None, &router, dims).unwrap();
+        // The file lists a token's experts by index.
+        let (k, tokens) = (dims.top_k, logits.len() / 16);
+        let mut order: Vec<usize> = (0..tokens * k).collect();
+        order.sort_by_key(|slot| (slot / k, routing.experts[*slot]));
+        let experts: Vec<f32> = order.iter().map(|slot| routing.experts[*slot] as f32).collect();
+        assert_eq!(experts, tensor("experts"), "{name}");
+        let weights: Vec<f32> = order.iter().map(|slot| routing.weights[*slot]).collect();
+        assert_close(name, &weights, &wide(&tensor("weights")), 1e-6);
+        let (mut dweights, mut dlogits) = (vec![0.0; tokens * k], vec![f32::NAN; logits.len()]);
+        order.iter().zip(tensor("dweights")).for_each(|(slot, dw)| dweights[*slot] = dw);
+        route_backward(&mut dlogits, None, &dweights, &logits, &routing, None, &router, dims).unwrap();
+        assert_close(name, &dlogits, &wide(&tensor("dlogits")), 1e-5);
+    }
+}
+
+#[test]
+fn the_balance_of_two_layers_and_its_gradient_are_those_of_transformers() {
+    let (tensor, settings) = golden("balance");
+    let dims = Dims { experts: 16, top_k: settings["top_k"].parse().unwrap(), hidden: 1, intermediate: 1 };
+    let logits = tensor("logits");
+    let routing = route_forward(&logits, None, &Router::Softmax { normalise: true }, dims).unwrap();
+    let mut dlogits = vec![0.0; logits.len()];
+    let loss = load_balancing_loss(Some(&mut dlogits), &logits, &routing, 1.0, dims).unwrap();
+    assert!((loss - tensor("loss")[0] as f64).abs() < 1e-6, "{loss}");
+    assert_close("dlogits", &dlogits, &wide(&tensor("dlogits")), 1e-5);
+}
+
 #[test]
 fn any_number_of_threads_gives_the_same_bits() {
     let dims = Dims { experts: 5, top_k: 2, hidden: 70, intermediate: 33 };
@@ -301,7 +367,13 @@ fn any_number_of_threads_gives_the_same_bits() {
             normalise: true,
             scaling: 2.0,
         };
-        (problem.run::<f32, bf16>(), route_forward(&logits, None, &router, dims).unwrap())
+        let routing = route_forward(&logits, None, &router, dims).unwrap();
+        let (mut dlogits, mut dscale) = (vec![0.0; logits.len()], vec![0.0; 5]);
+        let (dweights, scale) = (cast::<f32>(&Values::new(2).take(300, 1.0)), Some(&bias[..]));
+        let sums = Some(&mut dscale[..]);
+        route_backward(&mut dlogits, sums, &dweights, &logits, &routing, scale, &router, dims).unwrap();
+        let loss = load_balancing_loss(Some(&mut dlogits), &logits, &routing, 0.1, dims).unwrap();
+        (problem.run::<f32, bf16>(), routing, dlogits, dscale, loss.to_bits())
     });
 }
 

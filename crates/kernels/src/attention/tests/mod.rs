@@ -1,6 +1,7 @@
 //! The kernel against the plain twin, the twin against finite differences, and what must hold exactly.
 
 mod decode;
+mod hidden;
 mod lowered;
 
 use half::bf16;

@@ -1,0 +1,38 @@
+//! Time and memory of a piece of work.
+
+use std::time::Instant;
+
+use crate::cases::Work;
+
+/// What one case costs.
+#[derive(Clone, Copy, Debug)]
+pub struct Measured {
+    /// The median time.
+    pub seconds: f64,
+    /// What the process grew by at most while the work ran for the first time; 0 where the system does not say.
+    pub bytes: u64,
+}
+
+/// Runs `work` once for memory, then `repetitions` times for the median time.
+pub fn measure(repetitions: usize, work: &mut Work) -> anyhow::Result<Measured> {
+    // Resets VmHWM to what is resident now; without the right to do so the peak of the preparation counts as before.
+    let _ = std::fs::write("/proc/self/clear_refs", "5");
+    let before = peak_bytes();
+    work()?;
+    let bytes = peak_bytes().saturating_sub(before);
+    let mut times = Vec::new();
+    for _ in 0..repetitions.max(1) {
+        let begin = Instant::now();
+        work()?;
+        times.push(begin.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(Measured { seconds: times[times.len() / 2], bytes })
+}
+
+fn peak_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
+    let kib = line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok());
+    kib.unwrap_or(0u64) * 1024
+}
