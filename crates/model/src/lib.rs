@@ -23,7 +23,7 @@ mod save;
 pub use batch::Batch;
 pub use config::Config;
 pub use error::{Error, Result};
-pub use model::{LossOptions, Model, Recompute};
+pub use model::{IndexerLoss, IndexerStage, LossOptions, Model, Recompute, StepLoss};
 pub use precision::Precision;
 pub use probe::Probe;
 pub use save::NamedTensor;
