@@ -88,4 +88,5 @@ golden! {
     gemma4_moe: 127,
     gemma4_ple: 153,
     deepseek_v32: 45,
+    deepseek_v32_yarn: 36,
 }
