@@ -476,3 +476,6 @@ impl LatentAttention {
             .unwrap_or(0)
     }
 }
+
+#[cfg(test)]
+mod tests;
