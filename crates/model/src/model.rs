@@ -138,9 +138,7 @@ impl Model {
             }
         }
         let table = |rope: &Rope| ropes.iter().position(|r| r == rope).expect("it was collected above");
-        let layers = (0..config.layers.len())
-            .map(|i| Layer::new(&mut specs, i, &config, table))
-            .collect();
+        let layers = (0..config.layers.len()).map(|i| Layer::new(&mut specs, i, &config, table)).collect();
         let norm = Norm::new(&mut specs, "norm", config.hidden, &config);
         let head = if config.tied {
             Linear::on(embedding, config.hidden, config.vocabulary)

@@ -31,7 +31,8 @@ fn with_indexer(stage: IndexerStage) -> LossOptions {
 /// RMS of the difference, in units of b's.
 fn ratio(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
-    let sum = |f: &dyn Fn(f64, f64) -> f64| a.iter().zip(b).map(|(a, b)| f(*a as f64, *b as f64)).sum::<f64>();
+    let sum =
+        |f: &dyn Fn(f64, f64) -> f64| a.iter().zip(b).map(|(a, b)| f(*a as f64, *b as f64)).sum::<f64>();
     (sum(&|a, b| (a - b) * (a - b)) / (sum(&|_, b| b * b) + 1e-30)).sqrt()
 }
 

@@ -43,7 +43,8 @@ fn check(name: &str, gradients: usize) {
     println!("{name}: logits ratio {ratio:.1e}, max {largest:.1e}");
     assert!(ratio <= 1e-5 && largest <= largest_allowed(name), "{name}: logits are off by {ratio:e} (ratio), {largest:e}");
     let mut grads = model.grads();
-    let loss = model.backward(&mut grads, &batch, &LossOptions::default(), Recompute::None, None).unwrap().language;
+    let loss =
+        model.backward(&mut grads, &batch, &LossOptions::default(), Recompute::None, None).unwrap().language;
     let mean = loss.sum / loss.tokens as f64;
     let expected = golden.f32("loss").unwrap().values[0] as f64;
     assert!((mean - expected).abs() <= 1e-5 * expected, "{name}: loss {mean} where {expected} is expected");

@@ -191,7 +191,9 @@ pub fn indexer_topk_decode<T: Element>(
     let queries = w.len() / dims.heads;
     check_len("w", w, queries * dims.heads)?;
     check_len("q", q, queries * dims.heads * dims.dim)?;
-    check(queries <= len, || format!("{queries} queries of a cache of {len} tokens, which should hold theirs"))?;
+    check(queries <= len, || {
+        format!("{queries} queries of a cache of {len} tokens, which should hold theirs")
+    })?;
     let capacity = k.len() / dims.dim;
     check_len("k", k, capacity * dims.dim)?;
     check(len <= capacity, || format!("{len} tokens in a cache of {capacity}"))?;

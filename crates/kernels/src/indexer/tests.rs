@@ -280,7 +280,9 @@ fn new_queries_against_a_cache_have_the_keys_that_the_whole_sequence_gives_them(
         let r = build(dims, &[tokens], 11);
         let whole = topk::<f32>(&r, dims, &LOSS, k);
         let (q, keys, w) = (cast::<f32>(&r.q), cast::<f32>(&r.k), cast::<f32>(&r.w));
-        for (len, queries) in [(tokens, 1), (tokens, 5), (tokens, tokens), (tokens - 1, 40), (k, 3), (k + 1, 1)] {
+        for (len, queries) in
+            [(tokens, 1), (tokens, 5), (tokens, tokens), (tokens - 1, 40), (k, 3), (k + 1, 1)]
+        {
             let rows = len - queries..len;
             let of = |width: usize| rows.start * width..rows.end * width;
             let scratch = Scratch::new(topk_scratch::<f32>(dims, len));

@@ -10,7 +10,9 @@
 use ballast_kernels::Element;
 use ballast_kernels::elementwise::{accumulate, scale};
 use ballast_kernels::indexer as kernel;
-use ballast_kernels::norm::{Saved as NormSaved, layer_norm_backward, layer_norm_forward, norm_backward_scratch};
+use ballast_kernels::norm::{
+    Saved as NormSaved, layer_norm_backward, layer_norm_forward, norm_backward_scratch,
+};
 use ballast_kernels::rotary::{Heads, rotary_backward, rotary_forward};
 
 use super::{Keep, Linear, bytes_of};
@@ -138,7 +140,14 @@ impl Indexer {
     pub(crate) fn select<A: Element>(&self, run: &Run<'_>, saved: &Saved<A>) -> Result<Vec<u32>> {
         let mut selected = vec![0; run.tokens() * self.topk];
         let options = self.options(run, 0.0);
-        kernel::indexer_topk(&mut selected, &self.input(run, saved), self.dims, &options, self.topk, run.scratch)?;
+        kernel::indexer_topk(
+            &mut selected,
+            &self.input(run, saved),
+            self.dims,
+            &options,
+            self.topk,
+            run.scratch,
+        )?;
         Ok(selected)
     }
 
@@ -180,7 +189,8 @@ impl Indexer {
         if saved.k.is_empty() {
             saved.k = self.finish_keys(run, &saved.k_raw)?.0;
         }
-        let (mut dq, mut dk, mut dw) = (zeros(saved.q.len()), zeros::<A>(saved.k.len()), zeros(saved.w.len()));
+        let (mut dq, mut dk, mut dw) =
+            (zeros(saved.q.len()), zeros::<A>(saved.k.len()), zeros(saved.w.len()));
         let mut buffer = vec![0.0; kernel::loss_buffer(self.dims, run.tokens())];
         let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dw: &mut dw };
         let (input, options) = (self.input(run, &saved), self.options(run, loss_scale));
@@ -231,7 +241,15 @@ impl Indexer {
         for (sequence, ends) in run.cu_seqlens().windows(2).enumerate() {
             let tokens = ends[1] - ends[0];
             let mut scores = vec![0.0; tokens * tokens];
-            kernel::indexer_scores(&mut scores, &input, self.dims, &options, sequence, 0..tokens, run.scratch)?;
+            kernel::indexer_scores(
+                &mut scores,
+                &input,
+                self.dims,
+                &options,
+                sequence,
+                0..tokens,
+                run.scratch,
+            )?;
             for (t, row) in scores.chunks_mut(tokens.max(1)).enumerate() {
                 row[t + 1..].fill(0.0);
             }
@@ -266,7 +284,11 @@ impl Indexer {
     }
 
     /// f32 that one slot of scratch needs; no sequence is longer than `tokens`.
-    pub(crate) fn scratch<A: Element>(&self, tokens: usize, attention: ballast_kernels::attention::Dims) -> usize {
+    pub(crate) fn scratch<A: Element>(
+        &self,
+        tokens: usize,
+        attention: ballast_kernels::attention::Dims,
+    ) -> usize {
         [
             self.q.scratch(tokens),
             self.k.scratch(tokens),

@@ -176,8 +176,14 @@ impl LatentAttention {
                 let input = self.input(run, &q, &k, &v, &saved.selected);
                 self.see_logits(run, &input)?;
                 let options = self.options(run);
-                saved.attention =
-                    kernel::attention_forward(&mut o, &input, self.dims(), &options, keep.any(), run.scratch)?;
+                saved.attention = kernel::attention_forward(
+                    &mut o,
+                    &input,
+                    self.dims(),
+                    &options,
+                    keep.any(),
+                    run.scratch,
+                )?;
             }
         }
         run.see(layer, "self_attn.o", &o);
@@ -305,7 +311,8 @@ impl LatentAttention {
         let (dims, options) = (self.dims(), self.options(run));
         let (k_width, v_width) = (dims.heads * dims.head_dim, dims.heads * dims.value_dim);
         let topk = self.shape.index_topk;
-        let chooses = |(cache, ends): (&Cache<A>, &[usize])| cache.k.len() / k_width + ends[1] - ends[0] > topk;
+        let chooses =
+            |(cache, ends): (&Cache<A>, &[usize])| cache.k.len() / k_width + ends[1] - ends[0] > topk;
         let scored = caches.iter().zip(run.cu_seqlens().windows(2)).any(chooses);
         let new = self.indexer.forward(run, x, q_resid, scored)?;
         let index = self.shape.index_dim;

@@ -30,7 +30,8 @@ fn load(name: &str) -> (Model, Batch, Vec<f32>) {
 /// RMS of the difference, in units of b's.
 fn ratio(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
-    let sum = |f: &dyn Fn(f64, f64) -> f64| a.iter().zip(b).map(|(a, b)| f(*a as f64, *b as f64)).sum::<f64>();
+    let sum =
+        |f: &dyn Fn(f64, f64) -> f64| a.iter().zip(b).map(|(a, b)| f(*a as f64, *b as f64)).sum::<f64>();
     (sum(&|a, b| (a - b) * (a - b)) / sum(&|_, b| b * b)).sqrt()
 }
 
@@ -66,7 +67,8 @@ fn the_attention_rotates_interleaved_pairs_and_the_indexer_halves() {
 #[test]
 fn yarn_changes_the_frequencies_and_the_softmax_scale() {
     let name = "deepseek_v32_yarn";
-    let scale = distance(name, |shape, _| shape.scale = ((shape.nope_dim + shape.rope_dim) as f32).powf(-0.5));
+    let scale =
+        distance(name, |shape, _| shape.scale = ((shape.nope_dim + shape.rope_dim) as f32).powf(-0.5));
     let plain = Frequencies::Plain { dims: 8 };
     let frequencies = distance(name, |shape, _| {
         (shape.rope.frequencies, shape.indexer_rope.frequencies) = (plain, plain);
@@ -163,8 +165,11 @@ fn chunks_and_single_tokens_give_what_the_whole_sequence_gives() {
     for new in [[13, 7], [7, 1]].into_iter().chain([[1, 1]; 20]) {
         let rows = [0, 1].map(|i| done[i]..done[i] + new[i]);
         let positions = rows.iter().flat_map(|rows| rows.clone().map(|t| t as u32)).collect();
-        let part: Vec<f32> =
-            rows.iter().zip(&x).flat_map(|(rows, x)| x[rows.start * hidden..rows.end * hidden].to_vec()).collect();
+        let part: Vec<f32> = rows
+            .iter()
+            .zip(&x)
+            .flat_map(|(rows, x)| x[rows.start * hidden..rows.end * hidden].to_vec())
+            .collect();
         let y = alone.run(vec![0, new[0], new[0] + new[1]], positions, None, |layer, run| {
             layer.forward(run, &part, Some(&mut caches), Keep::Nothing).unwrap().0
         });
@@ -185,7 +190,9 @@ fn what_is_kept_has_the_bytes_that_were_announced() {
     let alone = Alone::new();
     let hidden = alone.model.config.hidden;
     let stages = [None, Some(IndexerStage::Dense), Some(IndexerStage::Sparse)];
-    for (ends, stage) in [vec![0, 30], vec![0, 8, 13]].iter().flat_map(|ends| stages.map(|stage| (ends, stage))) {
+    for (ends, stage) in
+        [vec![0, 30], vec![0, 8, 13]].iter().flat_map(|ends| stages.map(|stage| (ends, stage)))
+    {
         let tokens = ends[ends.len() - 1];
         let positions = ends.windows(2).flat_map(|ends| 0..(ends[1] - ends[0]) as u32).collect();
         alone.run(ends.clone(), positions, stage, |layer, run| {
@@ -227,7 +234,8 @@ fn the_gradients_of_the_indexer_are_the_slopes_of_its_loss() {
         let names: Vec<String> = model.specs.all().map(|spec| spec.name.clone()).collect();
         let mut compared = 0;
         for (at, name) in names.iter().enumerate().filter(|(_, name)| name.contains(".indexer.")) {
-            let largest = (0..all[at].len()).max_by(|a, b| all[at][*a].abs().total_cmp(&all[at][*b].abs())).unwrap();
+            let largest =
+                (0..all[at].len()).max_by(|a, b| all[at][*a].abs().total_cmp(&all[at][*b].abs())).unwrap();
             let mut loss = |by: f32| {
                 parameter(&mut model, at)[largest] += by;
                 let unused = &mut crate::params::Grads::new(&model.specs, |_| false);
@@ -237,7 +245,10 @@ fn the_gradients_of_the_indexer_are_the_slopes_of_its_loss() {
             };
             let slope = (loss(step) - loss(-step)) / (2.0 * step as f64);
             let gradient = all[at][largest] as f64;
-            assert!((slope - gradient).abs() < 0.02 * gradient.abs() + 1e-4, "{stage:?} {name}: {slope} {gradient}");
+            assert!(
+                (slope - gradient).abs() < 0.02 * gradient.abs() + 1e-4,
+                "{stage:?} {name}: {slope} {gradient}"
+            );
             compared += 1;
         }
         assert_eq!(compared, 3 * 5, "tensors of the indexers");
