@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use ballast_kernels::gated_delta_rule::{
-    Dims, Grads, Input, L2Norm, Options, Output, Saved, backward_scratch, forward_scratch,
+    Dims, GateGrads, Gates, Grads, Input, L2Norm, Options, Output, Saved, backward_scratch, forward_scratch,
     gated_delta_rule_backward, gated_delta_rule_forward,
 };
 use ballast_kernels::matmul::{Mat, matmul};
@@ -71,7 +71,7 @@ fn main() -> anyhow::Result<()> {
         }
         Case::Gdn { tokens, heads, dim, chunk, states_every, storage, backward } => {
             let dims = Dims { key_heads: heads, value_heads: heads, key_dim: dim, value_dim: dim };
-            let options = Options { scale: None, l2norm: L2Norm::Inside, chunk, states_every };
+            let options = Options { chunk, states_every, ..Options::default() };
             let run = match storage {
                 Storage::F32 => gdn::<f32>,
                 Storage::Bf16 => gdn::<bf16>,
@@ -145,7 +145,14 @@ fn gdn<T: Element>(
     let g: Vec<f32> = values(gates, 5).into_iter().map(|x| -0.1 * x.abs()).collect();
     let beta: Vec<f32> = values(gates, 6).into_iter().map(f32::abs).collect();
     let cu_seqlens = [0, tokens];
-    let input = Input { q: &q, k: &k, v: &v, g: &g, beta: &beta, h0: None, cu_seqlens: &cu_seqlens };
+    let input = Input {
+        q: &q,
+        k: &k,
+        v: &v,
+        gates: Gates::Given { g: &g, beta: &beta },
+        h0: None,
+        cu_seqlens: &cu_seqlens,
+    };
     let scratch = Scratch::new(forward_scratch(dims, options).max(backward_scratch(dims, options)));
     let mut o = vec![T::default(); vals];
     let (mut dq, mut dk, mut dv) =
@@ -156,8 +163,13 @@ fn gdn<T: Element>(
         let output = Output { o: &mut o, ht: None };
         gated_delta_rule_forward(output, backward.then_some(&mut saved), &input, dims, options, &scratch)?;
         if backward {
-            let grads =
-                Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dg: &mut dg, dbeta: &mut dbeta, dh0: None };
+            let grads = Grads {
+                dq: &mut dq,
+                dk: &mut dk,
+                dv: &mut dv,
+                gates: GateGrads::Given { dg: &mut dg, dbeta: &mut dbeta },
+                dh0: None,
+            };
             gated_delta_rule_backward(grads, &d_o, None, &input, &saved, dims, options, &scratch)?;
         }
         Ok(())

@@ -257,7 +257,7 @@ impl Checkpoint {
     /// The root and every file; a file may be a link to elsewhere.
     pub fn paths(&self) -> Vec<PathBuf> {
         let sidecars = self.sidecars.iter().map(|name| self.root.join(name));
-        let files = self.files.iter().map(|f| f.path.clone());
+        let files = self.files.iter().filter(|f| f.handle().is_some()).map(|f| f.path.clone());
         std::iter::once(self.root.clone()).chain(files).chain(sidecars).collect()
     }
 
@@ -417,7 +417,8 @@ fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
     let handle = File::open(path).map_err(Error::io(path, "open"))?;
     let metadata = handle.metadata().map_err(Error::io(path, "look at"))?;
     let bytes = metadata.len();
-    let file = ShardFile { path: path.into(), bytes, modified: metadata.modified().ok(), data: Data::File(handle) };
+    let file =
+        ShardFile { path: path.into(), bytes, modified: metadata.modified().ok(), data: Data::File(handle) };
     let mut first = [0; 8];
     let first = &mut first[..bytes.min(8) as usize];
     file.read_at(first, 0)?;

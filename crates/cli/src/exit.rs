@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use ballast_checkpoint::{Error, ErrorKind};
 use ballast_contract::rules::PolicyError;
+use ballast_model::Error as ModelError;
 
 use crate::output;
 
@@ -32,21 +33,35 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, json: bool) -> ExitCode {
         );
     }
     let message = format!("{error:#}");
-    // The parser of policy files shows the line concerned below its message; all others are one line.
-    let lines = error.downcast_ref::<PolicyError>().is_some();
+    // The parser of policy files shows the line concerned below its message, and tensors that do not fit are listed; all
+    // others are one line.
+    let lines = error.downcast_ref::<PolicyError>().is_some()
+        || matches!(error.downcast_ref(), Some(ModelError::Tensors { .. }));
     eprintln!("ballast: {}", if lines { output::clean_lines(&message) } else { output::clean(&message) });
     ExitCode::from(code)
 }
 
 fn code_of(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<Error>() {
-        return match error.kind() {
-            ErrorKind::Check => 1,
-            ErrorKind::Usage => 2,
-            ErrorKind::Input => 3,
-            ErrorKind::Space => 4,
-            ErrorKind::Interrupted => 130,
+        return code_of_checkpoint(error);
+    }
+    if let Some(error) = error.downcast_ref::<ModelError>() {
+        return match error {
+            ModelError::Checkpoint(error) => code_of_checkpoint(error),
+            ModelError::Precision(_) => 2,
+            ModelError::Memory { .. } => 4,
+            _ => 3,
         };
     }
     if error.downcast_ref::<PolicyError>().is_some() { 2 } else { 3 }
+}
+
+fn code_of_checkpoint(error: &Error) -> u8 {
+    match error.kind() {
+        ErrorKind::Check => 1,
+        ErrorKind::Usage => 2,
+        ErrorKind::Input => 3,
+        ErrorKind::Space => 4,
+        ErrorKind::Interrupted => 130,
+    }
 }

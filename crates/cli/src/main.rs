@@ -1,6 +1,7 @@
 //! `ballast`: the command line.
 
 mod commands;
+mod compare;
 mod exit;
 mod output;
 mod progress;

@@ -68,7 +68,8 @@ pub fn row_products<T: Element>(d_factors: &mut [f32], dy: &[T], x: &[T], width:
     check_rows(x, d_factors, width)?;
     check_len("dy", dy, x.len())?;
     let rows = task_rows(width);
-    let tasks = d_factors.par_chunks_mut(rows).zip(dy.par_chunks(rows * width)).zip(x.par_chunks(rows * width));
+    let tasks =
+        d_factors.par_chunks_mut(rows).zip(dy.par_chunks(rows * width)).zip(x.par_chunks(rows * width));
     tasks.for_each(|((d_factors, dy), x)| {
         for ((d, dy), x) in d_factors.iter_mut().zip(dy.chunks_exact(width)).zip(x.chunks_exact(width)) {
             *d = dy.iter().zip(x).map(|(dy, x)| dy.to_f32() as f64 * x.to_f32() as f64).sum::<f64>() as f32;

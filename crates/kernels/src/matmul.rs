@@ -1,6 +1,13 @@
 //! The matrix product of f32 blocks, behind one function so that its implementation can be swapped.
 //!
 //! C = alpha C + beta A B, one thread. A, B and C are strided views; the result depends on shapes and values alone.
+//! Large products go to the `gemm` crate, which packs its operands; `small` has those of blocks that lie in a cache.
+
+mod small;
+
+pub(crate) use small::{By, Onto, matmul_small};
+
+use std::ops::Range;
 
 use crate::shared::Shared;
 
@@ -39,6 +46,11 @@ impl<'a> Mat<'a> {
         self.rows
     }
 
+    /// Number of columns.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
     /// Row i.
     ///
     /// # Panics
@@ -46,6 +58,27 @@ impl<'a> Mat<'a> {
     pub fn row(&self, i: usize) -> &'a [f32] {
         assert!(self.column_stride == 1 && i < self.rows, "row {i} of {}", self.rows);
         &self.data[i * self.row_stride..i * self.row_stride + self.columns]
+    }
+
+    /// The block of these rows and columns.
+    ///
+    /// # Panics
+    /// When it is not inside.
+    pub fn part(self, rows: Range<usize>, columns: Range<usize>) -> Mat<'a> {
+        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
+        assert!(
+            columns.start <= columns.end && columns.end <= self.columns,
+            "columns {columns:?} of {}",
+            self.columns
+        );
+        let begin = rows.start * self.row_stride + columns.start * self.column_stride;
+        let empty = rows.is_empty() || columns.is_empty();
+        Mat {
+            data: if empty { &[] } else { &self.data[begin..] },
+            rows: rows.len(),
+            columns: columns.len(),
+            ..self
+        }
     }
 
     /// The transpose, without moving anything.
@@ -148,7 +181,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn values(n: usize, seed: u32) -> Vec<f32> {
+    pub(super) fn values(n: usize, seed: u32) -> Vec<f32> {
         (0..n as u32)
             .map(|i| ((i.wrapping_mul(2654435761).wrapping_add(seed) >> 16) as f32 / 65536.0) - 0.5)
             .collect()
@@ -187,6 +220,16 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_part_has_the_rows_and_columns_asked_for_also_of_a_transpose() {
+        let data: Vec<f32> = (0..12).map(|x| x as f32).collect();
+        let part = Mat::dense(&data, 3, 4).part(1..3, 2..4);
+        assert_eq!((part.row(0), part.row(1)), (&[6.0, 7.0][..], &[10.0, 11.0][..]));
+        let part = Mat::dense(&data, 3, 4).t().part(2..4, 1..3).t();
+        assert_eq!((part.row(0), part.row(1)), (&[6.0, 7.0][..], &[10.0, 11.0][..]));
+        assert_eq!(Mat::dense(&data, 3, 4).part(3..3, 0..4).rows(), 0);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! A function declared with `simd_fn!` is an ordinary loop over slices. It is compiled once for any
 //! machine and once with AVX2 and FMA, where the compiler vectorises it; a single test at run time chooses.
-//! Setting `BALLAST_SIMD=portable` in the environment forces the portable one. The two may differ in the last
+//! Setting `BALLAST_SIMD` to `portable` or `avx2` in the environment asks for no more than that. The two may differ in the last
 //! bit (a fused multiply-add rounds once), each is deterministic.
 //!
 //! The transcendental functions are here because they must vectorise: polynomials without branches.
@@ -13,20 +13,42 @@ use std::sync::OnceLock;
 
 use crate::Element;
 
+/// Instructions that the kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// Any machine.
+    Portable,
+    /// AVX2 and FMA.
+    Avx2,
+    /// AVX-512F beside them: for the small products only.
+    Avx512,
+}
+
+/// What this machine has.
+pub(crate) fn detected() -> Level {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::is_x86_feature_detected as has;
+        if has!("avx2") && has!("fma") {
+            return if has!("avx512f") { Level::Avx512 } else { Level::Avx2 };
+        }
+    }
+    Level::Portable
+}
+
+/// What runs: the most that this machine has, unless `BALLAST_SIMD` asks for less.
+pub fn level() -> Level {
+    static CHOICE: OnceLock<Level> = OnceLock::new();
+    *CHOICE.get_or_init(|| match std::env::var("BALLAST_SIMD").as_deref() {
+        Ok("portable") => Level::Portable,
+        Ok("avx2") => detected().min(Level::Avx2),
+        _ => detected(),
+    })
+}
+
 /// Whether the AVX2+FMA compilation runs.
 pub fn vectorised() -> bool {
-    static CHOICE: OnceLock<bool> = OnceLock::new();
-    *CHOICE.get_or_init(|| {
-        #[cfg(target_arch = "x86_64")]
-        {
-            let forced = std::env::var("BALLAST_SIMD").is_ok_and(|v| v == "portable");
-            !forced
-                && std::arch::is_x86_feature_detected!("avx2")
-                && std::arch::is_x86_feature_detected!("fma")
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        false
-    })
+    level() >= Level::Avx2
 }
 
 /// a * b + c; `FMA` says whether the machine fuses it in one instruction.
@@ -285,27 +307,33 @@ pub(crate) fn sum_by_four<A: Element, B: Element, C: Element, D: Element>(
 }
 
 simd_fn! {
-    /// Row i of x [rows, width] times `factors[i]`.
-    pub fn scale_rows(x: &mut [f32], factors: &[f32], width: usize) {
-        for (row, by) in x.chunks_exact_mut(width).zip(factors) {
-            for x in row {
-                *x *= *by;
+    /// Row i of y [rows, width] is row i of x times `factors[i]`.
+    pub fn scale_rows_into(y: &mut [f32], factors: &[f32], x: &[f32], width: usize) {
+        for ((y, x), by) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(factors) {
+            for (y, x) in y.iter_mut().zip(x) {
+                *y = *by * *x;
             }
         }
     }
 }
+
+/// Bytes that a cache holds together.
+#[cfg(target_arch = "x86_64")]
+const LINE: usize = 64;
 
 /// Asks the memory for a slice that will be needed soon.
 #[inline(always)]
 pub(crate) fn prefetch<T>(slice: &[T]) {
     #[cfg(target_arch = "x86_64")]
     {
-        let bytes = std::mem::size_of_val(slice);
-        for at in (0..bytes).step_by(64) {
-            // SAFETY: the address lies inside the slice; a prefetch does nothing but fill a cache.
+        // The slice may begin inside a line, and then end in one more.
+        let begin = slice.as_ptr().cast::<i8>();
+        let skew = begin as usize % LINE;
+        for at in (0..skew + std::mem::size_of_val(slice)).step_by(LINE) {
+            // SAFETY: a prefetch does nothing but fill a cache, whatever the address; this one is of a line in the slice.
             unsafe {
                 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-                _mm_prefetch::<_MM_HINT_T1>(slice.as_ptr().cast::<i8>().add(at));
+                _mm_prefetch::<_MM_HINT_T1>(begin.wrapping_add(at).wrapping_sub(skew));
             }
         }
     }

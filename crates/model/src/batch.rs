@@ -60,7 +60,11 @@ impl Batch {
 
     /// Rows of `columns` with padding where `mask` is false; labels as in [`Batch::with_labels`]. Padding is left out.
     pub fn padded(ids: &[u32], labels: &[i64], mask: &[bool], columns: usize) -> Result<Batch> {
-        if columns == 0 || ids.len() != mask.len() || ids.len() != labels.len() || !ids.len().is_multiple_of(columns) {
+        if columns == 0
+            || ids.len() != mask.len()
+            || ids.len() != labels.len()
+            || !ids.len().is_multiple_of(columns)
+        {
             return Err(Error::Input(format!(
                 "{} ids, {} labels and {} mask entries are not rows of {columns}",
                 ids.len(),
@@ -94,7 +98,9 @@ impl Batch {
         let bad = |value: i64| value != IGNORED && !(0..vocabulary as i64).contains(&value);
         let ids = self.ids.iter().map(|id| *id as i64);
         if let Some((at, id)) = ids.clone().enumerate().find(|(_, id)| bad(*id)) {
-            return Err(Error::Input(format!("token {at} has the id {id}, outside the vocabulary of {vocabulary}")));
+            return Err(Error::Input(format!(
+                "token {at} has the id {id}, outside the vocabulary of {vocabulary}"
+            )));
         }
         match self.targets.iter().enumerate().find(|(_, target)| bad(**target)) {
             Some((at, target)) => Err(Error::Input(format!(

@@ -31,6 +31,9 @@ pub enum Error {
         /// All that is missing, extra or misshapen.
         problems: Mismatch,
     },
+    /// A precision that does not exist.
+    #[error("no precision is called {0:?}; known: {known}", known = crate::precision::PRESETS.map(|(name, _)| name).join(", "))]
+    Precision(String),
     /// Ids, lengths or settings that do not fit the model.
     #[error("{0}")]
     Input(String),

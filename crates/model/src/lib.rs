@@ -9,12 +9,14 @@
 
 pub mod batch;
 pub mod config;
+mod decode;
 pub mod error;
 mod layers;
 mod load;
 pub mod memory;
 mod model;
 pub mod params;
+mod plan;
 pub mod precision;
 pub mod probe;
 mod run;
@@ -22,8 +24,10 @@ mod save;
 
 pub use batch::Batch;
 pub use config::Config;
+pub use decode::{PREFILL_TOKENS, Session};
 pub use error::{Error, Result};
 pub use model::{IndexerLoss, IndexerStage, LossOptions, Model, Recompute, StepLoss};
+pub use plan::Plan;
 pub use precision::Precision;
 pub use probe::Probe;
 pub use save::NamedTensor;

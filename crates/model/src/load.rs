@@ -38,7 +38,11 @@ impl Model {
         let checkpoint = Arc::new(Checkpoint::open_consistent(path)?);
         let Some(json) = &checkpoint.config else {
             let problem = "is not there, and without it the tensors cannot be understood".to_string();
-            return Err(Error::Config { file: checkpoint.config_path(), field: "config.json".into(), problem });
+            return Err(Error::Config {
+                file: checkpoint.config_path(),
+                field: "config.json".into(),
+                problem,
+            });
         };
         let config = Config::parse(json, &checkpoint.config_path())?;
         let precision = precision(&config)?;
@@ -55,10 +59,8 @@ impl Model {
         let (views, source) = sort(&model, views, checkpoint, source_layout)?;
         memory::check("the model's parameters", model.specs.bytes(precision.params) as u64)?;
         let (weights, protected) = views.split_at(model.specs.weights.len());
-        model.params.weights = weights
-            .par_iter()
-            .map(|view| read_weight(view, precision.params))
-            .collect::<Result<_>>()?;
+        model.params.weights =
+            weights.par_iter().map(|view| read_weight(view, precision.params)).collect::<Result<_>>()?;
         model.params.protected =
             protected.iter().map(|view| Ok(Protected::new(read_f32(view)?))).collect::<Result<_>>()?;
         model.source = Some(source);
@@ -120,9 +122,9 @@ fn is_extra(model: &Model, prefix: &str, name: &str) -> bool {
     let tied_head = model.config.tied && name == "lm_head.weight";
     let shares = |layer: usize| {
         let layer = model.config.layers.get(layer);
-        layer.is_some_and(|layer| {
-            matches!(&layer.mixer, crate::config::Mixer::Softmax(a) if a.shared_from.is_some())
-        })
+        layer.is_some_and(
+            |layer| matches!(&layer.mixer, crate::config::Mixer::Softmax(a) if a.shared_from.is_some()),
+        )
     };
     let layer = name
         .strip_prefix(prefix)

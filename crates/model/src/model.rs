@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 
+use ballast_kernels::elementwise::{accumulate, convert, scale};
 use ballast_kernels::embedding::{embedding_backward, embedding_forward};
 use ballast_kernels::linear_cross_entropy::{
     self as loss_kernel, Loss, linear_cross_entropy, linear_cross_entropy_scratch, logits_len,
@@ -15,9 +16,9 @@ use half::bf16;
 use crate::batch::{Batch, IGNORED};
 use crate::config::{Config, Mixer, Rope};
 use crate::error::{Error, Result};
-use crate::layers::{Keep, Layer, Linear, Links, Norm, Saved};
+use crate::layers::{InputsSaved, Keep, Layer, Linear, Links, Norm, OwnInputs, Saved};
 use crate::load::Source;
-use crate::params::{Grads, Id, Init, Params, Specs, Weight};
+use crate::params::{Grads, Id, Init, Params, Protected, Specs, Weight};
 use crate::precision::{Precision, Storage};
 use crate::probe::Probe;
 use crate::run::{IndexerTraining, Run, lower, zeros};
@@ -47,6 +48,7 @@ pub struct Model {
     precision: Precision,
     rotaries: Vec<Rotary>,
     embedding: Id<Weight>,
+    own_inputs: Option<OwnInputs>,
     layers: Vec<Layer>,
     norm: Norm,
     head: Linear,
@@ -101,6 +103,9 @@ struct Trail<A> {
     x: Vec<A>,
     norm: NormSaved,
     links: Links<A>,
+    /// The embeddings [tokens, H], where layers have inputs of their own that are made from them
+    embedded: Vec<A>,
+    own_inputs: InputsSaved<A>,
 }
 
 enum LayerTrail<A> {
@@ -114,7 +119,12 @@ impl<A> Trail<A> {
             LayerTrail::Input(x) => x.len() * size_of::<A>(),
             LayerTrail::Saved(saved) => saved.bytes(),
         };
-        self.layers.iter().map(layer).sum::<usize>() + self.x.len() * size_of::<A>() + self.norm.bytes()
+        let own_inputs: usize = self.links.own_inputs.iter().map(|input| input.len() * size_of::<A>()).sum();
+        self.layers.iter().map(layer).sum::<usize>()
+            + (self.x.len() + self.embedded.len()) * size_of::<A>()
+            + self.norm.bytes()
+            + self.own_inputs.bytes()
+            + own_inputs
     }
 }
 
@@ -124,6 +134,7 @@ impl Model {
         let mut specs = Specs::default();
         let embedding =
             specs.weight("embed_tokens.weight".into(), &[config.vocabulary, config.hidden], Init::Normal);
+        let own_inputs = config.per_layer_inputs.map(|shape| OwnInputs::new(&mut specs, &config, shape));
         let mut ropes: Vec<Rope> = Vec::new();
         for layer in &config.layers {
             let used = match &layer.mixer {
@@ -153,6 +164,7 @@ impl Model {
             precision,
             rotaries,
             embedding,
+            own_inputs,
             layers,
             norm,
             head,
@@ -177,6 +189,11 @@ impl Model {
             }
         }
         self.precision = precision;
+    }
+
+    /// The protected tensors, in the order of [`Specs::protected`].
+    pub fn protected(&self) -> &[Protected] {
+        &self.params.protected
     }
 
     /// Zero gradients for all parameters that are learned.
@@ -225,7 +242,8 @@ impl Model {
     pub(crate) fn scratch_len<A: Element>(&self, tokens: usize) -> usize {
         let head = linear_cross_entropy_scratch(self.head.dims(), tokens, &loss_kernel::Options::default());
         let layers = self.layers.iter().map(|layer| layer.scratch::<A>(tokens)).max().unwrap_or(0);
-        head.max(layers).max(self.norm.scratch(tokens))
+        let own_inputs = self.own_inputs.as_ref().map_or(0, |inputs| inputs.scratch(tokens));
+        head.max(layers).max(self.norm.scratch(tokens)).max(own_inputs)
     }
 
     /// Runs `work` with what all layers share.
@@ -259,8 +277,7 @@ impl Model {
     fn logits_in<A: Element>(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
         self.with_run::<A, _>(batch, probe, None, |run| {
             let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
-            let (hidden, _) = self.norm.forward(run, &x)?;
-            run.see(None, "norm", &hidden);
+            let hidden = self.last_norm(run, &x)?;
             self.project(run, &hidden)
         })
     }
@@ -269,9 +286,9 @@ impl Model {
     pub(crate) fn project<A: Element>(&self, run: &Run<'_>, hidden: &[A]) -> Result<Vec<f32>> {
         let mut logits: Vec<f32> = self.head.forward(run, hidden)?;
         if let Some(cap) = self.config.final_cap {
-            ballast_kernels::elementwise::scale(&mut logits, 1.0 / cap);
+            scale(&mut logits, 1.0 / cap);
             simd::tanh(&mut logits);
-            ballast_kernels::elementwise::scale(&mut logits, cap);
+            scale(&mut logits, cap);
         }
         lower(&mut logits, self.precision.loss);
         run.see(None, "logits", &logits);
@@ -286,8 +303,7 @@ impl Model {
     ) -> Result<Loss> {
         self.with_run::<A, _>(batch, probe, None, |run| {
             let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
-            let (hidden, _) = self.norm.forward(run, &x)?;
-            run.see(None, "norm", &hidden);
+            let hidden = self.last_norm(run, &x)?;
             let options = self.loss_options(options);
             let mut logits = zeros(logits_len(self.config.vocabulary, run.tokens(), &options));
             with_weight!(&run.params[self.head.weight()], |w| {
@@ -297,7 +313,7 @@ impl Model {
         })
     }
 
-    fn loss_options(&self, options: &LossOptions) -> loss_kernel::Options {
+    pub(crate) fn loss_options(&self, options: &LossOptions) -> loss_kernel::Options {
         loss_kernel::Options {
             ignore_index: IGNORED,
             soft_cap: self.config.final_cap,
@@ -309,12 +325,18 @@ impl Model {
     }
 
     /// The residual stream after the last layer, and what was kept of each.
-    fn stream<A: Element>(&self, run: &Run<'_>, keep: Keep, inputs: bool) -> Result<(Vec<A>, Trail<A>)> {
+    fn stream<A: Element>(&self, run: &Run<'_>, keep: Keep, only_inputs: bool) -> Result<(Vec<A>, Trail<A>)> {
         let mut x = self.embed::<A>(run)?;
         let mut links = Links::new(&self.config);
+        let (mut embedded, mut own_inputs) = (Vec::new(), InputsSaved::default());
+        if let Some(inputs) = &self.own_inputs {
+            let kept = if keep.any() || only_inputs { Keep::Everything } else { Keep::Nothing };
+            (links.own_inputs, own_inputs) = inputs.forward(run, &x, kept)?;
+            embedded = kept.dear(x.clone());
+        }
         let mut layers = Vec::new();
         for layer in &self.layers {
-            let input = inputs.then(|| x.clone());
+            let input = only_inputs.then(|| x.clone());
             let (out, saved) = layer.forward(run, x, &mut links, None, keep)?;
             x = out;
             match input {
@@ -323,10 +345,28 @@ impl Model {
                 None => {}
             }
         }
-        Ok((x, Trail { layers, x: Vec::new(), norm: NormSaved::default(), links }))
+        Ok((x, Trail { layers, x: Vec::new(), norm: NormSaved::default(), links, embedded, own_inputs }))
     }
 
-    fn embed<A: Element>(&self, run: &Run<'_>) -> Result<Vec<A>> {
+    pub(crate) fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// The inputs that layers have of their own, if they do; for decoding, which keeps nothing.
+    pub(crate) fn own_inputs<A: Element>(&self, run: &Run<'_>, x: &[A]) -> Result<Vec<Vec<A>>> {
+        match &self.own_inputs {
+            Some(inputs) => Ok(inputs.forward(run, x, Keep::Nothing)?.0),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    pub(crate) fn last_norm<A: Element>(&self, run: &Run<'_>, x: &[A]) -> Result<Vec<A>> {
+        let (hidden, _) = self.norm.forward(run, x)?;
+        run.see(None, "norm", &hidden);
+        Ok(hidden)
+    }
+
+    pub(crate) fn embed<A: Element>(&self, run: &Run<'_>) -> Result<Vec<A>> {
         let hidden = self.config.hidden;
         let mut x = zeros(run.tokens() * hidden);
         with_weight!(&run.params[self.embedding], |w| {
@@ -353,12 +393,7 @@ impl Model {
         probe: Option<&mut dyn Probe>,
     ) -> Result<StepLoss> {
         self.with_run::<A, _>(batch, probe, options.indexer, |run| {
-            let keep = match recompute {
-                Recompute::None => Keep::Everything,
-                Recompute::Selective => Keep::Selective,
-                Recompute::Full => Keep::Nothing,
-            };
-            let (x, mut trail) = self.stream::<A>(run, keep, recompute == Recompute::Full)?;
+            let (x, mut trail) = self.stream::<A>(run, recompute.keep(), recompute == Recompute::Full)?;
             let (hidden, norm) = self.norm.forward(run, &x)?;
             run.see(None, "norm", &hidden);
             (trail.x, trail.norm) = (x, norm);
@@ -367,7 +402,7 @@ impl Model {
             run.see_gradient(None, "norm", &dhidden);
             let mut dx = self.norm.backward(run, grads, &dhidden, &trail.x, &trail.norm)?;
             drop((dhidden, std::mem::take(&mut trail.x)));
-            let Trail { layers, mut links, .. } = trail;
+            let Trail { layers, mut links, embedded, own_inputs, .. } = trail;
             for (layer, kept) in self.layers.iter().zip(layers).rev() {
                 let saved = match kept {
                     LayerTrail::Saved(saved) => *saved,
@@ -375,8 +410,15 @@ impl Model {
                 };
                 dx = layer.backward(run, grads, dx, &mut links, saved)?;
             }
+            if let Some(inputs) = &self.own_inputs {
+                let mut sum = vec![0.0; dx.len()];
+                accumulate(&mut sum, &dx)?;
+                inputs.backward(run, grads, &mut sum, &links.d_own_inputs, &embedded, &own_inputs)?;
+                convert(&mut dx, &sum)?;
+            }
             run.see_gradient(None, "embed", &dx);
             if let Some(dw) = grads.of(self.embedding) {
+                run.forget_padding(&mut dx);
                 let scale = self.embedding_scale();
                 embedding_backward(dw, &dx, &batch.ids, scale, self.config.hidden, &mut Vec::new())?;
             }
@@ -405,24 +447,42 @@ impl Model {
         let loss = with_weight!(&run.params[self.head.weight()], |w| {
             let to = loss_kernel::Grads { dhidden: &mut dhidden, dw: grads.of(self.head.weight()), scale };
             let (dims, targets) = (self.head.dims(), &run.batch.targets);
-            linear_cross_entropy(Some(to), hidden, w, targets, dims, &kernel_options, &mut logits, run.scratch)?
+            linear_cross_entropy(
+                Some(to),
+                hidden,
+                w,
+                targets,
+                dims,
+                &kernel_options,
+                &mut logits,
+                run.scratch,
+            )?
         });
         Ok((loss, dhidden))
     }
 
     /// Bytes that a forward keeps for backward, measured by running one.
-    #[cfg(test)]
-    pub(crate) fn kept_bytes<A: Element>(&self, batch: &Batch, recompute: Recompute) -> Result<usize> {
+    pub fn measure_kept(&self, batch: &Batch, recompute: Recompute) -> Result<usize> {
+        match self.precision.activations {
+            Storage::F32 => self.measure_kept_in::<f32>(batch, recompute),
+            Storage::Bf16 => self.measure_kept_in::<bf16>(batch, recompute),
+        }
+    }
+
+    fn measure_kept_in<A: Element>(&self, batch: &Batch, recompute: Recompute) -> Result<usize> {
         self.with_run::<A, _>(batch, None, None, |run| {
-            let keep = match recompute {
-                Recompute::None => Keep::Everything,
-                Recompute::Selective => Keep::Selective,
-                Recompute::Full => Keep::Nothing,
-            };
-            let (x, mut trail) = self.stream::<A>(run, keep, recompute == Recompute::Full)?;
+            let (x, mut trail) = self.stream::<A>(run, recompute.keep(), recompute == Recompute::Full)?;
             let (_, norm) = self.norm.forward(run, &x)?;
             (trail.x, trail.norm) = (x, norm);
             Ok(trail.bytes())
         })
+    }
+
+    /// Bytes kept for inputs that layers have of their own.
+    pub(crate) fn own_inputs_bytes<A>(&self, tokens: usize) -> usize {
+        let embedded = tokens * self.config.hidden * size_of::<A>();
+        self.own_inputs
+            .as_ref()
+            .map_or(0, |inputs| embedded + inputs.saved_bytes::<A>(tokens, Keep::Everything))
     }
 }

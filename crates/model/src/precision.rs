@@ -8,7 +8,7 @@
 //! | `decay_gate` | g = -exp(A_log) softplus(a + dt_bias) |
 //! | `beta` | sigmoid(b) |
 //! | `l2norm` | q and k of the delta rule, after they were normalised |
-//! | `state` | the recurrent state, each time it is handed on: from call to call while decoding, from segment to segment else |
+//! | `state` | the recurrent state, each time that a chunk or a step hands it on |
 //! | `qk_product`, `logits` | of softmax attention, see [`ballast_kernels::attention`] |
 //! | `indexer_logits` | q.k of the sparse indexer, before the relu |
 //! | `router` | the router's logits |
@@ -142,10 +142,7 @@ impl Precision {
                 loss: bf16,
                 ..framework
             },
-            _ => {
-                let known: Vec<&str> = PRESETS.iter().map(|(name, _)| *name).collect();
-                return Err(Error::Input(format!("no precision is called {name:?}; known: {}", known.join(", "))));
-            }
+            _ => return Err(Error::Precision(name.into())),
         };
         Ok(Precision { name: name.into(), ..precision })
     }

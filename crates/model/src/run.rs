@@ -41,6 +41,17 @@ impl Run<'_> {
         &self.batch.cu_seqlens
     }
 
+    /// Zeros in the rows of padding tokens: what is looked up for them is not learned.
+    pub(crate) fn forget_padding<T: Element>(&self, dx: &mut [T]) {
+        let Some(padding) = self.config.padding else { return };
+        let width = dx.len() / self.tokens().max(1);
+        for (row, id) in dx.chunks_mut(width.max(1)).zip(&self.batch.ids) {
+            if *id == padding {
+                row.fill(T::default());
+            }
+        }
+    }
+
     /// Shows a tensor [tokens, ...] to the probe; `layer` is `None` outside the layers.
     pub(crate) fn see<T: Element>(&self, layer: Option<usize>, name: &str, values: &[T]) {
         self.show("", layer, name, values, &[]);

@@ -40,7 +40,8 @@ impl Model {
         });
         let source = self.source()?;
         let checkpoint = Arc::new(Checkpoint::in_memory(&source.checkpoint, memory.collect(), &[])?);
-        let to = Layout { experts: source.layout.experts.and(experts).or(source.layout.experts), ..hf(source) };
+        let to =
+            Layout { experts: source.layout.experts.and(experts).or(source.layout.experts), ..hf(source) };
         let views: Vec<View> = layout::relayout(&checkpoint, &canonical(source), &to)?.concat();
         let named = |view: &View| {
             let shape = view.shape.iter().map(|d| *d as usize).collect();
@@ -55,14 +56,15 @@ impl Model {
     /// not at all.
     pub fn save(&self, destination: &Path, force: bool, observer: &dyn Observer) -> Result<ConvertReport> {
         let source = self.source()?;
-        let weights = self.specs.weights.iter().zip(&self.params.weights).map(|(spec, weight)| match weight {
-            Weight::F32(values) => {
-                self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(values).to_vec())
-            }
-            Weight::Bf16(values) => {
-                self.memory_tensor(spec, Dtype::Bf16, bytemuck::cast_slice(values).to_vec())
-            }
-        });
+        let weights =
+            self.specs.weights.iter().zip(&self.params.weights).map(|(spec, weight)| match weight {
+                Weight::F32(values) => {
+                    self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(values).to_vec())
+                }
+                Weight::Bf16(values) => {
+                    self.memory_tensor(spec, Dtype::Bf16, bytemuck::cast_slice(values).to_vec())
+                }
+            });
         let protected = self.specs.protected.iter().zip(&self.params.protected).map(|(spec, tensor)| {
             self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(tensor.values()).to_vec())
         });

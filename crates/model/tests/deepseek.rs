@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_model::probe::Recorder;
 use ballast_model::{Batch, IndexerLoss, IndexerStage, LossOptions, Model, Precision, Recompute, StepLoss};
 
 const STAGES: [IndexerStage; 2] = [IndexerStage::Dense, IndexerStage::Sparse];
@@ -128,6 +129,36 @@ fn whatever_is_recomputed_the_bits_are_the_same() {
                 assert!(bits(&grads) == bits(&grads_again), "{recompute:?}");
             }
         }
+    }
+}
+
+#[test]
+fn a_probe_sees_the_attention_and_its_indexer() {
+    let (model, ids) = load(Precision::f32());
+    let sites = |tokens: usize| -> BTreeMap<String, usize> {
+        let batch = Batch::packed(ids[..tokens].to_vec(), vec![0, tokens]).unwrap();
+        let mut recorder = Recorder { pattern: Some("layers.1.self_attn.*".into()), ..Recorder::default() };
+        model.logits(&batch, Some(&mut recorder)).unwrap();
+        recorder
+            .seen
+            .into_iter()
+            .map(|seen| (seen.site.replace("layers.1.self_attn.", ""), seen.values.len()))
+            .collect()
+    };
+    // A sequence that has nothing to choose has an indexer to look at all the same.
+    for tokens in [5, 29] {
+        let expected = [
+            ("indexer.k", tokens * 16),
+            ("indexer.q", tokens * 4 * 16),
+            ("indexer.scores", tokens * tokens),
+            ("indexer.w", tokens * 4),
+            ("k", tokens * 4 * 24),
+            ("logits", 4 * tokens * tokens),
+            ("o", tokens * 4 * 16),
+            ("q", tokens * 4 * 24),
+            ("v", tokens * 4 * 16),
+        ];
+        assert_eq!(sites(tokens), expected.map(|(site, len)| (site.to_string(), len)).into());
     }
 }
 

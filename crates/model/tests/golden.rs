@@ -1,31 +1,13 @@
 //! Every tiny model of transformers: logits, loss, every gradient, against values that transformers computed.
 
+mod common;
+
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::layout::Form;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_model::{Batch, LossOptions, Model, Precision, Recompute};
-
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)
-}
-
-/// RMS(a-b) / (RMS(b) + 1e-8), and the largest difference.
-fn error(got: &[f32], expected: &[f32]) -> (f64, f64) {
-    assert_eq!(got.len(), expected.len());
-    let rms = |sum: f64| (sum / expected.len() as f64).sqrt();
-    let difference = |(a, b): (&f32, &f32)| (*a as f64 - *b as f64).abs();
-    let squares: f64 = got.iter().zip(expected).map(difference).map(|d| d * d).sum();
-    let size: f64 = expected.iter().map(|b| *b as f64 * *b as f64).sum();
-    let largest = got.iter().zip(expected).map(difference).fold(0.0, f64::max);
-    (rms(squares) / (rms(size) + 1e-8), largest)
-}
-
-fn batch(golden: &TensorFile) -> Batch {
-    let ids = golden.integers("input_ids").unwrap();
-    Batch::rows(ids.values.iter().map(|id| *id as u32).collect(), ids.shape[1]).unwrap()
-}
+use common::{batch, error, fixture, folder, golden, ids};
 
 /// Of logits of size 1 to 5. qwen3_5 amplifies rounding: transformers' own f32 logits are 1.4e-4 away from what the same
 /// code gives in f64 (ratio 9.8e-6), so nobody else's can be expected to be nearer than that.
@@ -33,15 +15,22 @@ fn largest_allowed(name: &str) -> f64 {
     if name == "qwen3_5" { 2e-4 } else { 1e-4 }
 }
 
+/// A_log's gradient there is off by 2.9e-4 in transformers' own f32 run, against f64.
+fn ratio_allowed(name: &str, tensor: &str) -> f64 {
+    if name == "qwen3_5" && tensor.ends_with("A_log") { 2e-4 } else { 1e-4 }
+}
+
 fn check(name: &str, gradients: usize) {
-    let folder = fixture("models").join(name);
-    let golden = TensorFile::open(&folder.join("golden.safetensors")).unwrap();
-    let model = Model::load(&folder, |_| Ok(Precision::f32())).unwrap();
-    let batch = batch(&golden);
+    let golden = golden(name);
+    let model = Model::load(&folder(name), |_| Ok(Precision::f32())).unwrap();
+    let batch = batch(name);
     let logits = model.logits(&batch, None).unwrap();
     let (ratio, largest) = error(&logits, &golden.f32("logits").unwrap().values);
     println!("{name}: logits ratio {ratio:.1e}, max {largest:.1e}");
-    assert!(ratio <= 1e-5 && largest <= largest_allowed(name), "{name}: logits are off by {ratio:e} (ratio), {largest:e}");
+    assert!(
+        ratio <= 1e-5 && largest <= largest_allowed(name),
+        "{name}: logits are off by {ratio:e} (ratio), {largest:e}"
+    );
     let mut grads = model.grads();
     let loss =
         model.backward(&mut grads, &batch, &LossOptions::default(), Recompute::None, None).unwrap().language;
@@ -63,11 +52,57 @@ fn check(name: &str, gradients: usize) {
         if ratio > worst.0 {
             worst = (ratio, name_of.to_string());
         }
-        assert!(ratio <= 1e-4, "{name}: gradient of {name_of} is off by {ratio:e}");
+        assert!(ratio <= ratio_allowed(name, name_of), "{name}: gradient of {name_of} is off by {ratio:e}");
         compared += 1;
     }
     println!("{name}: {compared} gradients, the worst {:.1e} ({})", worst.0, worst.1);
     assert_eq!(compared, gradients, "{name}: gradients compared");
+}
+
+/// The nine tokens of the golden continuation's prompt, and all 21 of it.
+fn greedy(golden: &TensorFile) -> Vec<u32> {
+    golden.integers("greedy").unwrap().values.iter().map(|id| *id as u32).collect()
+}
+
+fn largest(logits: &[f32]) -> u32 {
+    let best = |a: usize, b: usize| if logits[b] > logits[a] { b } else { a };
+    (0..logits.len()).fold(0, best) as u32
+}
+
+fn check_decoding(name: &str) {
+    let golden = golden(name);
+    let model = Model::load(&folder(name), |_| Ok(Precision::f32())).unwrap();
+    let expected = greedy(&golden);
+    let mut session = model.session(1);
+    let mut tokens = expected[..9].to_vec();
+    let mut logits = session.advance(&[&tokens]).unwrap().remove(0);
+    while tokens.len() < expected.len() {
+        tokens.push(largest(&logits));
+        let new = tokens[tokens.len() - 1];
+        logits = session.advance(&[&[new]]).unwrap().remove(0);
+    }
+    assert_eq!(tokens, expected, "{name}: greedy continuation");
+
+    // Pieces of several lengths, two sequences of different length at once: at every position the whole forward's.
+    let ids = ids(name);
+    let (first, second) = (&ids[..29], &ids[29..50]);
+    let batch = Batch::packed([first, second].concat(), vec![0, 29, 50]).unwrap();
+    let whole = model.logits(&batch, None).unwrap();
+    let v = model.config.vocabulary;
+    let mut session = model.session(2);
+    let (mut at, mut got) = ([0, 0], [Vec::new(), Vec::new()]);
+    for piece in [[5, 1], [1, 1], [1, 7], [0, 3], [13, 1], [1, 1], [1, 1], [7, 6]] {
+        let new = [&first[at[0]..at[0] + piece[0]], &second[at[1]..at[1] + piece[1]]];
+        let logits = session.advance_all(&new, None).unwrap();
+        let (a, b) = logits.split_at(piece[0] * v);
+        got[0].extend_from_slice(a);
+        got[1].extend_from_slice(b);
+        at = [at[0] + piece[0], at[1] + piece[1]];
+    }
+    assert_eq!(at, [29, 21]);
+    let (_, largest) = error(&got.concat(), &whole);
+    println!("{name}: decoding differs from the whole by {largest:.1e} at most");
+    assert!(largest <= largest_allowed(name), "{name}: decoding differs from the whole by {largest:e}");
 }
 
 macro_rules! golden {
@@ -75,6 +110,7 @@ macro_rules! golden {
         $(#[test]
         fn $name() {
             check(stringify!($name), $gradients);
+            check_decoding(stringify!($name));
         })*
     };
 }
@@ -90,4 +126,20 @@ golden! {
     gemma4_ple: 153,
     deepseek_v32: 45,
     deepseek_v32_yarn: 36,
+}
+
+#[test]
+fn a_checkpoint_in_its_released_form() {
+    let folder = fixture("release/qwen3_5");
+    let golden = TensorFile::open(&folder.join("golden.safetensors")).unwrap();
+    let model = Model::load(&folder, |_| Ok(Precision::f32())).unwrap();
+    let ids = golden.integers("input_ids").unwrap();
+    let rows = ids.values.iter().map(|id| *id as u32).collect();
+    let batch = Batch::rows(rows, ids.shape[1]).unwrap();
+    let (ratio, largest) = error(&model.logits(&batch, None).unwrap(), &golden.f32("logits").unwrap().values);
+    println!("release: logits ratio {ratio:.1e}, max {largest:.1e}");
+    assert!(ratio <= 1e-5, "logits are off by {ratio:e}");
+    let loss = model.loss(&batch, &LossOptions::default(), None).unwrap();
+    let expected = golden.f32("loss").unwrap().values[0] as f64;
+    assert!((loss.sum / loss.tokens as f64 - expected).abs() <= 1e-5 * expected);
 }

@@ -7,12 +7,14 @@ mod diff;
 mod inspect;
 mod oracle;
 mod repair;
+mod trace;
 
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
 use ballast_checkpoint::Checkpoint;
+use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_contract::{Policy, Registry};
 use clap::{Args, Parser, Subcommand};
 
@@ -61,6 +63,8 @@ enum Command {
     Repair(repair::RepairArgs),
     /// Run a kernel on given inputs, and compare with expected results.
     Oracle(oracle::OracleArgs),
+    /// Run a model on given tokens: logits, loss, gradients and inner tensors, compared with another framework's.
+    Trace(trace::TraceArgs),
 }
 
 impl Cli {
@@ -84,6 +88,7 @@ impl Cli {
             Command::Diff(args) => diff::run(args, global),
             Command::Repair(args) => repair::run(args, global),
             Command::Oracle(args) => oracle::run(args, global),
+            Command::Trace(args) => trace::run(args, global),
         }
     }
 }
@@ -124,4 +129,20 @@ impl PolicyArg {
 
 fn open(path: &Path) -> anyhow::Result<Arc<Checkpoint>> {
     Ok(Arc::new(Checkpoint::open_consistent(path)?))
+}
+
+/// Where the sequences of a [B, T] batch begin and end: by `cu_seqlens`, else one per row.
+fn sequences(file: &TensorFile, b: usize, t: usize) -> anyhow::Result<Vec<usize>> {
+    if !file.has("cu_seqlens") {
+        return Ok((0..=b).map(|i| i * t).collect());
+    }
+    let offsets = file.integers("cu_seqlens")?.values;
+    let tokens = (b * t) as i64;
+    if b != 1 || offsets.first() != Some(&0) || offsets.last() != Some(&tokens) || !offsets.is_sorted() {
+        let problem = format!(
+            "offsets from 0 to {tokens} that never fall were expected with B = 1, found {offsets:?} with B = {b}"
+        );
+        return Err(file.error("cu_seqlens", problem).into());
+    }
+    Ok(offsets.iter().map(|x| *x as usize).collect())
 }

@@ -1,17 +1,23 @@
 //! Backward, chunks in reverse, one task for each sequence and key head.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
-use super::chunk::{Head, Keys, prefetch_rows, scale, substitute_transposed};
+use super::chunk::{
+    Half, Head, Keys, gate_queries, load_rows, lower_products, prefetch_rows, prefetch_targets, reach,
+    substitute_transposed, triangle_add,
+};
+use super::gates::{GateGrads, GateTargets};
 use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept, kept_chunks};
 use crate::error::{Result, check, check_len};
-use crate::matmul::{Mat, matmul, matmul_add, matmul_strided};
+use crate::matmul::{By, Mat, Onto, matmul_small};
 use crate::scratch::take;
 use crate::shared::Shared;
-use crate::simd::{dot, dot_body, fma, scale_rows, simd_fn};
+use crate::simd::{dot, dot_body, fma, scale_into, simd_fn, sum_by};
 use crate::{Element, Scratch};
 
-/// Where backward writes (nothing is accumulated: these are activations' gradients).
+/// Where backward writes (nothing is accumulated but the gradients of the gates' parameters).
 pub struct Grads<'a, T> {
     /// [tokens, Hk, dk]
     pub dq: &'a mut [T],
@@ -19,27 +25,20 @@ pub struct Grads<'a, T> {
     pub dk: &'a mut [T],
     /// [tokens, Hv, dv]
     pub dv: &'a mut [T],
-    /// [tokens, Hv]
-    pub dg: &'a mut [f32],
-    /// [tokens, Hv]
-    pub dbeta: &'a mut [f32],
+    /// Of the decay and the step, or of what they are made of
+    pub gates: GateGrads<'a, T>,
     /// [sequences, Hv, dk, dv]
     pub dh0: Option<&'a mut [f32]>,
 }
 
 /// f32 that one slot of scratch needs for backward.
 pub fn backward_scratch(dims: Dims, options: &Options) -> usize {
-    let c = options.chunk;
-    let Dims { key_dim, value_dim, .. } = dims;
-    let states =
-        if options.states_every > 1 { options.states_every * dims.group() * dims.state_len() } else { 0 };
-    Keys::len(dims, c)
-        + Head::len(dims, c)
+    let (c, every) = (options.chunk, options.states_every);
+    every * Keys::len(dims, c)
+        + every * dims.group() * Head::len(dims, c)
         + Work::len(dims, c)
-        + 2 * c * key_dim
-        + c * value_dim
-        + dims.group() * dims.state_len()
-        + states
+        + 2 * c * dims.key_dim
+        + every * dims.group() * dims.state_len()
 }
 
 /// All gradients from `d_o` [tokens, Hv, dv] and `dht` [sequences, Hv, dk, dv] (`None` is zero).
@@ -60,8 +59,6 @@ pub fn gated_delta_rule_backward<T: Element>(
     check_len("dq", grads.dq, keys)?;
     check_len("dk", grads.dk, keys)?;
     check_len("dv", grads.dv, values)?;
-    check_len("dg", grads.dg, tokens * dims.value_heads)?;
-    check_len("dbeta", grads.dbeta, tokens * dims.value_heads)?;
     check_len("do", d_o, values)?;
     if let Some(dh0) = &grads.dh0 {
         check_len("dh0", dh0, states)?;
@@ -76,23 +73,19 @@ pub fn gated_delta_rule_backward<T: Element>(
     let norm_rows = if options.l2norm == L2Norm::Off { 0 } else { tokens * dims.key_heads };
     check_len("saved.q_rstd", &saved.q_rstd, norm_rows)?;
     check_len("saved.k_rstd", &saved.k_rstd, norm_rows)?;
-    let targets = Targets {
-        dq: Shared::new(grads.dq),
-        dk: Shared::new(grads.dk),
-        dv: Shared::new(grads.dv),
-        dg: Shared::new(grads.dg),
-        dbeta: Shared::new(grads.dbeta),
-        dh0: grads.dh0.map(Shared::new),
-    };
-    let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };
+    let (dq, dk, dv) = (Shared::new(grads.dq), Shared::new(grads.dk), Shared::new(grads.dv));
+    let dh0 = grads.dh0.map(Shared::new);
     let tasks: Vec<(usize, usize)> =
         (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
-    tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
-        scratch.with(backward_scratch(dims, options), |slot| {
-            task.run(sequence, key_head, first_kept[sequence], slot);
+    grads.gates.with(&input.gates, sequences, |gates| {
+        let targets = Targets { dq, dk, dv, gates, dh0 };
+        let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };
+        tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
+            scratch.with(backward_scratch(dims, options), |slot| {
+                task.run(sequence, key_head, first_kept[sequence], slot);
+            });
         });
-    });
-    Ok(())
+    })
 }
 
 /// What the tasks write: every (sequence, key head) its own rows.
@@ -100,8 +93,7 @@ struct Targets<'a, T> {
     dq: Shared<'a, T>,
     dk: Shared<'a, T>,
     dv: Shared<'a, T>,
-    dg: Shared<'a, f32>,
-    dbeta: Shared<'a, f32>,
+    gates: &'a GateTargets<'a, T>,
     dh0: Option<Shared<'a, f32>>,
 }
 
@@ -121,15 +113,11 @@ struct Work<'s> {
     dr_do: &'s mut [f32],
     /// M, then Y: [2c, dv]
     my: &'s mut [f32],
-    /// [dR; dO] Vn^T: [2c, c]
+    /// P: [c, c]
+    p: &'s mut [f32],
+    /// [dR; dO] Vn^T, then H + H^T and N: [2c, c]
     z: &'s mut [f32],
-    /// [H + H^T | N^T]: [c, 2c]
-    hn: &'s mut [f32],
-    /// N: [c, c]
-    n: &'s mut [f32],
-    /// Vn dS'^T: [c, dk]
-    dk1: &'s mut [f32],
-    /// [M; Y] S^T: [2c, dk]
+    /// d (Vn dS'^T), then [M; Y] S^T: [2c, dk]
     through: &'s mut [f32],
     /// [c]
     dbeta: &'s mut [f32],
@@ -137,17 +125,15 @@ struct Work<'s> {
 
 impl<'s> Work<'s> {
     fn len(dims: Dims, c: usize) -> usize {
-        4 * c * dims.value_dim + 5 * c * c + 3 * c * dims.key_dim + c
+        4 * c * dims.value_dim + 3 * c * c + 2 * c * dims.key_dim + c
     }
 
     fn take(slot: &mut &'s mut [f32], dims: Dims, c: usize) -> Work<'s> {
         Work {
             dr_do: take(slot, 2 * c * dims.value_dim),
             my: take(slot, 2 * c * dims.value_dim),
+            p: take(slot, c * c),
             z: take(slot, 2 * c * c),
-            hn: take(slot, 2 * c * c),
-            n: take(slot, c * c),
-            dk1: take(slot, c * dims.key_dim),
             through: take(slot, 2 * c * dims.key_dim),
             dbeta: take(slot, c),
         }
@@ -162,38 +148,47 @@ impl<T: Element> Task<'_, '_, T> {
         }
     }
 
-    fn load_keys(&self, keys: &mut Keys<'_>, key_head: usize, first: usize, c: usize) {
-        let (q, k) = self.qk();
-        // The factors come out as forward had them: the same rows, the same sum.
-        let mut ignore = |_: usize, _: f32, _: f32| {};
-        let rstd: Option<&mut dyn FnMut(usize, f32, f32)> =
-            if self.options.l2norm == L2Norm::Inside { Some(&mut ignore) } else { None };
-        keys.load(self.dims, q, k, key_head, first, c, rstd);
+    /// Asks for what forward through the chunk of these tokens will read.
+    fn prefetch_inputs(&self, key_head: usize, tokens: Range<usize>) {
+        let (dims, (q, k)) = (self.dims, self.qk());
+        prefetch_rows(q, dims.key_heads, key_head, dims.key_dim, tokens.clone());
+        prefetch_rows(k, dims.key_heads, key_head, dims.key_dim, tokens.clone());
+        // The value heads of a group lie side by side.
+        let values = dims.group() * dims.value_dim;
+        prefetch_rows(self.input.v, dims.key_heads, key_head, values, tokens);
     }
 
-    /// Asks for the rows of tokens `first..end`, which come next.
-    fn prefetch(&self, key_head: usize, first: usize, end: usize) {
-        let (dims, (q, k)) = (self.dims, self.qk());
-        prefetch_rows(q, dims.key_heads, key_head, dims.key_dim, first, end);
-        prefetch_rows(k, dims.key_heads, key_head, dims.key_dim, first, end);
-        for head in key_head * dims.group()..(key_head + 1) * dims.group() {
-            prefetch_rows(self.input.v, dims.value_heads, head, dims.value_dim, first, end);
-            prefetch_rows(self.d_o, dims.value_heads, head, dims.value_dim, first, end);
+    /// Asks for where the gradients of these tokens' chunk go.
+    fn prefetch_gradients(&self, key_head: usize, tokens: Range<usize>) {
+        let (dims, targets) = (self.dims, self.targets);
+        let values = dims.group() * dims.value_dim;
+        // SAFETY: tokens of this sequence, this key head and its value heads belong to this task alone.
+        unsafe {
+            prefetch_targets(&targets.dq, dims.key_heads, key_head, dims.key_dim, tokens.clone());
+            prefetch_targets(&targets.dk, dims.key_heads, key_head, dims.key_dim, tokens.clone());
+            prefetch_targets(&targets.dv, dims.key_heads, key_head, values, tokens);
         }
+    }
+
+    /// Asks for dO of these tokens.
+    fn prefetch_d_o(&self, key_head: usize, tokens: Range<usize>) {
+        let values = self.dims.group() * self.dims.value_dim;
+        prefetch_rows(self.d_o, self.dims.key_heads, key_head, values, tokens);
     }
 
     fn run(&self, sequence: usize, key_head: usize, first_kept: usize, mut slot: &mut [f32]) {
         let (dims, options) = (self.dims, self.options);
         let (group, len, every) = (dims.group(), dims.state_len(), options.states_every);
         let slot = &mut slot;
-        let mut keys = Keys::take(slot, dims, options.chunk);
-        let mut head = Head::take(slot, dims, options.chunk);
         let mut work = Work::take(slot, dims, options.chunk);
         // dK rows, then dQ rows
         let dkq = take(slot, 2 * options.chunk * dims.key_dim);
-        let rows = take(slot, options.chunk * dims.value_dim);
         let d_states = take(slot, group * len);
-        let made = take(slot, if every > 1 { every * group * len } else { 0 });
+        let mut made = Segment {
+            keys: take(slot, every * Keys::len(dims, options.chunk)),
+            heads: take(slot, every * group * Head::len(dims, options.chunk)),
+            states: take(slot, (every - 1) * group * len),
+        };
         let first_head = key_head * group;
         let at = (sequence * dims.value_heads + first_head) * len;
         match self.dht {
@@ -201,33 +196,37 @@ impl<T: Element> Task<'_, '_, T> {
             None => d_states.fill(0.0),
         }
         let (begin, end) = (self.input.cu_seqlens[sequence], self.input.cu_seqlens[sequence + 1]);
-        let chunks = (end - begin).div_ceil(options.chunk);
         for segment in (0..kept_chunks(end - begin, options)).rev() {
             let kept_at = ((first_kept + segment) * dims.value_heads + first_head) * len;
             let kept = &self.saved.states[kept_at..kept_at + group * len];
-            let numbers = segment * every..chunks.min((segment + 1) * every);
-            if every > 1 {
-                self.make_states(made, kept, &mut keys, &mut head, key_head, begin, numbers.clone());
-            }
-            for number in numbers.rev() {
-                let first = begin + number * options.chunk;
+            let first = begin + segment * every * options.chunk;
+            let tokens = first..end.min(first + every * options.chunk);
+            self.make_segment(&mut made, &mut work, kept, key_head, tokens.clone());
+            for (i, first) in tokens.clone().step_by(options.chunk).enumerate().rev() {
                 let c = options.chunk.min(end - first);
-                let states = if every > 1 { &made[(number - segment * every) * group * len..] } else { kept };
-                self.prefetch(key_head, first.saturating_sub(options.chunk).max(begin), first);
-                self.load_keys(&mut keys, key_head, first, c);
+                let before = first.saturating_sub(options.chunk).max(begin)..first;
+                if i > 0 {
+                    self.prefetch_d_o(key_head, before);
+                } else {
+                    let next = first.saturating_sub(every * options.chunk).max(begin);
+                    self.prefetch_inputs(key_head, next..first.min(next + options.chunk));
+                }
+                self.prefetch_gradients(key_head, first..first + c);
+                let keys = Keys::nth(made.keys, i, dims, options.chunk);
                 let dkq = &mut dkq[..2 * c * dims.key_dim];
                 dkq.fill(0.0);
                 for j in 0..group {
-                    let state = &states[j * len..(j + 1) * len];
+                    let (state, _) = segment_states(kept, made.states, i * group + j, group, len);
+                    let head = Head::nth(made.heads, i * group + j, dims, options.chunk);
                     let d_state = &mut d_states[j * len..(j + 1) * len];
                     self.chunk(
                         dkq,
                         d_state,
                         &keys,
-                        &mut head,
+                        &head,
                         &mut work,
-                        rows,
                         state,
+                        sequence,
                         first_head + j,
                         first,
                         c,
@@ -242,30 +241,38 @@ impl<T: Element> Task<'_, '_, T> {
         }
     }
 
-    /// The states that enter the chunks of a segment, from the one that was kept.
-    fn make_states(
+    /// Forward through the chunks of a segment, from the states that were kept.
+    fn make_segment(
         &self,
-        made: &mut [f32],
+        made: &mut Segment<'_>,
+        work: &mut Work<'_>,
         kept: &[f32],
-        keys: &mut Keys<'_>,
-        head: &mut Head<'_>,
         key_head: usize,
-        begin: usize,
-        numbers: std::ops::Range<usize>,
+        tokens: Range<usize>,
     ) {
-        let dims = self.dims;
+        let (dims, chunk) = (self.dims, self.options.chunk);
         let (group, len) = (dims.group(), dims.state_len());
-        made[..group * len].copy_from_slice(kept);
-        for (i, number) in numbers.clone().enumerate().take(numbers.len().saturating_sub(1)) {
-            let first = begin + number * self.options.chunk;
-            let c = self.options.chunk;
-            let (before, after) = made[i * group * len..].split_at_mut(group * len);
-            after[..group * len].copy_from_slice(before);
-            self.load_keys(keys, key_head, first, c);
+        let (q, k) = self.qk();
+        // The factors come out as forward had them: the same rows, the same sum.
+        let norm = self.options.l2norm == L2Norm::Inside;
+        for (i, first) in tokens.clone().step_by(chunk).enumerate() {
+            let c = chunk.min(tokens.end - first);
+            let last = first + c == tokens.end;
+            if last {
+                self.prefetch_d_o(key_head, first..tokens.end);
+            } else {
+                self.prefetch_inputs(key_head, first + c..tokens.end.min(first + c + chunk));
+            }
+            let mut keys = Keys::nth(made.keys, i, dims, chunk);
+            keys.load(dims, q, k, key_head, first, c, norm);
             for j in 0..group {
-                let state = &mut after[j * len..(j + 1) * len];
-                head.load(dims, self.input, keys, state, key_head * group + j, first, c, false);
-                head.advance(state, keys, dims, c);
+                let (state, after) = segment_states(kept, made.states, i * group + j, group, len);
+                let mut head = Head::nth(made.heads, i * group + j, dims, chunk);
+                head.load(dims, self.input, &keys, state, key_head * group + j, first, c);
+                if !last {
+                    head.advance(&mut after[..len], Some(state), work.my, &keys, dims, c);
+                    self.options.state.round_all(&mut after[..len]);
+                }
             }
         }
     }
@@ -276,10 +283,10 @@ impl<T: Element> Task<'_, '_, T> {
         dkq: &mut [f32],
         d_state: &mut [f32],
         keys: &Keys<'_>,
-        head: &mut Head<'_>,
+        head: &Head<'_>,
         work: &mut Work<'_>,
-        row: &mut [f32],
         state: &[f32],
+        sequence: usize,
         value_head: usize,
         first: usize,
         c: usize,
@@ -288,202 +295,187 @@ impl<T: Element> Task<'_, '_, T> {
         let (dk, dv) = (dims.key_dim, dims.value_dim);
         let s = self.options.scale.unwrap_or((dk as f32).powf(-0.5));
         let at = |i: usize| ((first + i) * heads + value_head) * dv;
-        let e_c = head.load(dims, self.input, keys, state, value_head, first, c, false);
+        let e_c = head.e[c - 1];
         let kq = Mat::dense(&keys.kq[..2 * c * dk], 2 * c, dk);
-        let k = Mat::dense(&keys.kq[..c * dk], c, dk);
+        let (k, q) = (kq.part(0..c, 0..dk), kq.part(c..2 * c, 0..dk));
         let vn = Mat::dense(&head.vn[..c * dv], c, dv);
 
         // dVn = s P^T dO + d (K dS'), then dR
         let (dr, d_out) = work.dr_do[..2 * c * dv].split_at_mut(c * dv);
-        for i in 0..c {
-            T::load(&mut d_out[i * dv..(i + 1) * dv], &self.d_o[at(i)..at(i) + dv]);
-        }
-        matmul(dr, 1.0, k, Mat::dense(d_state, dk, dv));
-        scale_rows(dr, &head.d[..c], dv);
-        matmul_add(dr, s, Mat::dense(&head.p[..c * c], c, c).t(), Mat::dense(d_out, c, dv));
+        load_rows(d_out, &self.d_o[at(0)..], heads * dv, dv);
+        matmul_small(dr, dv, Onto::Nothing, By::Rows(head.d), k, Mat::dense(d_state, dk, dv));
+        gate_queries(work.p, keys.products, head.decay, c);
+        let p = Mat::dense(&work.p[..c * c], c, c);
+        triangle_add(dr, s, p.t(), Half::Upper, Mat::dense(d_out, c, dv));
         substitute_transposed(dr, &head.l[..c * c], c, dv);
-        matmul(&mut work.z[..2 * c * c], 1.0, Mat::dense(&work.dr_do[..2 * c * dv], 2 * c, dv), vn.t());
+        lower_products(work.z, Mat::dense(&work.dr_do[..2 * c * dv], 2 * c, dv), vn);
 
         // d (Vn dS'^T) while dS' is still the state's that leaves
-        let dk1 = &mut work.dk1[..c * dk];
-        matmul(dk1, 1.0, vn, Mat::dense(d_state, dk, dv).t());
+        let d_key = &mut work.through[..c * dk];
+        matmul_small(d_key, dk, Onto::Nothing, By::Rows(head.d), vn, Mat::dense(d_state, dk, dv).t());
         // dG in f64: what one token adds another takes away, and only what is left counts.
         let mut dg = [0f64; 256];
         let mut last = (e_c * dot(state, d_state)) as f64;
-        let mut gate = [0f32; 256];
-        add_with_dots(&mut dkq[..c * dk], &mut gate, dk1, &head.d[..c], &keys.kq[..c * dk], dk);
-        for (dg, t) in dg.iter_mut().zip(&gate[..c]) {
+        let mut gates = [0f32; 512];
+        add_with_dots(&mut dkq[..c * dk], &mut gates, d_key, &keys.kq[..c * dk], dk);
+        for (dg, t) in dg.iter_mut().zip(&gates[..c]) {
             *dg = -*t as f64;
             last += *t as f64;
         }
         dg[c - 1] += last;
 
-        // row by row: dV, M, Y and their share of dbeta and dG
+        // row by row: dV, M, Y and their share of dbeta
         let (dr, d_out) = work.dr_do[..2 * c * dv].split_at(c * dv);
-        let rows = &mut row[..c * dv];
-        let targets = RowTargets { d_value: rows, my: work.my, dbeta: work.dbeta };
-        row_gradients(targets, dr, d_out, head, s, c, dv);
-        for (i, row) in rows.chunks_exact(dv).enumerate() {
+        let (m, y) = work.my[..2 * c * dv].split_at_mut(c * dv);
+        for i in 0..c {
+            let row = i * dv..(i + 1) * dv;
             // SAFETY: a token of this sequence and this value head belongs to this task alone.
-            T::store(unsafe { self.targets.dv.part(at(i), dv) }, row);
+            let d_value = unsafe { self.targets.dv.part(at(i), dv) };
+            value_gradient(d_value, &mut m[row.clone()], &dr[row.clone()], head.beta[i], head.e[i]);
+            scale_into(&mut y[row.clone()], s * head.e[i], &d_out[row.clone()]);
+            work.dbeta[i] = dot(&dr[row.clone()], &head.x[row]);
         }
 
         // the c x c part
-        triangle(work, &mut dg, &keys.products[..2 * c * c], head, s, c);
+        triangle(work.z, work.dbeta, &mut dg, keys.products, head, s, c);
         // [M; Y] S^T, and with it <M_i, (K S)_i> + <Y_i, (Q S)_i> without Q S
         let my = Mat::dense(&work.my[..2 * c * dv], 2 * c, dv);
         let through = &mut work.through[..2 * c * dk];
-        matmul(through, 1.0, my, Mat::dense(state, dk, dv).t());
-        let mut gates = [0f32; 512];
-        add_with_dots(dkq, &mut gates, through, &[1.0; 512][..2 * c], &keys.kq[..2 * c * dk], dk);
+        matmul_small(through, dk, Onto::Nothing, By::All(1.0), my, Mat::dense(state, dk, dv).t());
+        add_with_dots(dkq, &mut gates, through, &keys.kq[..2 * c * dk], dk);
         for i in 0..c {
             dg[i] += (gates[i] + gates[c + i]) as f64;
         }
         let (d_keys, d_queries) = dkq.split_at_mut(c * dk);
-        matmul_add(d_keys, 1.0, Mat::dense(&work.hn[..2 * c * c], c, 2 * c), kq);
-        matmul_add(d_queries, 1.0, Mat::dense(&work.n[..c * c], c, c), k);
-        matmul_strided(d_state, dv, e_c, 1.0, kq.t(), my);
+        let (h, n) = (Mat::dense(&work.z[..c * c], c, c), Mat::dense(&work.z[c * c..2 * c * c], c, c));
+        matmul_small(d_keys, dk, Onto::Itself(1.0), By::All(1.0), h, k);
+        triangle_add(d_keys, 1.0, n.t(), Half::Upper, q);
+        triangle_add(d_queries, 1.0, n, Half::Lower, k);
+        matmul_small(d_state, dv, Onto::Itself(e_c), By::All(1.0), kq.t(), my);
 
         let mut sum = 0f64;
         for i in (0..c).rev() {
             sum += dg[i];
-            let at = (first + i) * heads + value_head;
-            // SAFETY: a token of this sequence and this value head belongs to this task alone.
-            unsafe {
-                self.targets.dg.part(at, 1)[0] = sum as f32;
-                self.targets.dbeta.part(at, 1)[0] = work.dbeta[i];
-            }
+            let gradients = (sum as f32, work.dbeta[i]);
+            // SAFETY: a token of this sequence, and the sequence's sums, at this value head belong to this task alone.
+            unsafe { self.targets.gates.store(gradients, sequence, first + i, value_head, heads) };
         }
     }
 
     /// The l2norm's backward, and out.
-    fn store_keys(&self, dkq: &mut [f32], keys: &Keys<'_>, key_head: usize, first: usize, c: usize) {
+    fn store_keys(&self, dkq: &[f32], keys: &Keys<'_>, key_head: usize, first: usize, c: usize) {
         let (dims, dk) = (self.dims, self.dims.key_dim);
-        let at = |i: usize| (first + i % c) * dims.key_heads + key_head;
-        if self.options.l2norm != L2Norm::Off {
-            let mut rstd = [0f32; 512];
-            for i in 0..c {
-                (rstd[i], rstd[c + i]) = (self.saved.k_rstd[at(i)], self.saved.q_rstd[at(i)]);
-            }
-            l2norm_backward_rows(dkq, &keys.kq[..2 * c * dk], &rstd[..2 * c], dk);
-        }
-        for (i, row) in dkq.chunks_exact(dk).enumerate() {
-            let target = if i < c { &self.targets.dk } else { &self.targets.dq };
+        for (i, (row, y)) in dkq.chunks_exact(dk).zip(keys.kq.chunks_exact(dk)).enumerate() {
+            let at = (first + i % c) * dims.key_heads + key_head;
+            let (target, rstd) = if i < c {
+                (&self.targets.dk, &self.saved.k_rstd)
+            } else {
+                (&self.targets.dq, &self.saved.q_rstd)
+            };
             // SAFETY: a token of this sequence and this key head belongs to this task alone.
-            T::store(unsafe { target.part(at(i) * dk, dk) }, row);
+            let target = unsafe { target.part(at * dk, dk) };
+            match self.options.l2norm {
+                L2Norm::Off => T::store(target, row),
+                _ => l2norm_backward(target, row, y, rstd[at]),
+            }
         }
     }
 }
 
+/// What forward through a segment leaves for the way back.
+struct Segment<'s> {
+    /// The [`Keys`] of every chunk
+    keys: &'s mut [f32],
+    /// The [`Head`] of every chunk and head of the group
+    heads: &'s mut [f32],
+    /// [chunks - 1, group, dk, dv]: the states that enter all chunks but the first
+    states: &'s mut [f32],
+}
+
+/// The n-th state of a segment, counted by chunk and head of the group, and the memory from that on which enters the
+/// next chunk at the same head. The first chunk's are the kept ones.
+fn segment_states<'a>(
+    kept: &'a [f32],
+    made: &'a mut [f32],
+    n: usize,
+    group: usize,
+    len: usize,
+) -> (&'a [f32], &'a mut [f32]) {
+    let (before, after) = made.split_at_mut((n * len).min(made.len()));
+    let state = if n < group { &kept[n * len..] } else { &before[(n - group) * len..] };
+    (&state[..len], after)
+}
+
 simd_fn! {
-    /// Row by row: target += factor source, and the dot of that with the keys.
-    fn add_with_dots(
-        target: &mut [f32], dots: &mut [f32], source: &[f32], factors: &[f32], keys: &[f32], width: usize,
-    ) {
+    /// Row by row: target += source, and the dot of that with the keys.
+    fn add_with_dots(target: &mut [f32], dots: &mut [f32], source: &[f32], keys: &[f32], width: usize) {
         let rows = target.chunks_exact_mut(width).zip(source.chunks_exact(width)).zip(keys.chunks_exact(width));
-        for (((target, source), keys), (dot, factor)) in rows.zip(dots.iter_mut().zip(factors)) {
-            *dot = *factor * dot_body::<FMA>(source, keys);
+        for (((target, source), keys), dot) in rows.zip(dots) {
+            *dot = dot_body::<FMA>(source, keys);
             for (t, s) in target.iter_mut().zip(source) {
-                *t = fma::<FMA>(*factor, *s, *t);
+                *t += *s;
             }
         }
     }
 }
 
 simd_fn! {
-    /// dx = r (dy - y <dy, y>), row by row in place.
-    fn l2norm_backward_rows(dy: &mut [f32], y: &[f32], rstd: &[f32], width: usize) {
-        for ((dy, y), r) in dy.chunks_exact_mut(width).zip(y.chunks_exact(width)).zip(rstd) {
-            let along = dot_body::<FMA>(dy, y);
-            for (dy, y) in dy.iter_mut().zip(y) {
-                *dy = *r * fma::<FMA>(-along, *y, *dy);
-            }
+    /// dx = r (dy - y <dy, y>).
+    fn l2norm_backward<T: Element>(dx: &mut [T], dy: &[f32], y: &[f32], rstd: f32) {
+        let along = dot_body::<FMA>(dy, y);
+        for ((dx, dy), y) in dx.iter_mut().zip(dy).zip(y) {
+            *dx = T::from_f32(rstd * fma::<FMA>(-along, *y, *dy));
         }
     }
 }
 
-/// What [`row_gradients`] writes.
-struct RowTargets<'a> {
-    /// beta dR: [c, dv]
-    d_value: &'a mut [f32],
-    /// M, then Y: [2c, dv]
-    my: &'a mut [f32],
-    /// <dR_i, X_i>: [c]
-    dbeta: &'a mut [f32],
+simd_fn! {
+    /// dV = beta dR and M = -beta E dR of one row.
+    fn value_gradient<T: Element>(d_value: &mut [T], m: &mut [f32], dr: &[f32], beta: f32, e: f32) {
+        for ((d_value, m), dr) in d_value.iter_mut().zip(m).zip(dr) {
+            let x = beta * *dr;
+            *d_value = T::from_f32(x);
+            *m = -e * x;
+        }
+    }
 }
 
 simd_fn! {
-    /// dV, M, Y and their share of dbeta, row by row.
-    fn row_gradients(to: RowTargets<'_>, dr: &[f32], d_out: &[f32], head: &Head<'_>, s: f32, c: usize, dv: usize) {
-        let (m, y) = to.my[..2 * c * dv].split_at_mut(c * dv);
+    /// H + H^T and N in place of Z, and their share of dbeta and dG.
+    fn triangle(
+        z: &mut [f32], dbeta: &mut [f32], dg: &mut [f64; 256], products: &[f32], head: &Head<'_>, s: f32, c: usize,
+    ) {
+        let ((h, n), (kk, qk)) = (z.split_at_mut(c * c), products.split_at(c * c));
+        // What a token's beta gets, and what its decay gets and another's loses.
+        let (mut gain, mut pull) = ([0f32; 256], [0f32; 256]);
         for i in 0..c {
-            let rows = i * dv..(i + 1) * dv;
-            let (dr, d_out, x) = (&dr[rows.clone()], &d_out[rows.clone()], &head.x[rows.clone()]);
-            let (d_value, m, y) = (&mut to.d_value[rows.clone()], &mut m[rows.clone()], &mut y[rows]);
-            let (beta, e) = (head.beta[i], head.e[i]);
-            for j in 0..dv {
-                d_value[j] = beta * dr[j];
-                m[j] = -e * d_value[j];
-                y[j] = s * e * d_out[j];
+            let width = reach(i, c);
+            let row = i * c..i * c + width;
+            let (h, n, kk, qk) = (&mut h[row.clone()], &mut n[row.clone()], &kk[row.clone()], &qk[row.clone()]);
+            let (decay, beta) = (&head.decay[row], head.beta[i]);
+            let (gain, pull) = (&mut gain[..width], &mut pull[..width]);
+            for j in 0..width {
+                let dl = if j < i { -h[j] * decay[j] } else { 0.0 };
+                let dp = if j <= i { s * n[j] * decay[j] } else { 0.0 };
+                gain[j] = if j < i { dl * kk[j] } else { 0.0 };
+                pull[j] = if j <= i { fma::<FMA>(dp, qk[j], beta * gain[j]) } else { 0.0 };
+                h[j] = beta * dl;
+                n[j] = dp;
             }
-            to.dbeta[i] = dot_body::<FMA>(dr, x);
+            let mut sums = [0f64; 8];
+            for (dg, pull) in dg.chunks_mut(8).zip(pull.chunks(8)) {
+                for ((dg, sum), pull) in dg.iter_mut().zip(&mut sums).zip(pull) {
+                    *dg -= *pull as f64;
+                    *sum += *pull as f64;
+                }
+            }
+            dg[i] += sums.iter().sum::<f64>();
+            dbeta[i] += sum_by(gain, gain, gain, |x, _, _| x);
         }
-    }
-}
-
-/// dL and dP from Z, and what follows from them: N, [H + H^T | N^T], and their share of dbeta and dG.
-fn triangle(work: &mut Work<'_>, dg: &mut [f64; 256], products: &[f32], head: &Head<'_>, s: f32, c: usize) {
-    let (kk, qk) = products.split_at(c * c);
-    let mut pull = [0f32; 256];
-    for i in 0..c {
-        let rows = i * c..(i + 1) * c;
-        let (decay, beta) = (&head.decay[rows.clone()], head.beta[i]);
-        let (kk, qk) = (&kk[rows.clone()], &qk[rows.clone()]);
-        let (z_l, z_p) = work.z.split_at_mut(c * c);
-        let (h, n) = (&mut z_l[rows.clone()], &mut z_p[rows.clone()]);
-        // dL_ij D_ij, then H_ij
-        weigh(h, decay, -1.0, i);
-        work.dbeta[i] += dot(h, kk);
-        scale(h, beta);
-        weigh(n, decay, s, i + 1);
-        pulls(&mut pull[..c], h, kk, n, qk);
-        let mut sum = 0f64;
-        for (dg, w) in dg.iter_mut().zip(&pull[..=i]) {
-            *dg -= *w as f64;
-            sum += *w as f64;
-        }
-        dg[i] += sum;
-        work.n[rows].copy_from_slice(n);
-    }
-    // [H + H^T | N^T]
-    let (h, n) = work.z[..2 * c * c].split_at(c * c);
-    for i in 0..c {
-        let (left, right) = work.hn[i * 2 * c..(i + 1) * 2 * c].split_at_mut(c);
-        left.copy_from_slice(&h[i * c..(i + 1) * c]);
-        for j in i + 1..c {
-            left[j] = h[j * c + i];
-        }
-        for (j, x) in right.iter_mut().enumerate() {
-            *x = n[j * c + i];
-        }
-    }
-}
-
-simd_fn! {
-    /// row = by * row * decay in the first `n` places, zero behind.
-    fn weigh(row: &mut [f32], decay: &[f32], by: f32, n: usize) {
-        for (x, d) in row[..n].iter_mut().zip(decay) {
-            *x = by * *x * *d;
-        }
-        row[n..].fill(0.0);
-    }
-}
-
-simd_fn! {
-    /// H_ij k_i.k_j + N_ij q_i.k_j: what token i's decay gets from token j, and token j's loses.
-    fn pulls(pull: &mut [f32], h: &[f32], kk: &[f32], n: &[f32], qk: &[f32]) {
-        for ((((x, h), kk), n), qk) in pull.iter_mut().zip(h).zip(kk).zip(n).zip(qk) {
-            *x = *h * *kk + *n * *qk;
+        for i in 0..c {
+            for j in 0..i {
+                h[j * c + i] = h[i * c + j];
+            }
         }
     }
 }

@@ -1,33 +1,53 @@
 //! The pieces of a chunk that forward and backward share, on thread-local scratch.
 
+use std::ops::Range;
+
 use super::{Dims, Input, L2NORM_EPS};
 use crate::Element;
-use crate::matmul::{Mat, matmul, matmul_strided};
+use crate::matmul::{By, Mat, Onto, matmul_small};
 use crate::scratch::take;
-use crate::simd::{dot_body, exp_f32, fma, prefetch, scale_rows, simd_fn, sum_of_squares};
+use crate::shared::Shared;
+use crate::simd::{dot_body, exp_f32, fma, prefetch, scale_rows_into, simd_fn, sum_of_squares};
 
-/// Rows that are substituted one by one; everything outside such a block is a matrix product.
-const BLOCK: usize = 16;
+/// Rows that are substituted one by one, and steps of a triangle's edge; everything else is a matrix product.
+const BLOCK: usize = 8;
+/// Columns of [`lower_products`] that are made together.
+const COLUMNS: usize = 16;
+
+/// How much of row i of a [c, c] triangle is there: up to its diagonal and on to the end of a vector.
+pub(super) fn reach(i: usize, c: usize) -> usize {
+    c.min((i / COLUMNS + 1) * COLUMNS)
+}
 
 /// What is known of a chunk of one key head: K and Q and their products, shared by the group's value heads.
 pub(super) struct Keys<'s> {
     /// K rows, then Q rows: [2c, dk], normalised
     pub(super) kq: &'s mut [f32],
-    /// [K; Q] K^T: [2c, c]
+    /// [K; Q] K^T on and below the diagonals: [2c, c]
     pub(super) products: &'s mut [f32],
+    /// 1 / sqrt(sum x^2 + eps) of K rows, then Q rows, when they are normalised here: [2c]
+    pub(super) rstd: &'s mut [f32],
 }
 
 impl<'s> Keys<'s> {
     pub(super) fn len(dims: Dims, chunk: usize) -> usize {
-        2 * chunk * dims.key_dim + 2 * chunk * chunk
+        2 * chunk * dims.key_dim + 2 * chunk * chunk + 2 * chunk
     }
 
     pub(super) fn take(slot: &mut &'s mut [f32], dims: Dims, chunk: usize) -> Keys<'s> {
-        Keys { kq: take(slot, 2 * chunk * dims.key_dim), products: take(slot, 2 * chunk * chunk) }
+        Keys {
+            kq: take(slot, 2 * chunk * dims.key_dim),
+            products: take(slot, 2 * chunk * chunk),
+            rstd: take(slot, 2 * chunk),
+        }
     }
 
-    /// Loads tokens `first..first + c` of one key head, normalises, multiplies. `rstd` gets the factors of K and
-    /// Q by token when there is a norm.
+    /// The n-th of several that lie one after another.
+    pub(super) fn nth(memory: &'s mut [f32], n: usize, dims: Dims, chunk: usize) -> Keys<'s> {
+        Keys::take(&mut &mut memory[n * Keys::len(dims, chunk)..], dims, chunk)
+    }
+
+    /// Loads tokens `first..first + c` of one key head, normalises them if `norm`, multiplies.
     pub(super) fn load<T: Element>(
         &mut self,
         dims: Dims,
@@ -36,35 +56,40 @@ impl<'s> Keys<'s> {
         key_head: usize,
         first: usize,
         c: usize,
-        mut rstd: Option<&mut dyn FnMut(usize, f32, f32)>,
+        norm: bool,
     ) {
-        let dk = dims.key_dim;
-        let at = |i: usize| ((first + i) * dims.key_heads + key_head) * dk;
-        let (k_rows, q_rows) = self.kq[..2 * c * dk].split_at_mut(c * dk);
-        for (i, (k_row, q_row)) in k_rows.chunks_exact_mut(dk).zip(q_rows.chunks_exact_mut(dk)).enumerate() {
-            T::load(k_row, &k[at(i)..at(i) + dk]);
-            T::load(q_row, &q[at(i)..at(i) + dk]);
-        }
-        if let Some(rstd) = &mut rstd {
-            let mut factors = [0f32; 512];
-            l2norm_rows(&mut self.kq[..2 * c * dk], &mut factors[..2 * c], dk);
-            for i in 0..c {
-                rstd(i, factors[i], factors[c + i]);
+        let (dk, stride) = (dims.key_dim, dims.key_heads * dims.key_dim);
+        let begin = first * stride + key_head * dk;
+        for (i, source) in [k, q].into_iter().enumerate() {
+            let to = &mut self.kq[i * c * dk..(i + 1) * c * dk];
+            if norm {
+                load_normalised(to, &mut self.rstd[i * c..(i + 1) * c], &source[begin..], stride, dk);
+            } else {
+                load_rows(to, &source[begin..], stride, dk);
             }
         }
         let kq = Mat::dense(&self.kq[..2 * c * dk], 2 * c, dk);
-        let k = Mat::dense(&self.kq[..c * dk], c, dk);
-        matmul(&mut self.products[..2 * c * c], 1.0, kq, k.t());
+        lower_products(self.products, kq, kq.part(0..c, 0..dk));
+    }
+}
+
+/// Rows `stride` apart into rows without gaps.
+pub(super) fn load_rows<T: Element>(to: &mut [f32], source: &[T], stride: usize, width: usize) {
+    for (i, row) in to.chunks_exact_mut(width).enumerate() {
+        T::load(row, &source[i * stride..i * stride + width]);
     }
 }
 
 simd_fn! {
-    /// Every row times its factor, which is kept.
-    fn l2norm_rows(x: &mut [f32], factors: &mut [f32], width: usize) {
-        for (row, factor) in x.chunks_exact_mut(width).zip(factors) {
-            *factor = 1.0 / (dot_body::<FMA>(row, row) + L2NORM_EPS).sqrt();
+    /// Rows `stride` apart into rows without gaps, every row times its factor, which is kept.
+    fn load_normalised<T: Element>(to: &mut [f32], rstd: &mut [f32], source: &[T], stride: usize, width: usize) {
+        for (i, (row, rstd)) in to.chunks_exact_mut(width).zip(rstd).enumerate() {
+            for (x, y) in row.iter_mut().zip(&source[i * stride..i * stride + width]) {
+                *x = y.to_f32();
+            }
+            *rstd = 1.0 / (dot_body::<FMA>(row, row) + L2NORM_EPS).sqrt();
             for x in row {
-                *x *= *factor;
+                *x *= *rstd;
             }
         }
     }
@@ -83,11 +108,59 @@ simd_fn! {
     }
 }
 
-/// Asks for the rows of head `head` that the chunk at token `first` will need.
-pub(super) fn prefetch_rows<T>(x: &[T], heads: usize, head: usize, width: usize, first: usize, end: usize) {
-    for token in first..end {
+/// Asks for these tokens' rows of one head, which will be needed soon.
+pub(super) fn prefetch_rows<T>(x: &[T], heads: usize, head: usize, width: usize, tokens: Range<usize>) {
+    for token in tokens {
         let at = (token * heads + head) * width;
         prefetch(&x[at..at + width]);
+    }
+}
+
+/// [`prefetch_rows`] of what will be written.
+///
+/// # Safety
+/// No part of these rows may be written elsewhere meanwhile.
+pub(super) unsafe fn prefetch_targets<T>(
+    x: &Shared<'_, T>,
+    heads: usize,
+    head: usize,
+    width: usize,
+    tokens: Range<usize>,
+) {
+    for token in tokens {
+        // SAFETY: the caller's promise.
+        prefetch(unsafe { x.part((token * heads + head) * width, width) });
+    }
+}
+
+/// A B^T for A [c, w] or two such, one below the other, and B [c, w]; of every row i no more than [`reach`].
+pub(super) fn lower_products(out: &mut [f32], a: Mat<'_>, b: Mat<'_>) {
+    let (c, width) = (b.rows(), b.columns());
+    for begin in (0..c).step_by(COLUMNS) {
+        let columns = begin..c.min(begin + COLUMNS);
+        let (a, b) = (a.part(begin..a.rows(), 0..width), b.part(columns, 0..width).t());
+        matmul_small(&mut out[begin * c + begin..], c, Onto::Nothing, By::All(1.0), a, b);
+    }
+}
+
+/// Which half of a matrix is there; the diagonal always is.
+#[derive(Clone, Copy)]
+pub(super) enum Half {
+    Lower,
+    Upper,
+}
+
+/// C += by A B for triangular A [c, c], whose other half is zero next to the diagonal and is not read elsewhere.
+pub(super) fn triangle_add(out: &mut [f32], by: f32, a: Mat<'_>, half: Half, b: Mat<'_>) {
+    let (c, width) = (a.rows(), b.columns());
+    for begin in (0..c).step_by(BLOCK) {
+        let rows = begin..c.min(begin + BLOCK);
+        let inner = match half {
+            Half::Lower => 0..rows.end,
+            Half::Upper => begin..c,
+        };
+        let (a, b) = (a.part(rows, inner.clone()), b.part(inner, 0..width));
+        matmul_small(&mut out[begin * width..], width, Onto::Itself(1.0), By::All(by), a, b);
     }
 }
 
@@ -99,14 +172,10 @@ pub(super) struct Head<'s> {
     pub(super) e: &'s mut [f32],
     /// e^{G_C - G_i}: [c]
     pub(super) d: &'s mut [f32],
-    /// D_ij, zero above the diagonal: [c, c]
+    /// D_ij on and below the diagonal: [c, c]
     pub(super) decay: &'s mut [f32],
     /// [c, c], strictly lower
     pub(super) l: &'s mut [f32],
-    /// [c, c], lower
-    pub(super) p: &'s mut [f32],
-    /// K S, then Q S where it was asked for: [2c, dv]
-    pub(super) kqs: &'s mut [f32],
     /// V - E K S: [c, dv]
     pub(super) x: &'s mut [f32],
     /// [c, dv]
@@ -115,7 +184,7 @@ pub(super) struct Head<'s> {
 
 impl<'s> Head<'s> {
     pub(super) fn len(dims: Dims, chunk: usize) -> usize {
-        3 * chunk + 3 * chunk * chunk + 4 * chunk * dims.value_dim
+        3 * chunk + 2 * chunk * chunk + 2 * chunk * dims.value_dim
     }
 
     pub(super) fn take(slot: &mut &'s mut [f32], dims: Dims, chunk: usize) -> Head<'s> {
@@ -125,15 +194,17 @@ impl<'s> Head<'s> {
             d: take(slot, chunk),
             decay: take(slot, chunk * chunk),
             l: take(slot, chunk * chunk),
-            p: take(slot, chunk * chunk),
-            kqs: take(slot, 2 * chunk * dims.value_dim),
             x: take(slot, chunk * dims.value_dim),
             vn: take(slot, chunk * dims.value_dim),
         }
     }
 
-    /// Gates, L, P, K S (with `queries` Q S too) and Vn of tokens `first..first + c` of value head `head`, given the
-    /// state that enters. Returns E_C.
+    /// The n-th of several that lie one after another.
+    pub(super) fn nth(memory: &'s mut [f32], n: usize, dims: Dims, chunk: usize) -> Head<'s> {
+        Head::take(&mut &mut memory[n * Head::len(dims, chunk)..], dims, chunk)
+    }
+
+    /// Gates, L, X and Vn of tokens `first..first + c` of value head `head`, given the state that enters.
     pub(super) fn load<T: Element>(
         &mut self,
         dims: Dims,
@@ -143,16 +214,14 @@ impl<'s> Head<'s> {
         head: usize,
         first: usize,
         c: usize,
-        queries: bool,
-    ) -> f32 {
+    ) {
         let (dk, dv, heads) = (dims.key_dim, dims.value_dim, dims.value_heads);
         let mut sums = [0f64; 256];
         let mut sum = 0f64;
-        for i in 0..c {
-            let at = (first + i) * heads + head;
-            sum += input.g[at] as f64;
-            sums[i] = sum;
-            self.beta[i] = input.beta[at];
+        input.gates.load(&mut self.e[..c], &mut self.beta[..c], first, head, heads);
+        for (g, to) in self.e[..c].iter().zip(&mut sums) {
+            sum += *g as f64;
+            *to = sum;
         }
         for i in 0..c {
             self.e[i] = sums[i] as f32;
@@ -161,91 +230,106 @@ impl<'s> Head<'s> {
         crate::simd::exp(&mut self.e[..c]);
         crate::simd::exp(&mut self.d[..c]);
         decays(self.decay, &sums, c);
-        gate_products(self.l, self.p, keys.products, self.decay, self.beta, c);
-        let rows = if queries { 2 * c } else { c };
-        let kq = Mat::dense(&keys.kq[..rows * dk], rows, dk);
-        matmul(&mut self.kqs[..rows * dv], 1.0, kq, Mat::dense(state, dk, dv));
-        for (i, x) in self.x[..c * dv].chunks_exact_mut(dv).enumerate() {
-            let at = ((first + i) * heads + head) * dv;
-            T::load(x, &input.v[at..at + dv]);
+        gate_keys(self.l, keys.products, self.decay, self.beta, c);
+        load_rows(&mut self.x[..c * dv], &input.v[(first * heads + head) * dv..], heads * dv, dv);
+        let mut minus_e = [0f32; 256];
+        for (minus_e, e) in minus_e.iter_mut().zip(&self.e[..c]) {
+            *minus_e = -e;
         }
-        errors(self.x, self.vn, self.kqs, self.e, self.beta, c, dv);
+        let (k, state) = (Mat::dense(&keys.kq[..c * dk], c, dk), Mat::dense(state, dk, dv));
+        matmul_small(self.x, dv, Onto::Itself(1.0), By::Rows(&minus_e), k, state);
+        scale_rows_into(&mut self.vn[..c * dv], &self.beta[..c], &self.x[..c * dv], dv);
         substitute(&mut self.vn[..c * dv], &self.l[..c * c], c, dv);
-        self.e[c - 1]
     }
 
-    /// S = E_C S + K^T (d Vn); Vn is scaled by d on the way and is not Vn any more.
-    pub(super) fn advance(&mut self, state: &mut [f32], keys: &Keys<'_>, dims: Dims, c: usize) {
+    /// S' = E_C S + K^T (d Vn), where S is `from`, or what `to` holds; `spare` is [c, dv].
+    pub(super) fn advance(
+        &self,
+        to: &mut [f32],
+        from: Option<&[f32]>,
+        spare: &mut [f32],
+        keys: &Keys<'_>,
+        dims: Dims,
+        c: usize,
+    ) {
         let (dk, dv) = (dims.key_dim, dims.value_dim);
-        scale_rows(&mut self.vn[..c * dv], &self.d[..c], dv);
-        let k = Mat::dense(&keys.kq[..c * dk], c, dk);
-        matmul_strided(state, dv, self.e[c - 1], 1.0, k.t(), Mat::dense(&self.vn[..c * dv], c, dv));
+        let d_vn = &mut spare[..c * dv];
+        scale_rows_into(d_vn, &self.d[..c], &self.vn[..c * dv], dv);
+        let (k, e_c) = (Mat::dense(&keys.kq[..c * dk], c, dk), self.e[c - 1]);
+        let onto = from.map_or(Onto::Itself(e_c), |from| Onto::Other(e_c, from));
+        matmul_small(to, dv, onto, By::All(1.0), k.t(), Mat::dense(d_vn, c, dv));
     }
 }
 
 simd_fn! {
-    /// D_ij = e^{G_i - G_j} on and below the diagonal, zero above it.
+    /// D_ij = e^{G_i - G_j}; above the diagonal, where that may be huge, 1.
     fn decays(decay: &mut [f32], sums: &[f64; 256], c: usize) {
         for (i, row) in decay[..c * c].chunks_exact_mut(c).enumerate() {
-            for (x, s) in row[..=i].iter_mut().zip(sums) {
-                *x = (sums[i] - *s) as f32;
+            let row = &mut row[..reach(i, c)];
+            for (x, s) in row.iter_mut().zip(sums) {
+                *x = (sums[i] - *s).min(0.0) as f32;
             }
-            for x in &mut row[..=i] {
+            for x in row {
                 *x = exp_f32::<FMA>(*x);
             }
-            row[i + 1..].fill(0.0);
         }
     }
 }
 
 simd_fn! {
-    /// L_ij = beta_i (k_i.k_j) D_ij below the diagonal, P_ij = (q_i.k_j) D_ij on it too; zero elsewhere.
-    fn gate_products(l: &mut [f32], p: &mut [f32], products: &[f32], decay: &[f32], beta: &[f32], c: usize) {
-        let (kk, qk) = products[..2 * c * c].split_at(c * c);
+    /// L_ij = beta_i (k_i.k_j) D_ij below the diagonal, zero next to it on the other side.
+    fn gate_keys(l: &mut [f32], products: &[f32], decay: &[f32], beta: &[f32], c: usize) {
         for i in 0..c {
-            let (l, p) = (&mut l[i * c..(i + 1) * c], &mut p[i * c..(i + 1) * c]);
-            let (kk, qk, decay) = (&kk[i * c..(i + 1) * c], &qk[i * c..(i + 1) * c], &decay[i * c..(i + 1) * c]);
-            for j in 0..c {
-                l[j] = beta[i] * kk[j] * decay[j];
-                p[j] = qk[j] * decay[j];
+            let row = i * c..i * c + reach(i, c);
+            let (l, kk, decay) = (&mut l[row.clone()], &products[row.clone()], &decay[row]);
+            for (j, ((l, kk), decay)) in l.iter_mut().zip(kk).zip(decay).enumerate() {
+                *l = if j < i { beta[i] * *kk * *decay } else { 0.0 };
             }
-            // The decay is zero above the diagonal, but an infinite product would make that NaN.
-            l[i..].fill(0.0);
-            p[i + 1..].fill(0.0);
         }
     }
 }
 
 simd_fn! {
-    /// X = V - E K S in place of V, and R = beta X.
-    fn errors(x: &mut [f32], r: &mut [f32], kqs: &[f32], e: &[f32], beta: &[f32], c: usize, dv: usize) {
+    /// P_ij = (q_i.k_j) D_ij on and below the diagonal, zero next to it on the other side.
+    pub(super) fn gate_queries(p: &mut [f32], products: &[f32], decay: &[f32], c: usize) {
+        let products = &products[c * c..];
         for i in 0..c {
-            let rows = i * dv..(i + 1) * dv;
-            for ((x, r), ks) in x[rows.clone()].iter_mut().zip(&mut r[rows.clone()]).zip(&kqs[rows]) {
-                *x = fma::<FMA>(-e[i], *ks, *x);
-                *r = beta[i] * *x;
+            let row = i * c..i * c + reach(i, c);
+            let (p, qk, decay) = (&mut p[row.clone()], &products[row.clone()], &decay[row]);
+            for (j, ((p, qk), decay)) in p.iter_mut().zip(qk).zip(decay).enumerate() {
+                *p = if j <= i { *qk * *decay } else { 0.0 };
             }
         }
     }
 }
 
 /// X = (I + L)^-1 X, L strictly lower [c, c], X [c, width].
-pub(super) fn substitute(x: &mut [f32], l: &[f32], c: usize, width: usize) {
+fn substitute(x: &mut [f32], l: &[f32], c: usize, width: usize) {
+    let whole = Mat::dense(l, c, c);
     for begin in (0..c).step_by(BLOCK) {
-        let rows = BLOCK.min(c - begin);
+        let end = c.min(begin + BLOCK);
         let (done, rest) = x.split_at_mut(begin * width);
+        let (here, done) = (&mut rest[..(end - begin) * width], Mat::dense(done, begin, width));
         if begin > 0 {
-            let l_left = Mat::new(&l[begin * c..], rows, begin, c);
-            matmul_strided(
-                &mut rest[..rows * width],
-                width,
-                1.0,
-                -1.0,
-                l_left,
-                Mat::dense(done, begin, width),
-            );
+            let left = whole.part(begin..end, 0..begin);
+            matmul_small(here, width, Onto::Itself(1.0), By::All(-1.0), left, done);
         }
-        substitute_block(&mut rest[..rows * width], &l[begin * c + begin..], rows, c, width);
+        substitute_block(here, &l[begin * c + begin..], end - begin, c, width);
+    }
+}
+
+/// X = (I + L)^-T X.
+pub(super) fn substitute_transposed(x: &mut [f32], l: &[f32], c: usize, width: usize) {
+    let whole = Mat::dense(l, c, c);
+    for begin in (0..c).step_by(BLOCK).rev() {
+        let end = c.min(begin + BLOCK);
+        let (head, done) = x.split_at_mut(end * width);
+        let (here, done) = (&mut head[begin * width..], Mat::dense(done, c - end, width));
+        if end < c {
+            let below = whole.part(end..c, begin..end).t();
+            matmul_small(here, width, Onto::Itself(1.0), By::All(-1.0), below, done);
+        }
+        substitute_block_transposed(here, &l[begin * c + begin..], end - begin, c, width);
     }
 }
 
@@ -254,13 +338,7 @@ simd_fn! {
     fn substitute_block(x: &mut [f32], l: &[f32], rows: usize, stride: usize, width: usize) {
         for i in 1..rows {
             let (above, here) = x.split_at_mut(i * width);
-            let here = &mut here[..width];
-            for (j, above) in above.chunks_exact(width).enumerate() {
-                let by = -l[i * stride + j];
-                for (x, y) in here.iter_mut().zip(above) {
-                    *x = fma::<FMA>(by, *y, *x);
-                }
-            }
+            subtract_rows::<FMA>(&mut here[..width], above, |j| l[i * stride + j]);
         }
     }
 }
@@ -270,28 +348,32 @@ simd_fn! {
     fn substitute_block_transposed(x: &mut [f32], l: &[f32], rows: usize, stride: usize, width: usize) {
         for i in (0..rows).rev() {
             let (above, below) = x.split_at_mut((i + 1) * width);
-            let here = &mut above[i * width..];
-            for (j, below) in below.chunks_exact(width).enumerate() {
-                let by = -l[(i + 1 + j) * stride + i];
-                for (x, y) in here.iter_mut().zip(below) {
-                    *x = fma::<FMA>(by, *y, *x);
-                }
-            }
+            subtract_rows::<FMA>(&mut above[i * width..], below, |j| l[(i + 1 + j) * stride + i]);
         }
     }
 }
 
-/// X = (I + L)^-T X.
-pub(super) fn substitute_transposed(x: &mut [f32], l: &[f32], c: usize, width: usize) {
-    for begin in (0..c).step_by(BLOCK).rev() {
-        let rows = BLOCK.min(c - begin);
-        let end = begin + rows;
-        let (head, done) = x.split_at_mut(end * width);
-        let here = &mut head[begin * width..];
-        if end < c {
-            let l_below = Mat::new(&l[end * c + begin..], c - end, rows, c).t();
-            matmul_strided(here, width, 1.0, -1.0, l_below, Mat::dense(done, c - end, width));
+/// row -= sum over j of by(j) times row j of `rows`, strip by strip so that it stays in registers.
+#[inline(always)]
+fn subtract_rows<const FMA: bool>(row: &mut [f32], rows: &[f32], by: impl Fn(usize) -> f32) {
+    const STRIP: usize = 32;
+    let width = row.len();
+    let (strips, rest) = row.as_chunks_mut::<STRIP>();
+    let after = strips.len() * STRIP;
+    for (s, strip) in strips.iter_mut().enumerate() {
+        let mut sums = *strip;
+        for (j, other) in rows.chunks_exact(width).enumerate() {
+            let (by, other) = (-by(j), &other[s * STRIP..(s + 1) * STRIP]);
+            for i in 0..STRIP {
+                sums[i] = fma::<FMA>(by, other[i], sums[i]);
+            }
         }
-        substitute_block_transposed(here, &l[begin * c + begin..], rows, c, width);
+        *strip = sums;
+    }
+    for (j, other) in rows.chunks_exact(width).enumerate() {
+        let by = -by(j);
+        for (x, y) in rest.iter_mut().zip(&other[after..]) {
+            *x = fma::<FMA>(by, *y, *x);
+        }
     }
 }

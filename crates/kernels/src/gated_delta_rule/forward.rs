@@ -2,10 +2,10 @@
 
 use rayon::prelude::*;
 
-use super::chunk::{Head, Keys, l2_rstd, prefetch_rows};
+use super::chunk::{Half, Head, Keys, gate_queries, l2_rstd, prefetch_rows, prefetch_targets, triangle_add};
 use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept};
 use crate::error::{Result, check_len};
-use crate::matmul::{Mat, matmul_add};
+use crate::matmul::{By, Mat, Onto, matmul_small};
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::{Element, Scratch};
@@ -21,7 +21,7 @@ pub struct Output<'a, T> {
 /// f32 that one slot of scratch needs for forward.
 pub fn forward_scratch(dims: Dims, options: &Options) -> usize {
     let c = options.chunk;
-    Keys::len(dims, c) + Head::len(dims, c) + c * dims.value_dim + dims.group() * dims.state_len()
+    Keys::len(dims, c) + Head::len(dims, c) + c * c + c * dims.value_dim + dims.group() * dims.state_len()
 }
 
 /// o and ht from the inputs; into `saved`, whose memory is used again, what backward needs.
@@ -101,10 +101,11 @@ fn run<T: Element>(
     first_kept: usize,
     mut slot: &mut [f32],
 ) {
-    let (dv, group, len) = (dims.value_dim, dims.group(), dims.state_len());
+    let (dk, dv, group, len) = (dims.key_dim, dims.value_dim, dims.group(), dims.state_len());
     let scale = options.scale.unwrap_or((dims.key_dim as f32).powf(-0.5));
     let mut keys = Keys::take(&mut slot, dims, options.chunk);
     let mut chunk_head = Head::take(&mut slot, dims, options.chunk);
+    let p = take(&mut slot, options.chunk * options.chunk);
     let out = take(&mut slot, options.chunk * dv);
     let states = take(&mut slot, group * len);
     let first_head = key_head * group;
@@ -124,41 +125,47 @@ fn run<T: Element>(
             unsafe { targets.states.part((kept * dims.value_heads + first_head) * len, group * len) }
                 .copy_from_slice(states);
         }
-        let mut store_rstd = |i: usize, rk: f32, rq: f32| {
-            if targets.save {
+        let next = first + c..(first + c + options.chunk).min(end);
+        prefetch_rows(q, dims.key_heads, key_head, dk, next.clone());
+        prefetch_rows(k, dims.key_heads, key_head, dk, next.clone());
+        // The value heads of a group lie side by side.
+        prefetch_rows(input.v, dims.key_heads, key_head, group * dv, next);
+        // SAFETY: a token of this sequence and this group of value heads belongs to this task alone.
+        unsafe { prefetch_targets(&targets.o, dims.key_heads, key_head, group * dv, first..first + c) };
+        let norm = options.l2norm == L2Norm::Inside;
+        keys.load(dims, q, k, key_head, first, c, norm);
+        if norm && targets.save {
+            for i in 0..c {
                 let at = (first + i) * dims.key_heads + key_head;
                 // SAFETY: a token of this sequence and this key head belongs to this task alone.
                 unsafe {
-                    targets.k_rstd.part(at, 1)[0] = rk;
-                    targets.q_rstd.part(at, 1)[0] = rq;
+                    targets.k_rstd.part(at, 1)[0] = keys.rstd[i];
+                    targets.q_rstd.part(at, 1)[0] = keys.rstd[c + i];
                 }
             }
-        };
-        let rstd: Option<&mut dyn FnMut(usize, f32, f32)> =
-            if options.l2norm == L2Norm::Inside { Some(&mut store_rstd) } else { None };
-        let next = first + c..(first + c + options.chunk).min(end);
-        prefetch_rows(q, dims.key_heads, key_head, dims.key_dim, next.start, next.end);
-        prefetch_rows(k, dims.key_heads, key_head, dims.key_dim, next.start, next.end);
-        keys.load(dims, q, k, key_head, first, c, rstd);
+        }
         for j in 0..group {
             let head = first_head + j;
             let state = &mut states[j * len..(j + 1) * len];
-            prefetch_rows(input.v, dims.value_heads, head, dv, next.start, next.end);
-            chunk_head.load(dims, input, &keys, state, head, first, c, true);
+            chunk_head.load(dims, input, &keys, state, head, first, c);
+            gate_queries(p, keys.products, chunk_head.decay, c);
             // O = s (E Q S + P Vn)
             let out = &mut out[..c * dv];
-            for i in 0..c {
-                let qs = &chunk_head.kqs[(c + i) * dv..(c + i + 1) * dv];
-                crate::simd::scale_into(&mut out[i * dv..(i + 1) * dv], scale * chunk_head.e[i], qs);
+            let mut s_e = [0f32; 256];
+            for (s_e, e) in s_e.iter_mut().zip(&chunk_head.e[..c]) {
+                *s_e = scale * e;
             }
-            let (p, vn) = (&chunk_head.p[..c * c], &chunk_head.vn[..c * dv]);
-            matmul_add(out, scale, Mat::dense(p, c, c), Mat::dense(vn, c, dv));
+            let queries = Mat::dense(&keys.kq[c * dk..2 * c * dk], c, dk);
+            matmul_small(out, dv, Onto::Nothing, By::Rows(&s_e), queries, Mat::dense(state, dk, dv));
+            let (p, vn) = (Mat::dense(&p[..c * c], c, c), Mat::dense(&chunk_head.vn[..c * dv], c, dv));
+            triangle_add(out, scale, p, Half::Lower, vn);
             for i in 0..c {
                 let at = ((first + i) * dims.value_heads + head) * dv;
                 // SAFETY: a token of this sequence and this value head belongs to this task alone.
                 T::store(unsafe { targets.o.part(at, dv) }, &out[i * dv..(i + 1) * dv]);
             }
-            chunk_head.advance(state, &keys, dims, c);
+            chunk_head.advance(state, None, out, &keys, dims, c);
+            options.state.round_all(state);
         }
     }
     if let Some(ht) = &targets.ht {

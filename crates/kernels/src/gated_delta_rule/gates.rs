@@ -1,13 +1,206 @@
-//! The gates around the rule, all in f32:
+//! The gates, inside the rule or around it, all in f32:
 //! ```text
 //! g = -exp(A_log) softplus(a + dt_bias)      da = -exp(A_log) sigmoid(a + dt_bias) dg   (softplus' = 1 above 20)
 //! beta = sigmoid(b)                          db = dbeta beta (1 - beta)
 //! dA_log = sum dg g                          ddt_bias = sum da
 //! ```
 
+use super::Dims;
 use crate::Element;
-use crate::error::{Result, check_len};
+use crate::error::{Result, check, check_len};
+use crate::shared::Shared;
 use crate::simd::{exp_f32, sigmoid_f32, simd_fn, softplus_f32};
+
+/// Where the rule has its decay and its step from.
+#[derive(Clone, Copy, Debug)]
+pub enum Gates<'a, T> {
+    /// As they are, both [tokens, Hv].
+    Given {
+        /// Log decay, <= 0.
+        g: &'a [f32],
+        /// The step.
+        beta: &'a [f32],
+    },
+    /// From what the projections gave, chunk by chunk: nothing of g and beta is kept.
+    Raw(RawGates<'a, T>),
+}
+
+/// What g and beta are made of.
+#[derive(Clone, Copy, Debug)]
+pub struct RawGates<'a, T> {
+    /// [tokens, Hv]
+    pub a: &'a [T],
+    /// [tokens, Hv]
+    pub b: &'a [T],
+    /// `[Hv]`
+    pub a_log: &'a [f32],
+    /// `[Hv]`
+    pub dt_bias: &'a [f32],
+}
+
+/// Where the gradients of [`Gates`] go: the same kind.
+pub enum GateGrads<'a, T> {
+    /// Both [tokens, Hv], written.
+    Given {
+        /// Of g.
+        dg: &'a mut [f32],
+        /// Of beta.
+        dbeta: &'a mut [f32],
+    },
+    /// The activations' are written, the parameters' accumulated.
+    Raw {
+        /// [tokens, Hv]
+        da: &'a mut [T],
+        /// [tokens, Hv]
+        db: &'a mut [T],
+        /// `[Hv]`
+        da_log: &'a mut [f32],
+        /// `[Hv]`
+        ddt_bias: &'a mut [f32],
+    },
+}
+
+impl<T: Element> Gates<'_, T> {
+    pub(super) fn check(&self, tokens: usize, dims: Dims) -> Result {
+        let heads = dims.value_heads;
+        match self {
+            Gates::Given { g, beta } => {
+                check_len("g", g, tokens * heads)?;
+                check_len("beta", beta, tokens * heads)
+            }
+            Gates::Raw(RawGates { a, b, a_log, dt_bias }) => {
+                check_len("a", a, tokens * heads)?;
+                check_len("b", b, tokens * heads)?;
+                check_len("a_log", a_log, heads)?;
+                check_len("dt_bias", dt_bias, heads)
+            }
+        }
+    }
+
+    /// g and beta of one head's tokens from `first` on, as many as the targets hold; `heads` is Hv.
+    pub(super) fn load(&self, g: &mut [f32], beta: &mut [f32], first: usize, head: usize, heads: usize) {
+        let at = |i: usize| (first + i) * heads + head;
+        let targets = g.iter_mut().zip(beta.iter_mut()).enumerate();
+        match self {
+            Gates::Given { g, beta } => targets.for_each(|(i, to)| (*to.0, *to.1) = (g[at(i)], beta[at(i)])),
+            Gates::Raw(RawGates { a, b, a_log, dt_bias }) => {
+                targets.for_each(|(i, to)| (*to.0, *to.1) = (a[at(i)].to_f32(), b[at(i)].to_f32()));
+                decay_head(g, a_log[head], dt_bias[head]);
+                crate::simd::sigmoid(beta);
+            }
+        }
+    }
+}
+
+/// g of one token and head.
+#[inline(always)]
+fn decay<const FMA: bool>(a: f32, a_log: f32, dt_bias: f32) -> f32 {
+    -exp_f32::<FMA>(a_log) * softplus_f32::<FMA>(a + dt_bias)
+}
+
+simd_fn! {
+    fn decay_head(x: &mut [f32], a_log: f32, dt_bias: f32) {
+        for x in x {
+            *x = decay::<FMA>(*x, a_log, dt_bias);
+        }
+    }
+}
+
+/// [`GateGrads`] while the rule runs: every (sequence, value head) writes its own tokens and its own sums.
+pub(super) enum GateTargets<'a, T> {
+    Given { dg: Shared<'a, f32>, dbeta: Shared<'a, f32> },
+    Raw { gates: RawGates<'a, T>, da: Shared<'a, T>, db: Shared<'a, T>, sums: Shared<'a, (f64, f64)> },
+}
+
+impl<T: Element> GateGrads<'_, T> {
+    /// Runs `work` with the targets. The parameters' gradients are added up by token inside, and here by sequence: the
+    /// same for any number of threads.
+    pub(super) fn with(
+        self,
+        gates: &Gates<'_, T>,
+        sequences: usize,
+        work: impl FnOnce(&GateTargets<'_, T>),
+    ) -> Result {
+        match (self, gates) {
+            (GateGrads::Given { dg, dbeta }, Gates::Given { g, beta }) => {
+                check_len("dg", dg, g.len())?;
+                check_len("dbeta", dbeta, beta.len())?;
+                work(&GateTargets::Given { dg: Shared::new(dg), dbeta: Shared::new(dbeta) });
+                Ok(())
+            }
+            (GateGrads::Raw { da, db, da_log, ddt_bias }, Gates::Raw(gates)) => {
+                let heads = gates.a_log.len();
+                check_len("da", da, gates.a.len())?;
+                check_len("db", db, gates.b.len())?;
+                check_len("da_log", da_log, heads)?;
+                check_len("ddt_bias", ddt_bias, heads)?;
+                let mut sums = vec![(0.0, 0.0); sequences * heads];
+                let (da, db, shared) = (Shared::new(da), Shared::new(db), Shared::new(&mut sums));
+                work(&GateTargets::Raw { gates: *gates, da, db, sums: shared });
+                for (h, (da_log, ddt_bias)) in da_log.iter_mut().zip(ddt_bias).enumerate() {
+                    let of_head = || sums.iter().skip(h).step_by(heads);
+                    *da_log += of_head().map(|sum| sum.0).sum::<f64>() as f32;
+                    *ddt_bias += of_head().map(|sum| sum.1).sum::<f64>() as f32;
+                }
+                Ok(())
+            }
+            _ => check(false, || "the gates are raw and their gradients are not, or the reverse".into()),
+        }
+    }
+}
+
+impl<T: Element> GateTargets<'_, T> {
+    /// The gradients of a token of a sequence at value head `head` of `heads`.
+    ///
+    /// # Safety
+    /// This token and this sequence's sums of this head belong to the caller alone.
+    pub(super) unsafe fn store(
+        &self,
+        (dg, dbeta): (f32, f32),
+        sequence: usize,
+        token: usize,
+        head: usize,
+        heads: usize,
+    ) {
+        let at = token * heads + head;
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                GateTargets::Given { dg: to_g, dbeta: to_beta } => {
+                    to_g.part(at, 1)[0] = dg;
+                    to_beta.part(at, 1)[0] = dbeta;
+                }
+                GateTargets::Raw { gates: RawGates { a, b, a_log, dt_bias }, da, db, sums } => {
+                    let (a, b) = (a[at].to_f32(), b[at].to_f32());
+                    let d = gate_gradients(dg, dbeta, a, b, a_log[head], dt_bias[head]);
+                    da.part(at, 1)[0] = T::from_f32(d.a);
+                    db.part(at, 1)[0] = T::from_f32(d.b);
+                    let sum = &mut sums.part(sequence * heads + head, 1)[0];
+                    *sum = (sum.0 + d.a_log, sum.1 + d.a as f64);
+                }
+            }
+        }
+    }
+}
+
+/// What one token gives to a, b and A_log; dt_bias gets what a gets.
+struct GateGradient {
+    a: f32,
+    b: f32,
+    a_log: f64,
+}
+
+fn gate_gradients(dg: f32, dbeta: f32, a: f32, b: f32, a_log: f32, dt_bias: f32) -> GateGradient {
+    let x = a + dt_bias;
+    let rate = exp_f32::<false>(a_log);
+    let slope = if x > 20.0 { 1.0 } else { sigmoid_f32::<false>(x) };
+    let beta = sigmoid_f32::<false>(b);
+    GateGradient {
+        a: -rate * slope * dg,
+        b: dbeta * beta * (1.0 - beta),
+        a_log: dg as f64 * decay::<false>(a, a_log, dt_bias) as f64,
+    }
+}
 
 /// g, beta [tokens, heads] from a, b [tokens, heads] and A_log, dt_bias `[heads]`.
 pub fn gates_forward<T: Element>(
@@ -38,7 +231,7 @@ pub fn gates_forward<T: Element>(
 simd_fn! {
     fn decay_row(row: &mut [f32], a_log: &[f32], dt_bias: &[f32]) {
         for ((x, a_log), dt_bias) in row.iter_mut().zip(a_log).zip(dt_bias) {
-            *x = -exp_f32::<FMA>(*a_log) * softplus_f32::<FMA>(*x + *dt_bias);
+            *x = decay::<FMA>(*x, *a_log, *dt_bias);
         }
     }
 }
@@ -73,15 +266,10 @@ pub fn gates_backward<T: Element>(
     for (t, dg_row) in dg.chunks(heads).enumerate() {
         for (h, &dg) in dg_row.iter().enumerate() {
             let i = t * heads + h;
-            let x = a[i].to_f32() + dt_bias[h];
-            let rate = exp_f32::<false>(a_log[h]);
-            let slope = if x > 20.0 { 1.0 } else { sigmoid_f32::<false>(x) };
-            let dx = -rate * slope * dg;
-            da[i] = T::from_f32(dx);
-            sums[h].0 += dg as f64 * (-rate * softplus_f32::<false>(x)) as f64;
-            sums[h].1 += dx as f64;
-            let beta = sigmoid_f32::<false>(b[i].to_f32());
-            db[i] = T::from_f32(dbeta[i] * beta * (1.0 - beta));
+            let d = gate_gradients(dg, dbeta[i], a[i].to_f32(), b[i].to_f32(), a_log[h], dt_bias[h]);
+            (da[i], db[i]) = (T::from_f32(d.a), T::from_f32(d.b));
+            sums[h].0 += d.a_log;
+            sums[h].1 += d.a as f64;
         }
     }
     for (h, (log, bias)) in sums.into_iter().enumerate() {

@@ -33,8 +33,9 @@
 //! Several value heads may share a key head (value head h uses key head h / (Hv/Hk)); q and k are never repeated. A
 //! batch is a packing of sequences of equal length: everything is [tokens, heads, width] with `cu_seqlens`.
 //!
-//! Kept for backward ([`Saved`]): the rstd of q and k, and the state at every `states_every`-th chunk. Normalised q
-//! and k, L, P, Vn are made anew, chunk by chunk, in scratch.
+//! Kept for backward ([`Saved`]): the rstd of q and k, and the state at every `states_every`-th chunk. Backward goes
+//! through such a segment of chunks twice: forth, to make its states, normalised q and k, L, X and Vn anew in scratch,
+//! and back.
 
 mod backward;
 mod chunk;
@@ -48,13 +49,13 @@ mod tests;
 
 pub use backward::{Grads, backward_scratch, gated_delta_rule_backward};
 pub use forward::{Output, forward_scratch, gated_delta_rule_forward};
-pub use gates::{gates_backward, gates_forward};
+pub use gates::{GateGrads, Gates, RawGates, gates_backward, gates_forward};
 pub use step::{gated_delta_rule_step, step_scratch};
 
 pub use crate::packing::check_cu_seqlens;
 
-use crate::Element;
 use crate::error::{Result, check, check_len};
+use crate::{Element, Precision};
 
 /// Inside the root of the l2norm.
 pub const L2NORM_EPS: f32 = 1e-6;
@@ -105,14 +106,17 @@ pub struct Options {
     pub l2norm: L2Norm,
     /// Tokens per chunk, 1 to 256: a tuning choice, the result differs by rounding only.
     pub chunk: usize,
-    /// Backward keeps the state of every so many chunks and makes the others anew: more is leaner. 4 costs no time that could
-    /// be measured.
+    /// Backward keeps the state of every so many chunks and makes the others anew, in scratch that grows with it: 4 chunks of
+    /// 32 tokens with dk = 128 keep as much as v has, in f32.
     pub states_every: usize,
+    /// What the state is rounded to each time that a chunk, or a step, hands it on. For comparison; rounding has derivative
+    /// 1.
+    pub state: Precision,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { scale: None, l2norm: L2Norm::Inside, chunk: 32, states_every: 4 }
+        Options { scale: None, l2norm: L2Norm::Inside, chunk: 32, states_every: 4, state: Precision::F32 }
     }
 }
 
@@ -125,10 +129,8 @@ pub struct Input<'a, T> {
     pub k: &'a [T],
     /// [tokens, Hv, dv]
     pub v: &'a [T],
-    /// [tokens, Hv], log decay, <= 0
-    pub g: &'a [f32],
-    /// [tokens, Hv]
-    pub beta: &'a [f32],
+    /// The decay and the step
+    pub gates: Gates<'a, T>,
     /// [sequences, Hv, dk, dv]; `None` is zero
     pub h0: Option<&'a [f32]>,
     /// Where sequences begin and end: starts with 0, never falls; state is reset at each boundary.
@@ -182,7 +184,7 @@ fn first_kept(cu_seqlens: &[usize], options: &Options) -> Vec<usize> {
     first
 }
 
-fn check_input<T>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result<usize> {
+fn check_input<T: Element>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result<usize> {
     let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
     check(key_heads > 0 && value_heads > 0 && value_heads.is_multiple_of(key_heads), || {
         format!("{value_heads} value heads are not a multiple of {key_heads} key heads")
@@ -194,8 +196,7 @@ fn check_input<T>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result
     check_len("q", input.q, tokens * key_heads * key_dim)?;
     check_len("k", input.k, tokens * key_heads * key_dim)?;
     check_len("v", input.v, tokens * value_heads * value_dim)?;
-    check_len("g", input.g, tokens * value_heads)?;
-    check_len("beta", input.beta, tokens * value_heads)?;
+    input.gates.check(tokens, dims)?;
     if let Some(h0) = input.h0 {
         check_len("h0", h0, (input.cu_seqlens.len() - 1) * value_heads * dims.state_len())?;
     }

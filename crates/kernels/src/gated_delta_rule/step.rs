@@ -70,6 +70,7 @@ pub fn gated_delta_rule_step<T: Element>(
         }
         scale_into(delta, s, out);
         T::store(o, delta);
+        options.state.round_all(state);
     });
     Ok(())
 }

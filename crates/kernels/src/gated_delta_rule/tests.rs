@@ -34,7 +34,14 @@ fn kernel<T: Element>(
     let wide_t = |x: &[T]| -> Vec<f64> { x.iter().map(|x| x.to_f32() as f64).collect() };
     let (q, k, v, d_o) = (cast(&r.q), cast(&r.k), cast(&r.v), cast(d_o));
     let (g, beta, h0, dht) = (narrow(&r.g), narrow(&r.beta), narrow(&r.h0), narrow(dht));
-    let input = Input { q: &q, k: &k, v: &v, g: &g, beta: &beta, h0: Some(&h0), cu_seqlens: &r.cu_seqlens };
+    let input = Input {
+        q: &q,
+        k: &k,
+        v: &v,
+        gates: Gates::Given { g: &g, beta: &beta },
+        h0: Some(&h0),
+        cu_seqlens: &r.cu_seqlens,
+    };
     let scratch = Scratch::new(forward_scratch(dims, options).max(backward_scratch(dims, options)));
     let planned = scratch.bytes();
     let (mut o, mut ht) = (vec![T::default(); v.len()], vec![0.0; h0.len()]);
@@ -45,8 +52,13 @@ fn kernel<T: Element>(
     let (mut dq, mut dk, mut dv) =
         (vec![T::default(); q.len()], vec![T::default(); k.len()], vec![T::default(); v.len()]);
     let (mut dg, mut dbeta, mut dh0) = (vec![0.0; g.len()], vec![0.0; g.len()], vec![0.0; h0.len()]);
-    let grads =
-        Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dg: &mut dg, dbeta: &mut dbeta, dh0: Some(&mut dh0) };
+    let grads = Grads {
+        dq: &mut dq,
+        dk: &mut dk,
+        dv: &mut dv,
+        gates: GateGrads::Given { dg: &mut dg, dbeta: &mut dbeta },
+        dh0: Some(&mut dh0),
+    };
     gated_delta_rule_backward(grads, &d_o, Some(&dht), &input, &saved, dims, options, &scratch).unwrap();
     assert_eq!(scratch.bytes(), planned, "the scratch functions say what is needed");
     let results = Results {
@@ -253,7 +265,7 @@ impl Problem {
 
     fn options(&self) -> Options {
         let l2norm = if self.l2norm { L2Norm::Inside } else { L2Norm::Off };
-        Options { scale: None, l2norm, chunk: self.chunk, states_every: self.states_every }
+        Options { l2norm, chunk: self.chunk, states_every: self.states_every, ..Options::default() }
     }
 }
 
@@ -505,7 +517,8 @@ fn bad_shapes_are_errors_that_name_the_argument() {
         let (q, v, g) =
             (vec![0f32; q], vec![0f32; 2 * dims.value_heads * 4], vec![0f32; 2 * dims.value_heads]);
         let k = vec![0f32; 2 * dims.key_heads * 4];
-        let input = Input { q: &q, k: &k, v: &v, g: &g, beta: &g, h0: None, cu_seqlens: cu };
+        let input =
+            Input { q: &q, k: &k, v: &v, gates: Gates::Given { g: &g, beta: &g }, h0: None, cu_seqlens: cu };
         let mut o = v.clone();
         let output = Output { o: &mut o, ht: None };
         gated_delta_rule_forward(output, None, &input, dims, &options, &scratch).err().map(|e| e.to_string())
@@ -558,4 +571,116 @@ fn the_gates_agree_with_their_formulas_and_finite_differences() {
     }
     // beta saturates in bf16 from about 6.2 on; here it does not.
     assert!(beta[1] < 1.0 && beta[1] > 0.998);
+}
+
+/// o, ht, da, db, dA_log, ddt_bias, and the other gradients, with the gates inside the rule or around it.
+fn with_gates<T: Element>(
+    p: &Problem,
+    raw: (&[f64], &[f64], &[f32], &[f32]),
+    fused: bool,
+) -> [(&'static str, Vec<f64>); 10] {
+    let (r, d_o, dht) = p.build();
+    let dims = p.dims;
+    let cast = |x: &[f64]| -> Vec<T> { x.iter().map(|x| T::from_f32(*x as f32)).collect() };
+    let narrow = |x: &[f64]| -> Vec<f32> { x.iter().map(|x| *x as f32).collect() };
+    let (q, k, v, d_o, a, b) = (cast(&r.q), cast(&r.k), cast(&r.v), cast(&d_o), cast(raw.0), cast(raw.1));
+    let (h0, dht, a_log, dt_bias) = (narrow(&r.h0), narrow(&dht), raw.2, raw.3);
+    let (mut g, mut beta) = (vec![0.0; a.len()], vec![0.0; a.len()]);
+    gates_forward(&mut g, &mut beta, &a, &b, a_log, dt_bias).unwrap();
+    let gates = if fused {
+        Gates::Raw(RawGates { a: &a, b: &b, a_log, dt_bias })
+    } else {
+        Gates::Given { g: &g, beta: &beta }
+    };
+    let input = Input { q: &q, k: &k, v: &v, gates, h0: Some(&h0), cu_seqlens: &r.cu_seqlens };
+    let options = p.options();
+    let scratch = Scratch::new(0);
+    let (mut o, mut ht) = (vec![T::default(); v.len()], vec![0.0; h0.len()]);
+    let mut saved = Saved::default();
+    let output = Output { o: &mut o, ht: Some(&mut ht) };
+    gated_delta_rule_forward(output, Some(&mut saved), &input, dims, &options, &scratch).unwrap();
+    assert_eq!(saved.bytes(), saved_bytes::<T>(dims, &options, &r.cu_seqlens), "nothing more is kept");
+    let zeros = |n: usize| vec![T::default(); n];
+    let (mut dq, mut dk, mut dv) = (zeros(q.len()), zeros(k.len()), zeros(v.len()));
+    let (mut da, mut db, mut dh0) = (zeros(a.len()), zeros(a.len()), vec![0.0; h0.len()]);
+    // The parameters' gradients are added to what is there.
+    let (mut da_log, mut ddt_bias) = (vec![1.0; a_log.len()], vec![-1.0; a_log.len()]);
+    let (mut dg, mut dbeta) = (vec![0.0; a.len()], vec![0.0; a.len()]);
+    let gates = if fused {
+        GateGrads::Raw { da: &mut da, db: &mut db, da_log: &mut da_log, ddt_bias: &mut ddt_bias }
+    } else {
+        GateGrads::Given { dg: &mut dg, dbeta: &mut dbeta }
+    };
+    let grads = Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, gates, dh0: Some(&mut dh0) };
+    gated_delta_rule_backward(grads, &d_o, Some(&dht), &input, &saved, dims, &options, &scratch).unwrap();
+    if !fused {
+        gates_backward(&mut da, &mut db, &mut da_log, &mut ddt_bias, &dg, &dbeta, &a, &b, a_log, dt_bias)
+            .unwrap();
+    }
+    let wide = |x: &[f32]| -> Vec<f64> { x.iter().map(|x| *x as f64).collect() };
+    let wide_t = |x: &[T]| -> Vec<f64> { x.iter().map(|x| x.to_f32() as f64).collect() };
+    [
+        ("o", wide_t(&o)),
+        ("ht", wide(&ht)),
+        ("dq", wide_t(&dq)),
+        ("dk", wide_t(&dk)),
+        ("dv", wide_t(&dv)),
+        ("da", wide_t(&da)),
+        ("db", wide_t(&db)),
+        ("da_log", wide(&da_log)),
+        ("ddt_bias", wide(&ddt_bias)),
+        ("dh0", wide(&dh0)),
+    ]
+}
+
+#[test]
+fn gates_inside_the_rule_give_what_gates_around_it_give() {
+    let dims = Dims { key_heads: 2, value_heads: 4, key_dim: 16, value_dim: 24 };
+    let p = Problem {
+        dims,
+        lengths: vec![70, 1, 0, 33],
+        chunk: 16,
+        states_every: 3,
+        l2norm: true,
+        decay: 0.0,
+        seed: 11,
+    };
+    let (a_log, dt_bias) = ([-20.0f32, 0.3, 5.0, -1.0], [1.0f32, -0.5, 0.0, 0.2]);
+    let mut a: Vec<f64> = (0..104 * 4).map(|i| (i as f64 * 0.7).sin() * 3.0).collect();
+    let b: Vec<f64> = (0..104 * 4).map(|i| (i as f64 * 1.3).cos() * 4.0).collect();
+    for (i, extreme) in [1e4, -1e4, 25.0, -30.0].into_iter().enumerate() {
+        a.iter_mut().skip(i * 37).step_by(151).for_each(|a| *a = extreme);
+    }
+    let raw = (&a[..], &b[..], &a_log[..], &dt_bias[..]);
+    for threads in [1, 3] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let run =
+            |fused| pool.install(|| (with_gates::<f32>(&p, raw, fused), with_gates::<bf16>(&p, raw, fused)));
+        let (fused, given) = (run(true), run(false));
+        assert_eq!(fused.0, with_gates::<f32>(&p, raw, true), "the same bits on any pool");
+        assert!(given.0.iter().all(|(_, x)| x.iter().any(|x| *x != 0.0)), "every tensor has something in it");
+        let pairs = fused.0.iter().chain(&fused.1).zip(given.0.iter().chain(&given.1));
+        for ((name, x), (_, y)) in pairs {
+            assert!(x.iter().all(|x| x.is_finite()), "{name}");
+            let (off, count) = ratio(x.iter().copied(), y);
+            assert!(count > 0 && off <= 1e-6, "{name} is off by {off:e}");
+        }
+    }
+}
+
+#[test]
+fn gradients_of_another_kind_than_the_gates_are_an_error() {
+    let dims = Dims { key_heads: 1, value_heads: 1, key_dim: 2, value_dim: 2 };
+    let (x, g, scratch) = ([0f32; 2], [0f32; 1], Scratch::new(0));
+    let gates = Gates::Given { g: &g, beta: &g };
+    let input = Input { q: &x, k: &x, v: &x, gates, h0: None, cu_seqlens: &[0, 1] };
+    let (mut saved, mut o, options) = (Saved::default(), [0f32; 2], Options::default());
+    let output = Output { o: &mut o, ht: None };
+    gated_delta_rule_forward(output, Some(&mut saved), &input, dims, &options, &scratch).unwrap();
+    let (mut dq, mut dk, mut dv) = ([0f32; 2], [0f32; 2], [0f32; 2]);
+    let (mut da, mut db, mut da_log, mut ddt_bias) = ([0f32], [0f32], [0f32], [0f32]);
+    let gates = GateGrads::Raw { da: &mut da, db: &mut db, da_log: &mut da_log, ddt_bias: &mut ddt_bias };
+    let grads = Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, gates, dh0: None };
+    let error = gated_delta_rule_backward(grads, &x, None, &input, &saved, dims, &options, &scratch);
+    assert!(error.unwrap_err().to_string().contains("gates are raw"));
 }

@@ -39,7 +39,14 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { ignore_index: -100, soft_cap: None, z_loss: 0.0, label_smoothing: 0.0, logits: Precision::F32, slice: 512 }
+        Options {
+            ignore_index: -100,
+            soft_cap: None,
+            z_loss: 0.0,
+            label_smoothing: 0.0,
+            logits: Precision::F32,
+            slice: 512,
+        }
     }
 }
 

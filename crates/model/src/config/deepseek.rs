@@ -5,7 +5,8 @@ use ballast_kernels::rotary::Layout;
 
 use super::fields::Fields;
 use super::{
-    Config, Experts, LatentAttention, Layer, Mixer, Rope, Router, SharedExpert, check_heads, experts_fit, rope,
+    Config, Experts, LatentAttention, Layer, Mixer, Rope, Router, SharedExpert, check_heads, experts_fit,
+    rope,
 };
 use crate::error::Result;
 
@@ -48,7 +49,9 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<Config> {
     experts_fit(fields, count, top_k, "num_experts_per_tok")?;
     check_heads(fields, count, groups, "n_group")?;
     if kept_groups > groups || kept_groups * (count / groups) < top_k {
-        return Err(fields.error("topk_group", format!("is {kept_groups} of {groups} groups, too few or too many")));
+        return Err(
+            fields.error("topk_group", format!("is {kept_groups} of {groups} groups, too few or too many"))
+        );
     }
     let intermediate = fields.count("moe_intermediate_size", 2048)?;
     let shared = fields.whole("n_shared_experts")?.unwrap_or(1);
@@ -90,6 +93,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<Config> {
         eps: fields.positive("rms_norm_eps", 1e-6)? as f32,
         one_plus_norms: false,
         embedding_scale: 1.0,
+        padding: fields.whole("pad_token_id")?.map(|id| id as u32),
         tied: fields.flag("tie_word_embeddings", false)?,
         final_cap: None,
         activation: Activation::Silu,

@@ -28,7 +28,11 @@ impl<'a> Fields<'a> {
     }
 
     pub(super) fn error(&self, field: &str, problem: impl Into<String>) -> Error {
-        Error::Config { file: self.file.into(), field: format!("{}{field}", self.prefix), problem: problem.into() }
+        Error::Config {
+            file: self.file.into(),
+            field: format!("{}{field}", self.prefix),
+            problem: problem.into(),
+        }
     }
 
     /// The value, unless it is missing or null.
@@ -107,9 +111,7 @@ impl<'a> Fields<'a> {
             value.as_array().and_then(|list| list.iter().map(|item| item.as_str()).collect());
         match texts {
             Some(texts) if texts.len() == layers => Ok(Some(texts)),
-            Some(texts) => {
-                Err(self.error(field, format!("has {} entries for {layers} layers", texts.len())))
-            }
+            Some(texts) => Err(self.error(field, format!("has {} entries for {layers} layers", texts.len()))),
             None => Err(self.error(field, "is not a list of texts")),
         }
     }
@@ -126,9 +128,8 @@ impl<'a> Fields<'a> {
     /// An error unless the field is missing or one of `known`.
     pub(super) fn one_of(&self, field: &str, known: &[&str]) -> Result {
         match self.text(field)? {
-            Some(text) if !known.contains(&text) => {
-                Err(self.error(field, format!("is {text:?}, which is not supported; known: {}", known.join(", "))))
-            }
+            Some(text) if !known.contains(&text) => Err(self
+                .error(field, format!("is {text:?}, which is not supported; known: {}", known.join(", ")))),
             _ => Ok(()),
         }
     }

@@ -23,7 +23,9 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
     if let Some(value) = fields.get("use_bidirectional_attention")
         && value.as_str() == Some("all")
     {
-        return Err(fields.error("use_bidirectional_attention", "is \"all\": only causal models are supported"));
+        return Err(
+            fields.error("use_bidirectional_attention", "is \"all\": only causal models are supported")
+        );
     }
     let layers = fields.count("num_hidden_layers", if generation == 4 { 30 } else { 26 })?;
     let hidden = fields.count("hidden_size", 2304)?;
@@ -67,6 +69,7 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
         eps: fields.positive("rms_norm_eps", 1e-6)? as f32,
         one_plus_norms: generation < 4,
         embedding_scale: (hidden as f64).sqrt() as f32,
+        padding: fields.whole("pad_token_id")?.map(|id| id as u32),
         tied: fields.flag("tie_word_embeddings", true)?,
         final_cap: cap(fields, "final_logit_softcapping", (generation == 2).then_some(30.0))?,
         activation: Activation::GeluTanh,

@@ -35,6 +35,8 @@ pub struct Config {
     pub one_plus_norms: bool,
     /// What embeddings are multiplied by, before rounding to the weight's type.
     pub embedding_scale: f32,
+    /// The token whose embedding is not learned where it is looked up, as torch's `padding_idx` has it.
+    pub padding: Option<u32>,
     /// Whether the output head is the embedding.
     pub tied: bool,
     /// c tanh(x/c) on the logits.

@@ -91,6 +91,7 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
         eps: fields.positive("rms_norm_eps", 1e-6)? as f32,
         one_plus_norms: true,
         embedding_scale: 1.0,
+        padding: fields.whole("pad_token_id")?.map(|id| id as u32),
         tied: fields.flag("tie_word_embeddings", false)?,
         final_cap: None,
         activation: Activation::Silu,

@@ -54,7 +54,9 @@ pub(super) fn parse(
 ) -> Result<Rope> {
     let all = fields.object("rope_parameters", "rope_parameters.")?;
     let own = match (all, layer_type) {
-        (Some(all), Some(layer_type)) => all.object(layer_type, "rope_parameters.<layer type>.")?.or(Some(all)),
+        (Some(all), Some(layer_type)) => {
+            all.object(layer_type, "rope_parameters.<layer type>.")?.or(Some(all))
+        }
         (all, _) => all,
     };
     let scaling = fields.object("rope_scaling", "rope_scaling.")?;
@@ -91,7 +93,9 @@ pub(super) fn parse(
         other => {
             let known = "default, linear, proportional, yarn";
             let place = from.unwrap_or(fields);
-            return Err(place.error("rope_type", format!("is {other:?}, which is not supported; known: {known}")));
+            return Err(
+                place.error("rope_type", format!("is {other:?}, which is not supported; known: {known}"))
+            );
         }
     };
     let rope = Rope { theta, frequencies, layout: Layout::HalfSplit };

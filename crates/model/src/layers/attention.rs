@@ -20,6 +20,7 @@ use super::{Keep, Linear, Norm, bytes_of};
 use crate::config::{Attention as Shape, Config, Values};
 use crate::error::Result;
 use crate::params::{Grads, Specs};
+use crate::precision::Precision;
 use crate::run::{Run, zeros};
 
 #[derive(Clone, Debug)]
@@ -59,14 +60,14 @@ pub(crate) struct Saved<A> {
     gate: Vec<A>,
     /// Before norm and rotation: [tokens, kv_heads, hd]; empty without a norm
     k_raw: Vec<A>,
-    /// Before the norm: [tokens, kv_heads, hd]; empty unless v is normed and not from k
+    /// Before the norm: [tokens, kv_heads, hd]; empty where v is k before its norm
     v_raw: Vec<A>,
     q_norm: NormSaved,
     k_norm: NormSaved,
     v_norm: NormSaved,
     /// [tokens, heads, hd]; cheap if normed
     q: Vec<A>,
-    /// [tokens, kv_heads, hd] each; cheap if normed, none if another layer's
+    /// [tokens, kv_heads, hd] each; cheap if k is normed, none if another layer's
     kv: Option<KeyValues<A>>,
     /// [tokens, heads, hd]
     o: Vec<A>,
@@ -159,9 +160,15 @@ impl Attention {
                 let kv = kv.as_ref().unwrap_or_else(|| links.source(self.shape.shared_from));
                 let input = self.input(run, &q, kv);
                 self.see_logits(run, &input)?;
-                let options = self.options(run);
-                saved.attention =
-                    kernel::attention_forward(&mut o, &input, self.dims(), &options, keep.any(), run.scratch)?;
+                let options = self.options(run.precision);
+                saved.attention = kernel::attention_forward(
+                    &mut o,
+                    &input,
+                    self.dims(),
+                    &options,
+                    keep.any(),
+                    run.scratch,
+                )?;
             }
         }
         run.see(layer, "self_attn.o", &o);
@@ -214,7 +221,7 @@ impl Attention {
         let (mut dq, mut dk, mut dv) = (zeros(saved.q.len()), zeros::<A>(kv.k.len()), zeros::<A>(kv.v.len()));
         {
             let input = self.input(run, &saved.q, kv);
-            let (dims, options) = (self.dims(), self.options(run));
+            let (dims, options) = (self.dims(), self.options(run.precision));
             let mut buffer = vec![0.0; kernel::backward_buffer::<A>(dims, run.tokens())];
             let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
             kernel::attention_backward(
@@ -251,13 +258,13 @@ impl Attention {
         kernel::Dims { heads: self.shape.heads, kv_heads: self.shape.kv_heads, head_dim: hd, value_dim: hd }
     }
 
-    fn options(&self, run: &Run<'_>) -> kernel::Options {
+    fn options(&self, precision: &Precision) -> kernel::Options {
         kernel::Options {
             scale: Some(self.shape.scale),
             window: self.shape.window,
             soft_cap: self.shape.soft_cap,
-            qk_product: run.precision.qk_product,
-            logits: run.precision.logits,
+            qk_product: precision.qk_product,
+            logits: precision.logits,
         }
     }
 
@@ -331,10 +338,12 @@ impl Attention {
             saved.v_raw = v.forward(run, x)?;
         }
         let kv = self.finish_key_values(run, layers, saved)?;
-        if layers.k_norm.is_none() || !keep.any() {
+        // An unnormed tensor is only needed again if what follows from it was not kept.
+        let made_anew = keep == Keep::Selective && layers.k_norm.is_some();
+        if !keep.any() || layers.k_norm.is_none() {
             saved.k_raw = Vec::new();
         }
-        if layers.v_norm.is_none() || !keep.any() {
+        if !keep.any() || layers.v_norm.is_none() && !made_anew {
             saved.v_raw = Vec::new();
         }
         Ok(kv)
@@ -412,26 +421,21 @@ impl Attention {
         let Some(kv) = kv else { return Ok(()) };
         let width = self.shape.kv_heads * self.shape.head_dim;
         for (cache, ends) in caches.iter_mut().zip(run.cu_seqlens().windows(2)) {
+            // What has left the window is dropped, a whole window at a time; not sooner, for layers that share it.
+            let tokens = cache.k.len() / width;
+            if let Some(window) = self.shape.window.filter(|window| tokens >= 2 * window) {
+                cache.k.drain(..(tokens - window) * width);
+                cache.v.drain(..(tokens - window) * width);
+            }
             let new = ends[0] * width..ends[1] * width;
             cache.k.extend_from_slice(&kv.k[new.clone()]);
             cache.v.extend_from_slice(&kv.v[new.clone()]);
         }
-        self.attend_caches(run, o, q, caches)?;
-        // What has left the window is dropped, a whole window at a time.
-        if let Some(window) = self.shape.window {
-            for cache in caches {
-                let tokens = cache.k.len() / width;
-                if tokens >= 2 * window {
-                    cache.k.drain(..(tokens - window) * width);
-                    cache.v.drain(..(tokens - window) * width);
-                }
-            }
-        }
-        Ok(())
+        self.attend_caches(run, o, q, caches)
     }
 
     fn attend_caches<A: Element>(&self, run: &Run<'_>, o: &mut [A], q: &[A], caches: &[Cache<A>]) -> Result {
-        let (dims, options) = (self.dims(), self.options(run));
+        let (dims, options) = (self.dims(), self.options(run.precision));
         let (width, kv_width) = (dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim);
         for (cache, ends) in caches.iter().zip(run.cu_seqlens().windows(2)) {
             let rows = ends[0] * width..ends[1] * width;
@@ -453,14 +457,14 @@ impl Attention {
     /// The logits of every sequence [heads, tokens, tokens], for a probe that wants them: they exist nowhere else.
     fn see_logits<A: Element>(&self, run: &Run<'_>, input: &kernel::Input<'_, A>) -> Result {
         if run.wanted(self.layer, "self_attn.logits") {
-            let logits = kernel::attention_logits(input, self.dims(), &self.options(run))?;
+            let logits = kernel::attention_logits(input, self.dims(), &self.options(run.precision))?;
             run.show("", Some(self.layer), "self_attn.logits", &logits, &[logits.len()]);
         }
         Ok(())
     }
 
     /// Bytes that forward keeps.
-    pub(crate) fn saved_bytes<A>(&self, tokens: usize, keep: Keep, options: &kernel::Options) -> usize {
+    pub(crate) fn saved_bytes<A>(&self, tokens: usize, keep: Keep, precision: &Precision) -> usize {
         if !keep.any() {
             return 0;
         }
@@ -474,7 +478,11 @@ impl Attention {
             elements += q + if everything { q } else { 0 };
         }
         if shape.qk_norm {
-            elements += q + if own { kv } else { 0 } + if normed_v { kv } else { 0 };
+            elements += q + if own { kv } else { 0 };
+        }
+        let made_anew = !everything && shape.qk_norm && shape.values == Values::Projected;
+        if normed_v || own && made_anew {
+            elements += kv;
         }
         if everything || !shape.qk_norm {
             elements += q + if own { 2 * kv } else { 0 };
@@ -486,7 +494,8 @@ impl Attention {
         if own && shape.values != Values::Projected {
             rows += shape.kv_heads;
         }
-        tokens * (elements * size_of::<A>() + rows * 4) + kernel::saved_bytes(self.dims(), options, tokens)
+        tokens * (elements * size_of::<A>() + rows * 4)
+            + kernel::saved_bytes(self.dims(), &self.options(precision), tokens)
     }
 
     pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {

@@ -9,8 +9,8 @@ use ballast_kernels::Element;
 use ballast_kernels::elementwise::{accumulate, add_assign, row_products, scale_rows};
 use ballast_kernels::glu::Activation;
 use ballast_kernels::moe::{
-    self, Dims, Dispatch, Experts as Weights, ExpertsGrads, Router as KernelRouter, Routing, experts_backward,
-    experts_forward, moe_scratch, route_backward, route_forward,
+    self, Dims, Dispatch, Experts as Weights, ExpertsGrads, Router as KernelRouter, Routing,
+    experts_backward, experts_forward, moe_scratch, route_backward, route_forward,
 };
 use ballast_kernels::norm::{
     Gamma, Saved as NormSaved, norm_backward_scratch, rms_norm_backward, rms_norm_forward,
@@ -90,7 +90,11 @@ impl Experts {
             }
             RouterShape::SigmoidGroups { .. } => Router::Biased {
                 linear: Linear::new(specs, &format!("{mlp}.gate"), h, e, false),
-                bias: specs.protected_constant(format!("{mlp}.gate.e_score_correction_bias"), &[e], Init::Zeros),
+                bias: specs.protected_constant(
+                    format!("{mlp}.gate.e_score_correction_bias"),
+                    &[e],
+                    Init::Zeros,
+                ),
             },
             RouterShape::Normed => Router::Normed {
                 linear: Linear::protected(specs, &format!("{name}.router.proj"), h, e),
@@ -230,7 +234,17 @@ impl Experts {
             dims,
         )?;
         run.see_gradient(Some(self.layer), "mlp.router", &dlogits);
-        self.logits_backward(run, grads, dx, d_residual, &mut dlogits, dscale, x, residual, &saved.router_norm)?;
+        self.logits_backward(
+            run,
+            grads,
+            dx,
+            d_residual,
+            &mut dlogits,
+            dscale,
+            x,
+            residual,
+            &saved.router_norm,
+        )?;
         self.shared_backward(run, grads, dx, dy, x, saved)
     }
 
@@ -269,7 +283,10 @@ impl Experts {
 
     fn kernel_router<'a>(&self, run: &'a Run<'_>) -> KernelRouter<'a> {
         match (self.shape.router, &self.router) {
-            (RouterShape::SigmoidGroups { groups, kept_groups, normalise, scaling }, Router::Biased { bias, .. }) => {
+            (
+                RouterShape::SigmoidGroups { groups, kept_groups, normalise, scaling },
+                Router::Biased { bias, .. },
+            ) => {
                 let bias = Some(run.params[*bias].values());
                 KernelRouter::SigmoidGroups { bias, groups, kept_groups, normalise, scaling }
             }
@@ -333,7 +350,9 @@ impl Experts {
         saved: &NormSaved,
     ) -> Result {
         match &self.router {
-            Router::Plain { linear } | Router::Biased { linear, .. } => linear.backward(run, grads, dx, dlogits, x),
+            Router::Plain { linear } | Router::Biased { linear, .. } => {
+                linear.backward(run, grads, dx, dlogits, x)
+            }
             Router::Normed { linear, scale, per_expert_scale } => {
                 if let (Some(sum), Some(dscale)) = (grads.of(*per_expert_scale), dscale) {
                     accumulate(sum, &dscale)?;
@@ -346,7 +365,16 @@ impl Experts {
                 ballast_kernels::elementwise::convert(&mut dy, &d_normed)?;
                 let mut d: Vec<A> = zeros(residual.len());
                 let gamma = Gamma::Plain(run.params[*scale].values());
-                rms_norm_backward(&mut d, grads.of(*scale), &dy, residual, gamma, saved, self.hidden, run.scratch)?;
+                rms_norm_backward(
+                    &mut d,
+                    grads.of(*scale),
+                    &dy,
+                    residual,
+                    gamma,
+                    saved,
+                    self.hidden,
+                    run.scratch,
+                )?;
                 accumulate(d_residual.unwrap_or(dx), &d)?;
                 Ok(())
             }

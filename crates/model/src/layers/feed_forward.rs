@@ -63,8 +63,7 @@ impl<A> Saved<A> {
             &self.after_experts,
             &self.after,
         ];
-        let tensors =
-            [&self.norm.y, &self.dense_out, &self.experts_out, &self.before_experts.y, &self.out];
+        let tensors = [&self.norm.y, &self.dense_out, &self.experts_out, &self.before_experts.y, &self.out];
         bytes_of(&tensors)
             + norms.map(NormSaved::bytes).iter().sum::<usize>()
             + self.dense.bytes()
@@ -73,10 +72,17 @@ impl<A> Saved<A> {
 }
 
 impl FeedForward {
-    pub(crate) fn new(specs: &mut Specs, name: &str, layer: usize, config: &Config, shape: &Shape) -> FeedForward {
+    pub(crate) fn new(
+        specs: &mut Specs,
+        name: &str,
+        layer: usize,
+        config: &Config,
+        shape: &Shape,
+    ) -> FeedForward {
         let h = config.hidden;
         let norm = |specs: &mut Specs, part: &str| Norm::new(specs, &format!("{name}.{part}"), h, config);
-        let before = if config.norms_after { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
+        let before =
+            if config.norms_after { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
         let both = shape.dense.is_some() && shape.experts.is_some();
         FeedForward {
             layer,
@@ -84,14 +90,23 @@ impl FeedForward {
             dense: shape.dense.map(|i| Mlp::new(specs, &format!("{name}.mlp"), h, i, config.activation)),
             experts: shape.experts.map(|experts| Experts::new(specs, name, layer, config, experts)),
             between: both.then(|| {
-                ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"]
-                    .map(|part| norm(specs, part))
+                [
+                    "post_feedforward_layernorm_1",
+                    "pre_feedforward_layernorm_2",
+                    "post_feedforward_layernorm_2",
+                ]
+                .map(|part| norm(specs, part))
             }),
             after: config.norms_after.then(|| norm(specs, "post_feedforward_layernorm")),
         }
     }
 
-    pub(crate) fn forward<A: Element>(&self, run: &Run<'_>, x: &[A], keep: Keep) -> Result<(Vec<A>, Saved<A>)> {
+    pub(crate) fn forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        x: &[A],
+        keep: Keep,
+    ) -> Result<(Vec<A>, Saved<A>)> {
         let mut saved = Saved::default();
         let (normed, rstd) = self.norm.forward(run, x)?;
         saved.norm.saved = rstd;
@@ -129,7 +144,8 @@ impl FeedForward {
         keep: Keep,
         saved: &mut Saved<A>,
     ) -> Result<Vec<A>> {
-        let [after_dense, before_experts, after_experts] = self.between.as_ref().expect("made with both parts");
+        let [after_dense, before_experts, after_experts] =
+            self.between.as_ref().expect("made with both parts");
         let (dense_out, kept) = dense.forward(run, normed, keep)?;
         saved.dense = kept;
         let (mut y, rstd) = after_dense.forward(run, &dense_out)?;

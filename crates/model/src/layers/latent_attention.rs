@@ -27,6 +27,7 @@ use crate::config::{Config, LatentAttention as Shape};
 use crate::error::Result;
 use crate::model::IndexerStage;
 use crate::params::{Grads, Specs};
+use crate::precision::Precision;
 use crate::run::{Run, zeros};
 
 /// Of the two norms inside, whatever the other norms have.
@@ -175,7 +176,7 @@ impl LatentAttention {
                 (saved.selected, saved.indexer) = self.select(run, x, &q_resid, keep)?;
                 let input = self.input(run, &q, &k, &v, &saved.selected);
                 self.see_logits(run, &input)?;
-                let options = self.options(run);
+                let options = self.options(run.precision);
                 saved.attention = kernel::attention_forward(
                     &mut o,
                     &input,
@@ -219,7 +220,7 @@ impl LatentAttention {
         let (mut dq, mut dk, mut dv) = (zeros(saved.q.len()), zeros(saved.k.len()), zeros(saved.v.len()));
         {
             let input = self.input(run, &saved.q, &saved.k, &saved.v, &saved.selected);
-            let (dims, options) = (self.dims(), self.options(run));
+            let (dims, options) = (self.dims(), self.options(run.precision));
             let mut buffer = vec![0.0; kernel::backward_buffer::<A>(dims, run.tokens())];
             let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
             kernel::attention_backward(
@@ -288,7 +289,7 @@ impl LatentAttention {
         let Some(training) = &run.indexer else { return Ok(()) };
         let kept = std::mem::take(&mut saved.indexer);
         let input = self.input(run, &saved.q, &saved.k, &saved.v, &saved.selected);
-        let options = self.options(run);
+        let options = self.options(run.precision);
         let target = Target { input: &input, saved: &saved.attention, dims: self.dims(), options: &options };
         let loss =
             self.indexer.backward(run, grads, &target, x, &saved.q_resid, kept, training.loss.scale)?;
@@ -308,7 +309,7 @@ impl LatentAttention {
         q_resid: &[A],
         caches: &mut [Cache<A>],
     ) -> Result {
-        let (dims, options) = (self.dims(), self.options(run));
+        let (dims, options) = (self.dims(), self.options(run.precision));
         let (k_width, v_width) = (dims.heads * dims.head_dim, dims.heads * dims.value_dim);
         let topk = self.shape.index_topk;
         let chooses =
@@ -345,11 +346,11 @@ impl LatentAttention {
         kernel::Dims { heads, kv_heads: heads, head_dim: nope_dim + rope_dim, value_dim }
     }
 
-    fn options(&self, run: &Run<'_>) -> kernel::Options {
+    fn options(&self, precision: &Precision) -> kernel::Options {
         kernel::Options {
             scale: Some(self.shape.scale),
-            qk_product: run.precision.qk_product,
-            logits: run.precision.logits,
+            qk_product: precision.qk_product,
+            logits: precision.logits,
             ..kernel::Options::default()
         }
     }
@@ -437,7 +438,7 @@ impl LatentAttention {
     /// The logits of every sequence [heads, tokens, tokens], for a probe that wants them: they exist nowhere else.
     fn see_logits<A: Element>(&self, run: &Run<'_>, input: &kernel::Input<'_, A>) -> Result {
         if run.wanted(self.layer, "self_attn.logits") {
-            let logits = kernel::attention_logits(input, self.dims(), &self.options(run))?;
+            let logits = kernel::attention_logits(input, self.dims(), &self.options(run.precision))?;
             run.show("", Some(self.layer), "self_attn.logits", &logits, &[logits.len()]);
         }
         Ok(())
@@ -448,7 +449,7 @@ impl LatentAttention {
         &self,
         cu_seqlens: &[usize],
         keep: Keep,
-        options: &kernel::Options,
+        precision: &Precision,
         stage: Option<IndexerStage>,
     ) -> usize {
         if !keep.any() {
@@ -462,7 +463,7 @@ impl LatentAttention {
         let selected = if chooses { shape.index_topk } else { 0 };
         let indexer = stage.map_or(0, |_| self.indexer.saved_bytes::<A>(tokens, keep));
         tokens * (elements * size_of::<A>() + 4 * (2 + selected))
-            + kernel::saved_bytes(dims, options, tokens)
+            + kernel::saved_bytes(dims, &self.options(precision), tokens)
             + indexer
     }
 

@@ -7,17 +7,19 @@
 //! ```
 
 use ballast_kernels::Element;
-use ballast_kernels::elementwise::{accumulate, add, add_assign, convert};
+use ballast_kernels::elementwise::{accumulate, add, add_assign, convert, scale};
 use ballast_kernels::norm::Saved as NormSaved;
 
 use super::attention::{self, Attention, Cache, KeyValues};
 use super::feed_forward::{self, FeedForward};
 use super::latent_attention::{self, LatentAttention, Tables};
 use super::linear_attention::{self, LinearAttention};
+use super::own_input::{self, OwnInput};
 use super::{Keep, Norm, bytes_of};
 use crate::config::{Config, Mixer as MixerShape};
 use crate::error::Result;
-use crate::params::{Grads, Specs};
+use crate::params::{Grads, Id, Init, Specs, Weight};
+use crate::precision::Precision;
 use crate::run::Run;
 
 #[derive(Clone, Debug)]
@@ -27,13 +29,15 @@ pub(crate) struct Layer {
     mixer: Mixer,
     after: Option<Norm>,
     feed_forward: FeedForward,
+    own_input: Option<OwnInput>,
+    scalar: Option<Id<Weight>>,
 }
 
 #[derive(Clone, Debug)]
 enum Mixer {
     Linear(LinearAttention),
     Softmax(Attention),
-    Latent(LatentAttention),
+    Latent(Box<LatentAttention>),
 }
 
 /// What forward keeps of a layer.
@@ -51,6 +55,7 @@ pub(crate) struct Saved<A> {
     /// Between mixer and feed-forward part: [tokens, H]
     middle: Vec<A>,
     feed_forward: feed_forward::Saved<A>,
+    own_input: own_input::Saved<A>,
 }
 
 #[derive(Clone, Debug)]
@@ -95,12 +100,16 @@ impl<A> Saved<A> {
             + self.after.bytes()
             + mixer
             + self.feed_forward.bytes()
+            + self.own_input.bytes()
     }
 }
 
-/// Keys and values that layers share, and their gradients.
+/// What goes from layer to layer beside the residual stream, and its gradients.
 #[derive(Clone, Debug)]
 pub(crate) struct Links<A> {
+    /// By layer: its own input [tokens, P], where layers have one
+    pub(crate) own_inputs: Vec<Vec<A>>,
+    pub(crate) d_own_inputs: Vec<Vec<A>>,
     /// By layer: whether another one uses its keys and values
     shared: Vec<bool>,
     pub(crate) kv: Vec<Option<KeyValues<A>>>,
@@ -118,7 +127,13 @@ impl<A: Element> Links<A> {
                 shared[source] = true;
             }
         }
-        Links { shared, kv: vec![None; layers], gradients: vec![None; layers] }
+        Links {
+            own_inputs: Vec::new(),
+            d_own_inputs: vec![Vec::new(); layers],
+            shared,
+            kv: vec![None; layers],
+            gradients: vec![None; layers],
+        }
     }
 
     pub(crate) fn is_shared(&self, layer: usize) -> bool {
@@ -166,14 +181,19 @@ impl Layer {
             }
             MixerShape::Latent(shape) => {
                 let tables = Tables { attention: table(&shape.rope), indexer: table(&shape.indexer_rope) };
-                Mixer::Latent(LatentAttention::new(specs, &mixer_name, index, config, shape, tables))
+                let mixer = LatentAttention::new(specs, &mixer_name, index, config, shape, tables);
+                Mixer::Latent(Box::new(mixer))
             }
         };
         let after = config
             .norms_after
             .then(|| Norm::new(specs, &format!("{name}.post_attention_layernorm"), config.hidden, config));
         let feed_forward = FeedForward::new(specs, &name, index, config, shape);
-        Layer { index, norm, mixer, after, feed_forward }
+        let own_input =
+            config.per_layer_inputs.map(|inputs| OwnInput::new(specs, &name, config, inputs.width));
+        let scalar =
+            config.layer_scalar.then(|| specs.constant(format!("{name}.layer_scalar"), &[1], Init::Ones));
+        Layer { index, norm, mixer, after, feed_forward, own_input, scalar }
     }
 
     pub(crate) fn state<A: Element>(&self, config: &Config, sequences: usize) -> State<A> {
@@ -210,6 +230,7 @@ impl Layer {
             after: NormSaved::default(),
             middle: Vec::new(),
             feed_forward: feed_forward::Saved::default(),
+            own_input: own_input::Saved::default(),
         };
         if let Some(after) = &self.after {
             let (out, rstd) = after.forward(run, &mixed)?;
@@ -224,6 +245,13 @@ impl Layer {
         saved.feed_forward = kept;
         add_assign(&mut out, &middle)?;
         saved.middle = keep.dear(middle);
+        if let Some(own_input) = &self.own_input {
+            let (y, kept) = own_input.forward(run, out, &links.own_inputs[self.index], keep)?;
+            (out, saved.own_input) = (y, kept);
+        }
+        if let Some(scalar) = self.scalar {
+            scale(&mut out, run.params[scalar].to_f32()[0]);
+        }
         run.see(index, "out", &out);
         Ok((out, saved))
     }
@@ -280,13 +308,21 @@ impl Layer {
         &self,
         run: &Run<'_>,
         grads: &mut Grads,
-        dy: Vec<A>,
+        mut dy: Vec<A>,
         links: &mut Links<A>,
         saved: Saved<A>,
     ) -> Result<Vec<A>> {
-        let Saved { x, norm, mut normed, mixer, mixed, after, middle, feed_forward } = saved;
+        let Saved { x, norm, mut normed, mixer, mixed, after, middle, feed_forward, own_input } = saved;
         let index = Some(self.index);
         run.see_gradient(index, "out", &dy);
+        if let Some(scalar) = self.scalar {
+            scale(&mut dy, run.params[scalar].to_f32()[0]);
+        }
+        if let Some(part) = &self.own_input {
+            let (d_before, d_input) =
+                part.backward(run, grads, dy, &links.own_inputs[self.index], own_input)?;
+            (dy, links.d_own_inputs[self.index]) = (d_before, d_input);
+        }
         let mut d_middle = self.feed_forward.backward(run, grads, &dy, &middle, feed_forward)?;
         add_assign(&mut d_middle, &dy)?;
         drop((dy, middle));
@@ -321,6 +357,37 @@ impl Layer {
         Ok(sum)
     }
 
+    /// Bytes that forward keeps for these sequences.
+    pub(crate) fn saved_bytes<A: Element>(
+        &self,
+        config: &Config,
+        precision: &Precision,
+        cu_seqlens: &[usize],
+        keep: Keep,
+    ) -> usize {
+        if !keep.any() {
+            return 0;
+        }
+        let tokens = cu_seqlens[cu_seqlens.len() - 1];
+        let (tensor, rstd) = (tokens * config.hidden * size_of::<A>(), 4 * tokens);
+        let mixer = match &self.mixer {
+            Mixer::Linear(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision.l2norm),
+            Mixer::Softmax(mixer) => mixer.saved_bytes::<A>(tokens, keep, precision),
+            Mixer::Latent(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision, None),
+        };
+        let own_input =
+            self.own_input.as_ref().map_or(0, |part| part.saved_bytes::<A>(tokens, config.hidden, keep));
+        let normed = if keep == Keep::Everything { tensor } else { 0 };
+        let after = if self.after.is_some() { tensor + rstd } else { 0 };
+        2 * tensor
+            + rstd
+            + normed
+            + after
+            + mixer
+            + own_input
+            + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep)
+    }
+
     /// f32 that one slot of scratch needs.
     pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {
         let mixer = match &self.mixer {
@@ -328,6 +395,7 @@ impl Layer {
             Mixer::Softmax(mixer) => mixer.scratch::<A>(tokens),
             Mixer::Latent(mixer) => mixer.scratch::<A>(tokens),
         };
-        mixer.max(self.feed_forward.scratch(tokens)).max(self.norm.scratch(tokens))
+        let own_input = self.own_input.as_ref().map_or(0, |part| part.scratch(tokens));
+        mixer.max(self.feed_forward.scratch(tokens)).max(self.norm.scratch(tokens)).max(own_input)
     }
 }

@@ -2,7 +2,8 @@
 
 use ballast_kernels::Element;
 use ballast_kernels::linear::{
-    Dims, linear_backward_input, linear_backward_input_add, linear_backward_weight, linear_forward, linear_scratch,
+    Dims, linear_backward_input, linear_backward_input_add, linear_backward_weight, linear_forward,
+    linear_scratch,
 };
 
 use crate::error::Result;
@@ -117,7 +118,12 @@ impl Linear {
 
 impl Linear<Protected> {
     /// A layer whose weight is protected.
-    pub(crate) fn protected(specs: &mut Specs, name: &str, inputs: usize, outputs: usize) -> Linear<Protected> {
+    pub(crate) fn protected(
+        specs: &mut Specs,
+        name: &str,
+        inputs: usize,
+        outputs: usize,
+    ) -> Linear<Protected> {
         let weight = specs.protected(format!("{name}.weight"), &[outputs, inputs], Init::Normal);
         Linear { weight, bias: None, first: 0, dims: Dims { inputs, outputs } }
     }

@@ -106,7 +106,13 @@ struct Normalised<A> {
 }
 
 impl LinearAttention {
-    pub(crate) fn new(specs: &mut Specs, name: &str, layer: usize, config: &Config, shape: Shape) -> LinearAttention {
+    pub(crate) fn new(
+        specs: &mut Specs,
+        name: &str,
+        layer: usize,
+        config: &Config,
+        shape: Shape,
+    ) -> LinearAttention {
         let (kd, vd) = (shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim);
         let (h, hv) = (config.hidden, shape.value_heads);
         let qkv = Linear::new(specs, &format!("{name}.in_proj_qkv"), h, 2 * kd + vd, false);
@@ -118,7 +124,11 @@ impl LinearAttention {
             z: Linear::new(specs, &format!("{name}.in_proj_z"), h, vd, false),
             b: Linear::new(specs, &format!("{name}.in_proj_b"), h, hv, false),
             a: Linear::new(specs, &format!("{name}.in_proj_a"), h, hv, false),
-            conv: specs.weight(format!("{name}.conv1d.weight"), &[2 * kd + vd, 1, shape.conv_width], Init::Normal),
+            conv: specs.weight(
+                format!("{name}.conv1d.weight"),
+                &[2 * kd + vd, 1, shape.conv_width],
+                Init::Normal,
+            ),
             a_log: specs.protected(format!("{name}.A_log"), &[hv], Init::ALog),
             dt_bias: specs.protected(format!("{name}.dt_bias"), &[hv], Init::Ones),
             norm: specs.protected(format!("{name}.norm.weight"), &[shape.value_dim], Init::Ones),
@@ -350,7 +360,7 @@ impl LinearAttention {
 
     fn options(&self, run: &Run<'_>) -> gdn::Options {
         let l2norm = if run.precision.l2norm == Rounding::F32 { L2Norm::Inside } else { L2Norm::Off };
-        gdn::Options { l2norm, ..gdn::Options::default() }
+        gdn::Options { l2norm, state: run.precision.state, ..gdn::Options::default() }
     }
 
     /// q and k as the rule takes them, where they are normalised before it.
@@ -381,9 +391,10 @@ impl LinearAttention {
         let normalised = self.normalise(run, mixed)?;
         let (q, k) = normalised.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
         let (dims, options, v) = (self.dims(), self.options(run), &mixed[2]);
+        let gates = gdn::Gates::Given { g, beta };
         let step = self.is_step(run, &state);
         let Some(state) = state else {
-            let input = gdn::Input { q, k, v, g, beta, h0: None, cu_seqlens: run.cu_seqlens() };
+            let input = gdn::Input { q, k, v, gates, h0: None, cu_seqlens: run.cu_seqlens() };
             let output = gdn::Output { o, ht: None };
             gdn::gated_delta_rule_forward(output, saved, &input, dims, &options, run.scratch)?;
             return Ok(());
@@ -392,11 +403,10 @@ impl LinearAttention {
             self.steps(run, o, &mut state.state, q, k, v, g, beta, &options)?;
         } else {
             let h0 = state.state.clone();
-            let input = gdn::Input { q, k, v, g, beta, h0: Some(&h0), cu_seqlens: run.cu_seqlens() };
+            let input = gdn::Input { q, k, v, gates, h0: Some(&h0), cu_seqlens: run.cu_seqlens() };
             let output = gdn::Output { o, ht: Some(&mut state.state) };
             gdn::gated_delta_rule_forward(output, saved, &input, dims, &options, run.scratch)?;
         }
-        lower(&mut state.state, run.precision.state);
         Ok(())
     }
 
@@ -414,10 +424,12 @@ impl LinearAttention {
         options: &gdn::Options,
     ) -> Result {
         let dims = self.dims();
-        let (kd, vd, hv) = (dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim, dims.value_heads);
+        let (kd, vd, hv) =
+            (dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim, dims.value_heads);
         run.scratch.with(gdn::step_scratch(dims), |scratch| {
             for (i, state) in states.chunks_mut(hv * dims.state_len()).enumerate() {
-                let (keys, values, heads) = (i * kd..(i + 1) * kd, i * vd..(i + 1) * vd, i * hv..(i + 1) * hv);
+                let (keys, values, heads) =
+                    (i * kd..(i + 1) * kd, i * vd..(i + 1) * vd, i * hv..(i + 1) * hv);
                 gdn::gated_delta_rule_step(
                     &mut o[values.clone()],
                     state,
@@ -450,9 +462,10 @@ impl LinearAttention {
         let normalised = self.normalise(run, mixed)?;
         let (q, k) = normalised.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
         let (dims, options) = (self.dims(), self.options(run));
-        let input = gdn::Input { q, k, v: &mixed[2], g, beta, h0: None, cu_seqlens: run.cu_seqlens() };
+        let gates = gdn::Gates::Given { g, beta };
+        let input = gdn::Input { q, k, v: &mixed[2], gates, h0: None, cu_seqlens: run.cu_seqlens() };
         let [dq, dk, dv] = d_mixed;
-        let grads = gdn::Grads { dq, dk, dv, dg, dbeta, dh0: None };
+        let grads = gdn::Grads { dq, dk, dv, gates: gdn::GateGrads::Given { dg, dbeta }, dh0: None };
         gdn::gated_delta_rule_backward(grads, d_o, None, &input, saved, dims, &options, run.scratch)?;
         if let Some(normalised) = &normalised {
             for (part, saved) in [&normalised.q_saved, &normalised.k_saved].into_iter().enumerate() {
@@ -464,7 +477,12 @@ impl LinearAttention {
     }
 
     /// Bytes that forward keeps for these sequences.
-    pub(crate) fn saved_bytes<A: Element>(&self, cu_seqlens: &[usize], keep: Keep, l2norm: Rounding) -> usize {
+    pub(crate) fn saved_bytes<A: Element>(
+        &self,
+        cu_seqlens: &[usize],
+        keep: Keep,
+        l2norm: Rounding,
+    ) -> usize {
         if !keep.any() {
             return 0;
         }

@@ -49,7 +49,12 @@ impl Mlp {
         }
     }
 
-    pub(crate) fn forward<A: Element>(&self, run: &Run<'_>, x: &[A], keep: Keep) -> Result<(Vec<A>, Saved<A>)> {
+    pub(crate) fn forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        x: &[A],
+        keep: Keep,
+    ) -> Result<(Vec<A>, Saved<A>)> {
         let gate: Vec<A> = self.gate.forward(run, x)?;
         let up: Vec<A> = self.up.forward(run, x)?;
         let mut inner = zeros(gate.len());

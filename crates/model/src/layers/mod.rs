@@ -15,10 +15,12 @@ mod linear;
 mod linear_attention;
 mod mlp;
 mod norm;
+mod own_input;
 
-pub(crate) use layer::{Layer, Links, Saved};
+pub(crate) use layer::{Layer, Links, Saved, State};
 pub(crate) use linear::Linear;
 pub(crate) use norm::Norm;
+pub(crate) use own_input::{InputsSaved, OwnInputs};
 
 /// What a forward keeps for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

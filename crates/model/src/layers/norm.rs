@@ -1,9 +1,7 @@
 //! RMSNorm in the forms that models have.
 
 use ballast_kernels::Element;
-use ballast_kernels::norm::{
-    Gamma, Saved, norm_backward_scratch, rms_norm_backward, rms_norm_forward,
-};
+use ballast_kernels::norm::{Gamma, Saved, norm_backward_scratch, rms_norm_backward, rms_norm_forward};
 
 use crate::config::Config;
 use crate::error::Result;

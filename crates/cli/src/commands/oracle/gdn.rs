@@ -2,7 +2,7 @@
 
 use ballast_checkpoint::tensor_file::{Array, TensorFile};
 use ballast_kernels::gated_delta_rule::{
-    Dims, Grads, Input, L2Norm, Options, Output, Saved, backward_scratch, forward_scratch,
+    Dims, GateGrads, Gates, Grads, Input, L2Norm, Options, Output, Saved, backward_scratch, forward_scratch,
     gated_delta_rule_backward, gated_delta_rule_forward,
 };
 use ballast_kernels::{Element, Scratch};
@@ -110,8 +110,7 @@ impl Problem {
             q: &q,
             k: &k,
             v: &v,
-            g: &self.g.values,
-            beta: &self.beta.values,
+            gates: Gates::Given { g: &self.g.values, beta: &self.beta.values },
             h0: self.h0.as_ref().map(|h0| h0.values.as_slice()),
             cu_seqlens: &self.cu_seqlens,
         };
@@ -138,8 +137,7 @@ impl Problem {
                 dq: &mut dq,
                 dk: &mut dk,
                 dv: &mut dv,
-                dg: &mut dg,
-                dbeta: &mut dbeta,
+                gates: GateGrads::Given { dg: &mut dg, dbeta: &mut dbeta },
                 dh0: Some(&mut dh0),
             };
             let dht = self.dht.as_ref().map(|dht| dht.values.as_slice());

@@ -9,11 +9,10 @@ use std::path::PathBuf;
 use ballast_checkpoint::tensor_file::{Array, TensorFile, write_f32};
 use ballast_kernels::Precision;
 use clap::{Args, Subcommand, ValueEnum};
-use serde::Serialize;
 
-use super::Global;
+use super::{Global, sequences};
+use crate::compare::Comparison;
 use crate::exit::Outcome;
-use crate::output::{self, clean, count, table};
 
 #[derive(Args)]
 pub(crate) struct OracleArgs {
@@ -89,22 +88,6 @@ impl From<Site> for Precision {
     }
 }
 
-/// Where the sequences of a [B, T] batch begin and end: by `cu_seqlens`, else one per row.
-fn sequences(file: &TensorFile, b: usize, t: usize) -> anyhow::Result<Vec<usize>> {
-    if !file.has("cu_seqlens") {
-        return Ok((0..=b).map(|i| i * t).collect());
-    }
-    let offsets = file.integers("cu_seqlens")?.values;
-    let tokens = (b * t) as i64;
-    if b != 1 || offsets.first() != Some(&0) || offsets.last() != Some(&tokens) || !offsets.is_sorted() {
-        let problem = format!(
-            "offsets from 0 to {tokens} that never fall were expected with B = 1, found {offsets:?} with B = {b}"
-        );
-        return Err(file.error("cu_seqlens", problem).into());
-    }
-    Ok(offsets.iter().map(|x| *x as usize).collect())
-}
-
 /// A number in the file's metadata.
 fn metadata_number<T: std::str::FromStr>(file: &TensorFile, key: &str) -> anyhow::Result<Option<T>> {
     let parse = |text: &str| {
@@ -125,17 +108,6 @@ fn optional(file: &TensorFile, name: &str, shape: &[usize]) -> anyhow::Result<Op
     if file.has(name) { expect(file, name, shape).map(Some) } else { Ok(None) }
 }
 
-/// One result, and how it compares with what the file expects.
-#[derive(Serialize)]
-struct Row {
-    tensor: &'static str,
-    shape: Vec<usize>,
-    /// RMS(a-b) / (RMS(b) + 1e-8)
-    ratio: Option<f64>,
-    max_abs: Option<f64>,
-    passed: Option<bool>,
-}
-
 /// Compares results with what `file` expects, writes and prints them.
 fn finish(
     common: &Common,
@@ -145,70 +117,16 @@ fn finish(
     global: &Global,
 ) -> anyhow::Result<Outcome> {
     let tolerance = common.tolerance.unwrap_or(if common.storage == Storage::F32 { 1e-4 } else { 0.02 });
-    let mut rows = Vec::new();
+    let mut comparison = Comparison::new(tolerance);
     for (name, result) in &results {
-        let mut row =
-            Row { tensor: name, shape: result.shape.clone(), ratio: None, max_abs: None, passed: None };
-        if file.has(name) {
-            let expected = file.f32(name)?;
-            expect_shape(file, name, &expected, &result.shape)?;
-            let (ratio, max_abs) = compare(&result.values, &expected.values);
-            (row.ratio, row.max_abs, row.passed) = (Some(ratio), Some(max_abs), Some(ratio <= tolerance));
-        }
-        rows.push(row);
+        let expected = optional(file, name, &result.shape)?;
+        comparison.add(name, result, expected.as_ref());
     }
     if let Some(out) = &common.out {
         let tensors: Vec<(&str, &Array<f32>)> = results.iter().map(|(name, array)| (*name, array)).collect();
         write_f32(out, &tensors, &[], common.force)?;
     }
-    let failed = rows.iter().filter(|r| r.passed == Some(false)).count();
-    let compared = rows.iter().filter(|r| r.passed.is_some()).count();
-    if global.json {
-        let document = serde_json::json!({
-            "tolerance": tolerance, "passed": failed == 0, "compared": compared, "results": rows, "notes": notes,
-        });
-        output::print_json("oracle", &document);
-    } else {
-        let mut shown = table(&["result", "shape", ">ratio", ">max abs", "verdict"]);
-        for r in &rows {
-            let number = |x: Option<f64>| x.map(|x| format!("{x:.2e}")).unwrap_or_default();
-            let verdict = match r.passed {
-                Some(true) => "ok",
-                Some(false) => "OFF",
-                None => "not in the file",
-            };
-            let shape = format!("{:?}", r.shape);
-            shown.add_row([clean(r.tensor), shape, number(r.ratio), number(r.max_abs), verdict.into()]);
-        }
-        output::print(&format!("{shown}\n"));
-        output::print(&match (compared, failed) {
-            (0, _) => "nothing to compare with in the file\n".to_string(),
-            (_, 0) => format!("PASSED: {} compared, all within {tolerance:e}\n", count(compared as u64)),
-            _ => format!("FAILED: {failed} of {compared} results are off by more than {tolerance:e}\n"),
-        });
-    }
-    Ok(if failed == 0 { Outcome::Ok } else { Outcome::CheckFailed })
-}
-
-/// RMS(a-b) / (RMS(b) + 1e-8) and max |a-b|; a NaN on one side only is infinitely far.
-fn compare(a: &[f32], b: &[f32]) -> (f64, f64) {
-    let n = (a.len() as f64).max(1.0);
-    let (mut squares, mut size, mut max_abs) = (0f64, 0f64, 0f64);
-    for (a, b) in a.iter().zip(b) {
-        let difference = (*a as f64 - *b as f64).abs();
-        let same = a == b || a.is_nan() && b.is_nan();
-        let difference = if same {
-            0.0
-        } else if difference.is_nan() {
-            f64::INFINITY
-        } else {
-            difference
-        };
-        squares += difference * difference;
-        size += (*b as f64) * (*b as f64);
-        max_abs = max_abs.max(difference);
-    }
-    ((squares / n).sqrt() / ((size / n).sqrt() + 1e-8), max_abs)
+    Ok(comparison.report("oracle", notes, global.json))
 }
 
 /// An error that says which tensor, what was expected, what was found.

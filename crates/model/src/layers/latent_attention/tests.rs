@@ -12,7 +12,6 @@ use crate::batch::Batch;
 use crate::config::{Mixer, Router};
 use crate::model::{IndexerLoss, LossOptions, Model, Recompute};
 use crate::params::{Params, Protected, Weight};
-use crate::precision::Precision;
 use crate::run::IndexerTraining;
 
 fn folder(name: &str) -> PathBuf {
@@ -199,11 +198,11 @@ fn what_is_kept_has_the_bytes_that_were_announced() {
             for keep in [Keep::Nothing, Keep::Selective, Keep::Everything] {
                 let x = Values(3).take(tokens * hidden);
                 let (_, saved) = layer.forward(run, &x, None, keep).unwrap();
-                let announced = layer.saved_bytes::<f32>(ends, keep, &layer.options(run), stage);
+                let announced = layer.saved_bytes::<f32>(ends, keep, run.precision, stage);
                 assert_eq!(saved.bytes(), announced, "{ends:?} {keep:?} {stage:?}");
                 let x: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
                 let (_, saved) = layer.forward(run, &x, None, keep).unwrap();
-                let announced = layer.saved_bytes::<bf16>(ends, keep, &layer.options(run), stage);
+                let announced = layer.saved_bytes::<bf16>(ends, keep, run.precision, stage);
                 assert_eq!(saved.bytes(), announced, "bf16 {ends:?} {keep:?} {stage:?}");
             }
         });

@@ -1,0 +1,222 @@
+//! `ballast trace`: one forward, and backward if asked for, with every tensor that somebody wants to see.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use ballast_checkpoint::layout::Form;
+use ballast_checkpoint::tensor_file::{Array, TensorFile, write_f32};
+use ballast_model::probe::Recorder;
+use ballast_model::{Batch, Error, LossOptions, Model, Precision, Probe, Recompute};
+use clap::{Args, ValueEnum};
+use serde_json::json;
+
+use super::Global;
+use crate::compare::Comparison;
+use crate::exit::Outcome;
+use crate::output;
+
+#[derive(Args)]
+pub(crate) struct TraceArgs {
+    /// The checkpoint, in any layout, with its config.json.
+    model: PathBuf,
+    /// `input_ids` [B, T] (I32 or I64), and optionally `labels` [B, T], `attention_mask` [B, T], or `cu_seqlens` with B = 1.
+    #[arg(long, value_name = "IN.safetensors")]
+    ids: PathBuf,
+    /// Write logits, loss, `grad.<name in the checkpoint>` and the chosen sites here.
+    #[arg(long, value_name = "OUT.safetensors")]
+    out: Option<PathBuf>,
+    /// Run backward too.
+    #[arg(long)]
+    grads: bool,
+    /// Sites to show, `*` for any characters, several with commas: `layers.*.linear_attn.g,logits`. Gradients of sites begin
+    /// with `d.`; `layers.N.self_attn.logits` are made only if they are asked for.
+    #[arg(long, value_name = "GLOB")]
+    sites: Option<String>,
+    /// f32, bf16, megatron, nemo, maxtext-default or hf-bf16.
+    #[arg(long, default_value = "f32", value_name = "P")]
+    precision: String,
+    /// The form of the experts' gradients [default: as in the checkpoint].
+    #[arg(long)]
+    experts: Option<Experts>,
+    /// Compare with the tensors of this file that have the same names.
+    #[arg(long, value_name = "GOLDEN.safetensors")]
+    expect: Option<PathBuf>,
+    /// Largest RMS(a-b)/(RMS(b)+1e-8) of a result that still passes [default: 1e-4 in f32, 0.1 in bf16].
+    #[arg(long, value_name = "X")]
+    tolerance: Option<f64>,
+    /// Replace an existing output file.
+    #[arg(long)]
+    force: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Experts {
+    /// One tensor per expert.
+    Split,
+    /// One over all.
+    Fused,
+}
+
+/// The results by name.
+type Results = BTreeMap<String, Array<f32>>;
+
+pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
+    let input = TensorFile::open(&args.ids)?;
+    let expected = args.expect.as_ref().map(|path| TensorFile::open(path)).transpose()?;
+    let model = Model::load(&args.model, |config| Precision::preset(&args.precision, config))?;
+    let (batch, rows) = read_batch(&input)?;
+    let longest = batch.cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
+    if longest > model.config.max_positions {
+        let limit = model.config.max_positions;
+        eprintln!("ballast: a sequence has {longest} tokens, and the model was made for {limit}; going on");
+    }
+    let results = trace(&args, &model, &batch, &rows)?;
+    if let Some(out) = &args.out {
+        let tensors: Vec<(&str, &Array<f32>)> =
+            results.iter().map(|(name, array)| (name.as_str(), array)).collect();
+        let metadata = [("precision".to_string(), args.precision.clone())];
+        write_f32(out, &tensors, &metadata, args.force)?;
+    }
+    let tolerance = args.tolerance.unwrap_or(if args.precision == "f32" { 1e-4 } else { 0.1 });
+    let mut comparison = Comparison::new(tolerance);
+    for (name, result) in &results {
+        let expected = match &expected {
+            Some(file) if file.has(name) => Some(same_size(file, name, result)?),
+            _ => None,
+        };
+        comparison.add(name, result, expected.as_ref());
+    }
+    if let Some(file) = &expected {
+        let wanted = |name: &&str| args.grads && name.starts_with("grad.") && !results.contains_key(*name);
+        for name in file.names().filter(wanted) {
+            comparison.add_missing(name, &file.f32(name)?.shape);
+        }
+        if comparison.compared() == 0 {
+            let problem =
+                "it has none of the results: logits, loss, grad.<name> (with --grads), sites (with --sites)";
+            return Err(file.error("logits", problem).into());
+        }
+    }
+    let notes = json!({
+        "model_type": model.config.model_type,
+        "precision": args.precision,
+        "tokens": batch.tokens(),
+        "sequences": batch.cu_seqlens.len() - 1,
+        "parameter_bytes": model.params.bytes(),
+        "loss": results["loss"].values[0],
+    });
+    if !global.json {
+        output::print(&format!(
+            "{}: {} tokens in {}, {}, loss {:.6}\n",
+            model.config.model_type,
+            batch.tokens(),
+            output::plural(batch.cu_seqlens.len() - 1, "sequence"),
+            args.precision,
+            results["loss"].values[0]
+        ));
+    }
+    Ok(comparison.report("trace", notes, global.json))
+}
+
+/// Where the tokens of a batch stand in the file's [B, T].
+struct Rows {
+    shape: [usize; 2],
+    /// By token of the batch: its place among the B * T.
+    places: Vec<usize>,
+}
+
+impl Rows {
+    /// A tensor [tokens, ...] of the batch as [B, T, ...]; padding is zero.
+    fn spread(&self, values: &[f32]) -> Array<f32> {
+        let width = values.len() / self.places.len().max(1);
+        let mut all = vec![0.0; self.shape[0] * self.shape[1] * width];
+        for (row, place) in values.chunks(width.max(1)).zip(&self.places) {
+            all[place * width..(place + 1) * width].copy_from_slice(row);
+        }
+        Array { shape: vec![self.shape[0], self.shape[1], width], values: all }
+    }
+}
+
+fn read_batch(input: &TensorFile) -> anyhow::Result<(Batch, Rows)> {
+    let ids = input.integers("input_ids")?;
+    let &[rows, columns] = &ids.shape[..] else {
+        return Err(input.error("input_ids", format!("[B, T] was expected, found {:?}", ids.shape)).into());
+    };
+    if rows * columns == 0 {
+        return Err(input.error("input_ids", "there are no tokens").into());
+    }
+    let tokens: Option<Vec<u32>> = ids.values.iter().map(|id| u32::try_from(*id).ok()).collect();
+    let Some(tokens) = tokens else {
+        let bad = ids.values.iter().position(|id| u32::try_from(*id).is_err()).unwrap_or(0);
+        let problem = format!("the id at [{}, {}] is {}", bad / columns, bad % columns, ids.values[bad]);
+        return Err(input.error("input_ids", problem).into());
+    };
+    let same_shape = |name: &str| -> anyhow::Result<Option<Vec<i64>>> {
+        if !input.has(name) {
+            return Ok(None);
+        }
+        let array = input.integers(name)?;
+        if array.shape != ids.shape {
+            let problem =
+                format!("shape {:?} was expected, as input_ids has, found {:?}", ids.shape, array.shape);
+            return Err(input.error(name, problem).into());
+        }
+        Ok(Some(array.values))
+    };
+    let labels = same_shape("labels")?.unwrap_or(ids.values.clone());
+    let shape = [rows, columns];
+    if let Some(mask) = same_shape("attention_mask")? {
+        let mask: Vec<bool> = mask.iter().map(|m| *m != 0).collect();
+        let places = (0..mask.len()).filter(|place| mask[*place]).collect();
+        return Ok((Batch::padded(&tokens, &labels, &mask, columns)?, Rows { shape, places }));
+    }
+    let ends = super::sequences(input, rows, columns)?;
+    let places = (0..tokens.len()).collect();
+    Ok((Batch::with_labels(tokens, &labels, ends)?, Rows { shape, places }))
+}
+
+fn trace(args: &TraceArgs, model: &Model, batch: &Batch, rows: &Rows) -> Result<Results, Error> {
+    let mut results = Results::new();
+    let logits = rows.spread(&model.logits(batch, None)?);
+    results.insert("logits".into(), logits);
+    let mut recorder = Recorder { pattern: args.sites.clone(), ..Recorder::default() };
+    let probe = args.sites.as_ref().map(|_| &mut recorder as &mut dyn Probe);
+    let options = LossOptions::default();
+    let loss = if args.grads {
+        let mut grads = model.grads();
+        let loss = model.backward(&mut grads, batch, &options, Recompute::None, probe)?;
+        let form = args.experts.map(|experts| match experts {
+            Experts::Split => Form::Split,
+            Experts::Fused => Form::Fused,
+        });
+        for tensor in model.named_grads(&grads, form)? {
+            let array = Array { shape: tensor.shape, values: tensor.values };
+            results.insert(format!("grad.{}", tensor.name), array);
+        }
+        loss.language
+    } else {
+        model.loss(batch, &options, probe)?
+    };
+    let mean = (loss.sum / loss.tokens.max(1) as f64) as f32;
+    results.insert("loss".into(), Array { shape: vec![], values: vec![mean] });
+    for seen in recorder.seen {
+        let by_token = seen.shape.len() == 2 && seen.shape[0] == batch.tokens();
+        let array = if by_token {
+            rows.spread(&seen.values)
+        } else {
+            Array { shape: seen.shape, values: seen.values }
+        };
+        results.insert(seen.site, array);
+    }
+    Ok(results)
+}
+
+/// The expected tensor, of as many elements as the result; dimensions of 1 and trailing ones may be grouped otherwise.
+fn same_size(file: &TensorFile, name: &str, result: &Array<f32>) -> anyhow::Result<Array<f32>> {
+    let expected = file.f32(name)?;
+    if expected.values.len() != result.values.len() {
+        let problem = format!("shape {:?} was expected, found {:?}", result.shape, expected.shape);
+        return Err(file.error(name, problem).into());
+    }
+    Ok(expected)
+}

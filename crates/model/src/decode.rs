@@ -1,0 +1,166 @@
+//! Decoding: new tokens of one or several sequences, on what was kept of the earlier ones.
+//!
+//! Prompt, continuation and single token are the same call: the layers run on the new tokens and carry their state, a KV
+//! cache in softmax and latent layers, the latter's with the indexer's keys, the last columns of the convolution and the f32 recurrent state in linear ones.
+
+use std::cell::RefCell;
+
+use ballast_kernels::{Element, Scratch};
+use half::bf16;
+
+use crate::batch::Batch;
+use crate::error::{Error, Result};
+use crate::layers::{Keep, Links, State};
+use crate::model::Model;
+use crate::precision::Storage;
+use crate::probe::Probe;
+use crate::run::Run;
+
+/// New tokens that are taken at once: a longer prompt goes through in pieces of this.
+pub const PREFILL_TOKENS: usize = 512;
+
+/// Sequences that are being decoded together.
+pub struct Session<'m> {
+    model: &'m Model,
+    states: Stored,
+    /// By sequence: tokens that it has so far.
+    lengths: Vec<usize>,
+    scratch: Scratch,
+}
+
+enum Stored {
+    F32(Vec<State<f32>>),
+    Bf16(Vec<State<bf16>>),
+}
+
+impl Model {
+    /// Starts `sequences` empty sequences.
+    pub fn session(&self, sequences: usize) -> Session<'_> {
+        let states = match self.precision().activations {
+            Storage::F32 => Stored::F32(self.states(sequences)),
+            Storage::Bf16 => Stored::Bf16(self.states(sequences)),
+        };
+        Session { model: self, states, lengths: vec![0; sequences], scratch: Scratch::new(0) }
+    }
+}
+
+impl Session<'_> {
+    /// By sequence: tokens that it has so far.
+    pub fn lengths(&self) -> &[usize] {
+        &self.lengths
+    }
+
+    /// Bytes of caches and states.
+    pub fn bytes(&self) -> usize {
+        match &self.states {
+            Stored::F32(states) => states.iter().map(State::bytes).sum(),
+            Stored::Bf16(states) => states.iter().map(State::bytes).sum(),
+        }
+    }
+
+    /// Appends the new tokens of every sequence (none for some, if you like) and gives the logits \[V\] after the last of
+    /// each, empty where there were none.
+    pub fn advance(&mut self, tokens: &[&[u32]]) -> Result<Vec<Vec<f32>>> {
+        let mut last = vec![Vec::new(); tokens.len()];
+        let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
+        for first in (0..longest).step_by(PREFILL_TOKENS) {
+            let piece: Vec<&[u32]> = tokens
+                .iter()
+                .map(|tokens| &tokens[first.min(tokens.len())..(first + PREFILL_TOKENS).min(tokens.len())])
+                .collect();
+            let vocabulary = self.model.config.vocabulary;
+            let logits = self.piece(&piece, false, None)?;
+            let mut rows = logits.chunks(vocabulary);
+            for (last, piece) in last.iter_mut().zip(&piece) {
+                if !piece.is_empty() {
+                    *last = rows.next().unwrap_or_default().to_vec();
+                }
+            }
+        }
+        Ok(last)
+    }
+
+    /// The same with the logits of every new token [new tokens, V], in one piece.
+    pub fn advance_all(&mut self, tokens: &[&[u32]], probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
+        self.piece(tokens, true, probe)
+    }
+
+    fn piece(&mut self, tokens: &[&[u32]], all: bool, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
+        if tokens.len() != self.lengths.len() {
+            return Err(Error::Input(format!(
+                "new tokens for {} sequences where {} are being decoded",
+                tokens.len(),
+                self.lengths.len()
+            )));
+        }
+        let mut ends = vec![0];
+        for tokens in tokens {
+            ends.push(ends[ends.len() - 1] + tokens.len());
+        }
+        let mut batch = Batch::packed(tokens.concat(), ends)?;
+        for (ends, before) in batch.cu_seqlens.windows(2).zip(&self.lengths) {
+            for position in &mut batch.positions[ends[0]..ends[1]] {
+                *position += *before as u32;
+            }
+        }
+        let logits = match &mut self.states {
+            Stored::F32(states) => self.model.advance(states, &batch, all, &self.scratch, probe)?,
+            Stored::Bf16(states) => self.model.advance(states, &batch, all, &self.scratch, probe)?,
+        };
+        for (length, tokens) in self.lengths.iter_mut().zip(tokens) {
+            *length += tokens.len();
+        }
+        Ok(logits)
+    }
+}
+
+impl Model {
+    fn states<A: Element>(&self, sequences: usize) -> Vec<State<A>> {
+        self.layers().iter().map(|layer| layer.state(&self.config, sequences)).collect()
+    }
+
+    /// Logits of all new tokens, or of the last of each sequence that has any.
+    fn advance<A: Element>(
+        &self,
+        states: &mut [State<A>],
+        batch: &Batch,
+        all: bool,
+        scratch: &Scratch,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<Vec<f32>> {
+        batch.check(self.config.vocabulary)?;
+        if batch.tokens() == 0 {
+            return Ok(Vec::new());
+        }
+        let tables = self.tables(&batch.positions);
+        let run = Run {
+            config: &self.config,
+            params: &self.params,
+            precision: self.precision(),
+            batch,
+            tables: &tables,
+            scratch,
+            probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
+            indexer: None,
+        };
+        let mut x = self.embed::<A>(&run)?;
+        let mut links = Links::new(&self.config);
+        links.own_inputs = self.own_inputs(&run, &x)?;
+        for layer in self.layers() {
+            x = layer.forward(&run, x, &mut links, Some(&mut *states), Keep::Nothing)?.0;
+        }
+        let hidden = self.last_norm(&run, &x)?;
+        if all {
+            return self.project(&run, &hidden);
+        }
+        let width = self.config.hidden;
+        let last: Vec<A> = batch
+            .cu_seqlens
+            .windows(2)
+            .filter(|ends| ends[1] > ends[0])
+            .flat_map(|ends| &hidden[(ends[1] - 1) * width..ends[1] * width])
+            .copied()
+            .collect();
+        self.project(&run, &last)
+    }
+}

@@ -1,0 +1,244 @@
+//! Inputs of their own for every layer (Gemma 4).
+//!
+//! P the width for one layer, L layers, x the embeddings:
+//! ```text
+//! token   = E_p[id] sqrt(P)                          [tokens, L, P]
+//! context = norm(W_c x H^-1/2)                       [tokens, L, P], normed over P
+//! input_l = (token_l + context_l) 2^-1/2
+//! in the layer   x = x + after(W_p (gelu(W_g x) * input_l))
+//! ```
+
+use ballast_kernels::elementwise::{accumulate, add_assign, scale};
+use ballast_kernels::embedding::{embedding_backward, embedding_forward};
+use ballast_kernels::glu::{Activation, glu_backward, glu_forward};
+use ballast_kernels::norm::Saved as NormSaved;
+use ballast_kernels::{Element, Precision as Rounding};
+
+use super::{Keep, Linear, Norm, bytes_of};
+use crate::config::{Config, PerLayerInputs as Shape};
+use crate::error::Result;
+use crate::params::{Grads, Id, Init, Specs, Weight};
+use crate::precision::Storage;
+use crate::run::{Run, zeros};
+use crate::with_weight;
+
+const HALF_ROOT: f32 = std::f32::consts::FRAC_1_SQRT_2;
+
+/// What makes the inputs of all layers.
+#[derive(Clone, Debug)]
+pub(crate) struct OwnInputs {
+    width: usize,
+    layers: usize,
+    hidden: usize,
+    embedding: Id<Weight>,
+    projection: Linear,
+    norm: Norm,
+}
+
+/// What forward keeps, beside the embeddings.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct InputsSaved<A> {
+    /// [tokens, L P]
+    projected: Vec<A>,
+    norm: NormSaved,
+}
+
+impl<A> InputsSaved<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        bytes_of(&[&self.projected]) + self.norm.bytes()
+    }
+}
+
+impl OwnInputs {
+    pub(crate) fn new(specs: &mut Specs, config: &Config, shape: Shape) -> OwnInputs {
+        let (width, layers, hidden) = (shape.width, config.layers.len(), config.hidden);
+        let all = layers * width;
+        OwnInputs {
+            width,
+            layers,
+            hidden,
+            embedding: specs.weight(
+                "embed_tokens_per_layer.weight".into(),
+                &[shape.vocabulary, all],
+                Init::Normal,
+            ),
+            projection: Linear::new(specs, "per_layer_model_projection", hidden, all, false),
+            norm: Norm::new(specs, "per_layer_projection_norm", width, config),
+        }
+    }
+
+    /// By layer [tokens, P].
+    pub(crate) fn forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        x: &[A],
+        keep: Keep,
+    ) -> Result<(Vec<Vec<A>>, InputsSaved<A>)> {
+        let all = self.layers * self.width;
+        let mut projected: Vec<A> = self.projection.forward(run, x)?;
+        scale(&mut projected, self.context_scale());
+        let (mut inputs, norm) = self.norm.forward(run, &projected)?;
+        let mut token = zeros(inputs.len());
+        with_weight!(&run.params[self.embedding], |w| {
+            embedding_forward(&mut token, &run.batch.ids, w, self.token_scale(run), all)?;
+        });
+        add_assign(&mut inputs, &token)?;
+        scale(&mut inputs, HALF_ROOT);
+        run.see(None, "per_layer_inputs", &inputs);
+        let part = |layer: usize| {
+            let rows = inputs.chunks_exact(all);
+            rows.flat_map(|row| &row[layer * self.width..(layer + 1) * self.width]).copied().collect()
+        };
+        let by_layer = (0..self.layers).map(part).collect();
+        Ok((by_layer, InputsSaved { projected: keep.dear(projected), norm }))
+    }
+
+    /// dx += the embeddings' gradient, from those of the inputs, by layer.
+    pub(crate) fn backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dx: &mut [f32],
+        d_inputs: &[Vec<A>],
+        x: &[A],
+        saved: &InputsSaved<A>,
+    ) -> Result {
+        let all = self.layers * self.width;
+        let mut d: Vec<A> = zeros(run.tokens() * all);
+        for (layer, part) in d_inputs.iter().enumerate() {
+            for (row, part) in d.chunks_exact_mut(all).zip(part.chunks_exact(self.width)) {
+                row[layer * self.width..(layer + 1) * self.width].copy_from_slice(part);
+            }
+        }
+        scale(&mut d, HALF_ROOT);
+        let mut d_projected = self.norm.backward(run, grads, &d, &saved.projected, &saved.norm)?;
+        scale(&mut d_projected, self.context_scale());
+        self.projection.backward(run, grads, dx, &d_projected, x)?;
+        if let Some(dw) = grads.of(self.embedding) {
+            run.forget_padding(&mut d);
+            embedding_backward(dw, &d, &run.batch.ids, self.token_scale(run), all, &mut Vec::new())?;
+        }
+        Ok(())
+    }
+
+    fn context_scale(&self) -> f32 {
+        (self.hidden as f32).powf(-0.5)
+    }
+
+    fn token_scale(&self, run: &Run<'_>) -> f32 {
+        let scale = (self.width as f32).sqrt();
+        if run.precision.params == Storage::Bf16 { Rounding::Bf16.round(scale) } else { scale }
+    }
+
+    /// Bytes that forward keeps, and of the inputs themselves.
+    pub(crate) fn saved_bytes<A>(&self, tokens: usize, keep: Keep) -> usize {
+        let tensor = tokens * self.layers * self.width * size_of::<A>();
+        let kept = if keep.any() { tensor } else { 0 };
+        kept + tensor + 4 * tokens * self.layers
+    }
+
+    pub(crate) fn scratch(&self, tokens: usize) -> usize {
+        self.projection.scratch(tokens).max(self.norm.scratch(tokens * self.layers))
+    }
+}
+
+/// What a layer does with its input.
+#[derive(Clone, Debug)]
+pub(crate) struct OwnInput {
+    gate: Linear,
+    projection: Linear,
+    after: Norm,
+}
+
+/// What forward keeps, beside the input and the stream before it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Saved<A> {
+    /// [tokens, H]: the stream before
+    x: Vec<A>,
+    /// [tokens, P]
+    gate: Vec<A>,
+    /// [tokens, P]; cheap
+    inner: Vec<A>,
+    /// [tokens, H]
+    projected: Vec<A>,
+    norm: NormSaved,
+}
+
+impl<A> Saved<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        bytes_of(&[&self.x, &self.gate, &self.inner, &self.projected]) + self.norm.bytes()
+    }
+}
+
+impl OwnInput {
+    pub(crate) fn new(specs: &mut Specs, name: &str, config: &Config, width: usize) -> OwnInput {
+        let h = config.hidden;
+        OwnInput {
+            gate: Linear::new(specs, &format!("{name}.per_layer_input_gate"), h, width, false),
+            projection: Linear::new(specs, &format!("{name}.per_layer_projection"), width, h, false),
+            after: Norm::new(specs, &format!("{name}.post_per_layer_input_norm"), h, config),
+        }
+    }
+
+    pub(crate) fn forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        x: Vec<A>,
+        input: &[A],
+        keep: Keep,
+    ) -> Result<(Vec<A>, Saved<A>)> {
+        let gate: Vec<A> = self.gate.forward(run, &x)?;
+        let mut inner = zeros(gate.len());
+        glu_forward(&mut inner, &gate, input, Activation::GeluTanh)?;
+        let projected: Vec<A> = self.projection.forward(run, &inner)?;
+        let (mut y, norm) = self.after.forward(run, &projected)?;
+        add_assign(&mut y, &x)?;
+        let saved = Saved {
+            x: keep.dear(x),
+            gate: keep.dear(gate),
+            inner: keep.cheap(inner),
+            projected: keep.dear(projected),
+            norm,
+        };
+        Ok((y, saved))
+    }
+
+    /// The gradients of the stream before and of the input.
+    pub(crate) fn backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dy: Vec<A>,
+        input: &[A],
+        saved: Saved<A>,
+    ) -> Result<(Vec<A>, Vec<A>)> {
+        let Saved { x, gate, mut inner, projected, norm } = saved;
+        if inner.is_empty() {
+            inner = zeros(gate.len());
+            glu_forward(&mut inner, &gate, input, Activation::GeluTanh)?;
+        }
+        let d_projected = self.after.backward(run, grads, &dy, &projected, &norm)?;
+        let d_inner = self.projection.backward_alone(run, grads, &d_projected, &inner)?;
+        let (mut dgate, mut d_input) = (inner, zeros(gate.len()));
+        glu_backward(&mut dgate, &mut d_input, &d_inner, &gate, input, Activation::GeluTanh)?;
+        let mut dx = vec![0.0; x.len()];
+        accumulate(&mut dx, &dy)?;
+        self.gate.backward(run, grads, &mut dx, &dgate, &x)?;
+        let mut sum = dy;
+        ballast_kernels::elementwise::convert(&mut sum, &dx)?;
+        Ok((sum, d_input))
+    }
+
+    /// Bytes that forward keeps.
+    pub(crate) fn saved_bytes<A>(&self, tokens: usize, hidden: usize, keep: Keep) -> usize {
+        if !keep.any() {
+            return 0;
+        }
+        let narrow = if keep == Keep::Everything { 2 } else { 1 } * self.gate.outputs();
+        tokens * ((2 * hidden + narrow) * size_of::<A>() + 4)
+    }
+
+    pub(crate) fn scratch(&self, tokens: usize) -> usize {
+        self.gate.scratch(tokens).max(self.projection.scratch(tokens)).max(self.after.scratch(tokens))
+    }
+}

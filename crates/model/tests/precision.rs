@@ -1,0 +1,174 @@
+//! Protected tensors keep their bits through everything but what is meant to round them.
+
+mod common;
+
+use std::sync::Arc;
+
+use ballast_checkpoint::convert::{self, ConvertOptions};
+use ballast_checkpoint::jobs::Silent;
+use ballast_checkpoint::layout::{LayoutRequest, Naming};
+use ballast_checkpoint::{Checkpoint, tensor_file::TensorFile};
+use ballast_contract::{Architecture, Dtype, Registry};
+use ballast_model::precision::{PRESETS, Storage};
+use ballast_model::{Model, Precision};
+use common::{MODELS, batch, error, fixture, folder, load};
+
+fn bits(model: &Model) -> Vec<u32> {
+    let tensors = model.specs.protected.iter().zip(model.protected());
+    tensors.flat_map(|(_, tensor)| tensor.values().iter().map(|x| x.to_bits())).collect()
+}
+
+#[test]
+fn the_types_protect_what_the_strict_policy_protects() {
+    let registry = Registry::builtin();
+    let policy = registry.policy("strict").unwrap();
+    for name in MODELS {
+        let model = load(name, "f32");
+        let checkpoint = Checkpoint::open(&folder(name)).unwrap();
+        let architecture = Architecture::from_config(checkpoint.config.as_ref().unwrap(), &registry.families);
+        let policy = architecture.map_or(policy.clone(), |a| policy.for_architecture(&a));
+        let protects =
+            |spec: &ballast_model::params::Spec| policy.rule_for(&format!("model.{}", spec.name)).is_some();
+        for spec in &model.specs.protected {
+            assert!(protects(spec), "{name}: {} is protected by its type but by no rule", spec.name);
+        }
+        for spec in &model.specs.weights {
+            assert!(!protects(spec), "{name}: {} is protected by a rule but not by its type", spec.name);
+        }
+    }
+}
+
+#[test]
+fn protected_bits_survive_every_preset_cast_save_and_load_but_the_ones_meant_to_round_them() {
+    for name in ["qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4_moe"] {
+        let original = bits(&load(name, "f32"));
+        assert!(original.iter().any(|bits| bits & 0xffff != 0), "{name}: they carry more than bf16 holds");
+        for (preset, _) in PRESETS {
+            let mut model = load(name, preset);
+            let rounded = bits(&model) != original;
+            let leaves_some_out = model.specs.protected.iter().any(|spec| {
+                let policy = model.precision().policy();
+                policy.rule_for(&format!("model.{}", spec.name)).is_none()
+            });
+            let expected = leaves_some_out && model.precision().params == Storage::Bf16;
+            assert_eq!(rounded, expected, "{name} {preset}");
+            // There and back again, through the cast and through a file.
+            let before = bits(&model);
+            model.params.cast(Storage::Bf16);
+            model.params.cast(Storage::F32);
+            assert_eq!(bits(&model), before, "{name} {preset}: cast");
+            let folder = tempfile::tempdir().unwrap();
+            let saved = folder.path().join("saved");
+            model.save(&saved, false, &Silent).unwrap();
+            let again = Model::load(&saved, |_| Ok(Precision::f32())).unwrap();
+            assert_eq!(bits(&again), before, "{name} {preset}: file");
+        }
+    }
+}
+
+#[test]
+fn a_whole_model_cast_changes_the_logits_more_than_ours() {
+    let (name, batch) = ("qwen3_5", batch("qwen3_5"));
+    let exact = load(name, "f32").logits(&batch, None).unwrap();
+    let logits = |preset| load(name, preset).logits(&batch, None).unwrap();
+    assert_ne!(logits("bf16"), logits("hf-bf16"));
+    let (ours, _) = error(&logits("bf16"), &exact);
+    let (theirs, _) = error(&logits("hf-bf16"), &exact);
+    println!("logits against f32: bf16 {ours:.3}, hf-bf16 {theirs:.3}");
+}
+
+#[test]
+fn a_saved_model_is_the_checkpoint_it_came_from() {
+    let folder = tempfile::tempdir().unwrap();
+    let sources =
+        [folder_of("models/qwen3_next"), folder_of("models/gemma4_ple"), folder_of("release/qwen3_5")];
+    for (i, source) in sources.into_iter().enumerate() {
+        // Read in the type that is stored, so that nothing needs rounding.
+        let stored = Checkpoint::open(&source).unwrap();
+        let mostly_bf16 = stored.tensors.iter().any(|t| t.dtype == Dtype::Bf16);
+        let preset = if mostly_bf16 { "bf16" } else { "f32" };
+        let model = Model::load(&source, |config| Precision::preset(preset, config)).unwrap();
+        let target = folder.path().join(i.to_string());
+        model.save(&target, false, &Silent).unwrap();
+        let saved = Checkpoint::open(&target).unwrap();
+        let names = |checkpoint: &Checkpoint| {
+            let mut names: Vec<String> = checkpoint.tensors.iter().map(|t| t.name.clone()).collect();
+            names.sort();
+            names
+        };
+        assert_eq!(names(&saved), names(&stored), "vision and mtp included");
+        for tensor in &stored.tensors {
+            let read = |checkpoint: &Checkpoint| {
+                let t = checkpoint.tensors.iter().find(|t| t.name == tensor.name).unwrap();
+                let mut data = vec![0; t.bytes as usize];
+                checkpoint.files[t.file].read_at(&mut data, t.begin).unwrap();
+                (t.dtype, t.shape.clone(), data)
+            };
+            let (before, after) = (read(&stored), read(&saved));
+            // dt_bias of the released form is BF16 and becomes what the strict contract wants.
+            if before.0 == after.0 {
+                assert!(before == after, "{}", tensor.name);
+            } else {
+                assert!(tensor.name.ends_with("dt_bias") && after.0 == Dtype::F32, "{}", tensor.name);
+            }
+        }
+    }
+}
+
+fn folder_of(name: &str) -> std::path::PathBuf {
+    fixture(name)
+}
+
+#[test]
+fn every_layout_gives_the_same_bits_of_logits() {
+    for name in ["qwen3_next", "qwen3_5", "qwen3_5_moe"] {
+        let batch = batch(name);
+        let expected = load(name, "f32").logits(&batch, None).unwrap();
+        let source = Arc::new(Checkpoint::open(&folder(name)).unwrap());
+        for (naming, ranks) in [(Naming::Nemo, 1), (Naming::Megatron, 1), (Naming::Megatron, 2)] {
+            let options = ConvertOptions {
+                layout: LayoutRequest {
+                    naming: Some(naming),
+                    ranks: Some(ranks),
+                    ..LayoutRequest::default()
+                },
+                ..ConvertOptions::new(Registry::builtin().policy("strict").unwrap())
+            };
+            let folder = tempfile::tempdir().unwrap();
+            let target = folder.path().join("converted");
+            let plan = convert::plan(&source, &options).unwrap();
+            convert::execute(&source, plan, &target, &options, &Silent).unwrap();
+            let model = Model::load(&target, |_| Ok(Precision::f32())).unwrap();
+            assert!(model.logits(&batch, None).unwrap() == expected, "{name} {naming:?} {ranks}");
+        }
+    }
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_all_listed() {
+    let folder = common::with_config("qwen3_5", |config| {
+        config["num_hidden_layers"] = 5.into();
+        config["layer_types"] = serde_json::Value::Null;
+        config["intermediate_size"] = 90.into();
+    });
+    let error = Model::load(folder.path(), |_| Ok(Precision::f32())).unwrap_err().to_string();
+    assert!(error.contains("missing") && error.contains("misshapen"), "{error}");
+    assert!(error.contains("model.layers.4.input_layernorm.weight"), "{error}");
+    assert!(
+        error.contains("model.layers.0.mlp.down_proj.weight: [48, 96] where [48, 90] is expected"),
+        "{error}"
+    );
+    let folder = common::with_config("qwen3_5", |config| {
+        config["num_hidden_layers"] = 3.into();
+        config["layer_types"] = serde_json::Value::Null;
+    });
+    let error = Model::load(folder.path(), |_| Ok(Precision::f32())).unwrap_err().to_string();
+    assert!(error.contains("extra") && error.contains("model.layers.3.self_attn.q_proj.weight"), "{error}");
+}
+
+#[test]
+fn a_golden_file_is_there_for_every_model() {
+    for name in MODELS {
+        assert!(TensorFile::open(&folder(name).join("golden.safetensors")).unwrap().has("logits"));
+    }
+}
