@@ -1,7 +1,7 @@
 //! Decoding: new tokens of one or several sequences, on what was kept of the earlier ones.
 //!
 //! Prompt, continuation and single token are the same call: the layers run on the new tokens and carry their state, a KV
-//! cache in softmax layers, the last columns of the convolution and the f32 recurrent state in linear ones.
+//! cache in softmax and latent layers, the latter's with the indexer's keys, the last columns of the convolution and the f32 recurrent state in linear ones.
 
 use std::cell::RefCell;
 
@@ -141,6 +141,7 @@ impl Model {
             tables: &tables,
             scratch,
             probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
+            indexer: None,
         };
         let mut x = self.embed::<A>(&run)?;
         let mut links = Links::new(&self.config);

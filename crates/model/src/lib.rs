@@ -26,7 +26,7 @@ pub use batch::Batch;
 pub use config::Config;
 pub use decode::{PREFILL_TOKENS, Session};
 pub use error::{Error, Result};
-pub use model::{LossOptions, Model, Recompute};
+pub use model::{IndexerLoss, IndexerStage, LossOptions, Model, Recompute, StepLoss};
 pub use plan::Plan;
 pub use precision::Precision;
 pub use probe::Probe;

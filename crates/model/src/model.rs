@@ -1,6 +1,6 @@
 //! The whole decoder: embedding, layers, norm, output head; forward, loss, backward.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 
 use ballast_kernels::elementwise::{accumulate, convert, scale};
 use ballast_kernels::embedding::{embedding_backward, embedding_forward};
@@ -15,13 +15,13 @@ use half::bf16;
 
 use crate::batch::{Batch, IGNORED};
 use crate::config::{Config, Mixer, Rope};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layers::{InputsSaved, Keep, Layer, Linear, Links, Norm, OwnInputs, Saved};
 use crate::load::Source;
 use crate::params::{Grads, Id, Init, Params, Protected, Specs, Weight};
 use crate::precision::{Precision, Storage};
 use crate::probe::Probe;
-use crate::run::{Run, lower, zeros};
+use crate::run::{IndexerTraining, Run, lower, zeros};
 use crate::with_weight;
 
 /// What is kept for backward; the rest is made anew, in the same bits.
@@ -64,6 +64,36 @@ pub struct LossOptions {
     pub label_smoothing: f32,
     /// What the gradient of the loss sum is multiplied by; `None`: 1 / tokens that count.
     pub scale: Option<f32>,
+    /// The loss of the indexers, for models that have them; `None`: they learn nothing.
+    pub indexer: Option<IndexerLoss>,
+}
+
+/// The loss that teaches the indexers: see [`ballast_kernels::indexer`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct IndexerLoss {
+    /// Factor of the mean over the batch's tokens, in every layer.
+    pub scale: f32,
+    /// What the indexers are compared with.
+    pub stage: IndexerStage,
+}
+
+/// A stage of the indexers' training.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IndexerStage {
+    /// Warm-up: attention runs over all keys and so does the comparison; nothing else learns, whatever the scale of the
+    /// language loss.
+    Dense,
+    /// Attention runs over the selected keys and so does the comparison; the rest learns as ever.
+    Sparse,
+}
+
+/// What a backward gives beside gradients.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepLoss {
+    /// Of the language model.
+    pub language: Loss,
+    /// Sum over the layers of their indexers' losses, scale included; 0 where they are not trained.
+    pub indexer: f64,
 }
 
 /// What a forward kept.
@@ -119,9 +149,7 @@ impl Model {
             }
         }
         let table = |rope: &Rope| ropes.iter().position(|r| r == rope).expect("it was collected above");
-        let layers = (0..config.layers.len())
-            .map(|i| Layer::new(&mut specs, i, &config, table))
-            .collect::<Result<Vec<Layer>>>()?;
+        let layers = (0..config.layers.len()).map(|i| Layer::new(&mut specs, i, &config, table)).collect();
         let norm = Norm::new(&mut specs, "norm", config.hidden, &config);
         let head = if config.tied {
             Linear::on(embedding, config.hidden, config.vocabulary)
@@ -189,7 +217,8 @@ impl Model {
         }
     }
 
-    /// The loss, and the gradients of its sum times the scale, added to `grads`.
+    /// The losses, and the gradients of the language loss's sum times its scale and of the indexers' losses, added to
+    /// `grads`.
     pub fn backward(
         &self,
         grads: &mut Grads,
@@ -197,7 +226,7 @@ impl Model {
         options: &LossOptions,
         recompute: Recompute,
         probe: Option<&mut dyn Probe>,
-    ) -> Result<Loss> {
+    ) -> Result<StepLoss> {
         match self.precision.activations {
             Storage::F32 => self.backward_in::<f32>(grads, batch, options, recompute, probe),
             Storage::Bf16 => self.backward_in::<bf16>(grads, batch, options, recompute, probe),
@@ -222,9 +251,14 @@ impl Model {
         &self,
         batch: &Batch,
         probe: Option<&mut dyn Probe>,
+        indexer: Option<IndexerLoss>,
         work: impl FnOnce(&Run<'_>) -> Result<R>,
     ) -> Result<R> {
         batch.check(self.config.vocabulary)?;
+        if indexer.is_some() && !self.config.has_indexer() {
+            let problem = "the model has no indexer that could be trained; leave the indexer's loss out";
+            return Err(Error::Input(problem.into()));
+        }
         let tables = self.tables(&batch.positions);
         let scratch = Scratch::new(self.scratch_len::<A>(batch.tokens()));
         let run = Run {
@@ -235,12 +269,13 @@ impl Model {
             tables: &tables,
             scratch: &scratch,
             probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
+            indexer: indexer.map(|loss| IndexerTraining { loss, sum: Cell::new(0.0) }),
         };
         work(&run)
     }
 
     fn logits_in<A: Element>(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
-        self.with_run::<A, _>(batch, probe, |run| {
+        self.with_run::<A, _>(batch, probe, None, |run| {
             let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
             let hidden = self.last_norm(run, &x)?;
             self.project(run, &hidden)
@@ -266,7 +301,7 @@ impl Model {
         options: &LossOptions,
         probe: Option<&mut dyn Probe>,
     ) -> Result<Loss> {
-        self.with_run::<A, _>(batch, probe, |run| {
+        self.with_run::<A, _>(batch, probe, None, |run| {
             let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
             let hidden = self.last_norm(run, &x)?;
             let options = self.loss_options(options);
@@ -356,13 +391,13 @@ impl Model {
         options: &LossOptions,
         recompute: Recompute,
         probe: Option<&mut dyn Probe>,
-    ) -> Result<Loss> {
-        self.with_run::<A, _>(batch, probe, |run| {
+    ) -> Result<StepLoss> {
+        self.with_run::<A, _>(batch, probe, options.indexer, |run| {
             let (x, mut trail) = self.stream::<A>(run, recompute.keep(), recompute == Recompute::Full)?;
             let (hidden, norm) = self.norm.forward(run, &x)?;
             run.see(None, "norm", &hidden);
             (trail.x, trail.norm) = (x, norm);
-            let (loss, dhidden) = self.loss_backward(run, grads, &hidden, options)?;
+            let (language, dhidden) = self.loss_backward(run, grads, &hidden, options)?;
             drop(hidden);
             run.see_gradient(None, "norm", &dhidden);
             let mut dx = self.norm.backward(run, grads, &dhidden, &trail.x, &trail.norm)?;
@@ -387,7 +422,8 @@ impl Model {
                 let scale = self.embedding_scale();
                 embedding_backward(dw, &dx, &batch.ids, scale, self.config.hidden, &mut Vec::new())?;
             }
-            Ok(loss)
+            let indexer = run.indexer.as_ref().map_or(0.0, |training| training.sum.get());
+            Ok(StepLoss { language, indexer })
         })
     }
 
@@ -400,7 +436,12 @@ impl Model {
         options: &LossOptions,
     ) -> Result<(Loss, Vec<A>)> {
         let mut dhidden = zeros(hidden.len());
-        let scale = options.scale.unwrap_or(1.0 / run.batch.counted().max(1) as f32);
+        let warm_up = options.indexer.is_some_and(|loss| loss.stage == IndexerStage::Dense);
+        let scale = match options.scale {
+            _ if warm_up => 0.0,
+            Some(scale) => scale,
+            None => 1.0 / run.batch.counted().max(1) as f32,
+        };
         let kernel_options = self.loss_options(options);
         let mut logits = zeros(logits_len(self.config.vocabulary, run.tokens(), &kernel_options));
         let loss = with_weight!(&run.params[self.head.weight()], |w| {
@@ -429,7 +470,7 @@ impl Model {
     }
 
     fn measure_kept_in<A: Element>(&self, batch: &Batch, recompute: Recompute) -> Result<usize> {
-        self.with_run::<A, _>(batch, None, |run| {
+        self.with_run::<A, _>(batch, None, None, |run| {
             let (x, mut trail) = self.stream::<A>(run, recompute.keep(), recompute == Recompute::Full)?;
             let (_, norm) = self.norm.forward(run, &x)?;
             (trail.x, trail.norm) = (x, norm);

@@ -1,12 +1,13 @@
 //! What all layers of one run share.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 
 use ballast_kernels::rotary::Table;
 use ballast_kernels::{Element, Precision as Rounding, Scratch};
 
 use crate::batch::Batch;
 use crate::config::Config;
+use crate::model::IndexerLoss;
 use crate::params::Params;
 use crate::precision::Precision;
 use crate::probe::Probe;
@@ -21,6 +22,14 @@ pub(crate) struct Run<'a> {
     pub(crate) tables: &'a [Table],
     pub(crate) scratch: &'a Scratch,
     pub(crate) probe: Option<RefCell<&'a mut dyn Probe>>,
+    /// Where the indexers are trained.
+    pub(crate) indexer: Option<IndexerTraining>,
+}
+
+/// The indexers' loss, as backward adds it up over the layers.
+pub(crate) struct IndexerTraining {
+    pub(crate) loss: IndexerLoss,
+    pub(crate) sum: Cell<f64>,
 }
 
 impl Run<'_> {

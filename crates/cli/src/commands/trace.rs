@@ -193,7 +193,7 @@ fn trace(args: &TraceArgs, model: &Model, batch: &Batch, rows: &Rows) -> Result<
             let array = Array { shape: tensor.shape, values: tensor.values };
             results.insert(format!("grad.{}", tensor.name), array);
         }
-        loss
+        loss.language
     } else {
         model.loss(batch, &options, probe)?
     };

@@ -36,7 +36,7 @@ mod score;
 mod tests;
 
 pub use loss::{Grads, Target, attention_distribution, indexer_loss, loss_buffer, loss_scratch};
-pub use score::{indexer_scores, indexer_topk, topk_scratch};
+pub use score::{indexer_scores, indexer_topk, indexer_topk_decode, topk_scratch};
 
 use crate::Precision;
 use crate::error::{Result, check, check_len};
@@ -79,8 +79,12 @@ pub struct Input<'a, T> {
     pub cu_seqlens: &'a [usize],
 }
 
+fn check_dims(dims: Dims) -> Result {
+    check(dims.heads > 0 && dims.dim > 0, || "an indexer without heads or width".into())
+}
+
 fn check_input<T>(dims: Dims, input: &Input<'_, T>) -> Result<usize> {
-    check(dims.heads > 0 && dims.dim > 0, || "an indexer without heads or width".into())?;
+    check_dims(dims)?;
     let tokens = check_cu_seqlens(input.cu_seqlens)?;
     check_len("q", input.q, tokens * dims.heads * dims.dim)?;
     check_len("k", input.k, tokens * dims.dim)?;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{Dims, Input, Options, block_tokens, check_input};
+use super::{Dims, Input, Options, block_tokens, check_dims, check_input};
 use crate::attention::UNUSED;
 use crate::attention::tile::{KEYS, Keys, Span, key_rows, key_rows_len, spans};
 use crate::error::{Result, check, check_len};
@@ -118,8 +118,8 @@ simd_fn! {
     }
 }
 
-/// f32 that one slot of scratch needs for [`indexer_topk`] and [`indexer_scores`]; `longest` is the length of the
-/// longest sequence.
+/// f32 that one slot of scratch needs for [`indexer_topk`], [`indexer_topk_decode`] and [`indexer_scores`]; `longest` is
+/// the length of the longest sequence.
 pub fn topk_scratch<T: Element>(dims: Dims, longest: usize) -> usize {
     // the scores of a block; the order of one query's keys
     Scorer::len::<T>(dims, false) + block_tokens(dims) * longest + longest
@@ -168,13 +168,61 @@ pub fn indexer_topk<T: Element>(
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_input(dims, input)?;
+    check_choice(selected, tokens, tokens, topk)?;
+    choose_all(selected, input, &spans(input.cu_seqlens), dims, options, topk, scratch);
+    Ok(())
+}
+
+/// selected [n, topk] of the last n tokens of a cache of keys k [capacity, d], of which `len` are filled, the new ones
+/// included; q [n, heads, d] and w [n, heads] are theirs. A cache that is not longer than topk is selected unscored.
+/// Scratch is that of [`topk_scratch`] with `len` as the longest sequence.
+pub fn indexer_topk_decode<T: Element>(
+    selected: &mut [u32],
+    q: &[T],
+    w: &[f32],
+    k: &[T],
+    len: usize,
+    dims: Dims,
+    options: &Options,
+    topk: usize,
+    scratch: &Scratch,
+) -> Result {
+    check_dims(dims)?;
+    let queries = w.len() / dims.heads;
+    check_len("w", w, queries * dims.heads)?;
+    check_len("q", q, queries * dims.heads * dims.dim)?;
+    check(queries <= len, || {
+        format!("{queries} queries of a cache of {len} tokens, which should hold theirs")
+    })?;
+    let capacity = k.len() / dims.dim;
+    check_len("k", k, capacity * dims.dim)?;
+    check(len <= capacity, || format!("{len} tokens in a cache of {capacity}"))?;
+    check_choice(selected, queries, len, topk)?;
+    let span = Span { query: 0, queries, key: 0, offset: len - queries };
+    let input = Input { q, k, w, cu_seqlens: &[] };
+    choose_all(selected, &input, &[span], dims, options, topk, scratch);
+    Ok(())
+}
+
+fn check_choice(selected: &[u32], queries: usize, keys: usize, topk: usize) -> Result {
     check(topk > 0, || "topk 0: at least 1".into())?;
-    check(tokens < UNUSED as usize, || format!("{tokens} tokens: positions are u32"))?;
-    check_len("selected", selected, tokens * topk)?;
-    let all = spans(input.cu_seqlens);
-    let longest = all.iter().map(|s| s.queries).max().unwrap_or(0);
+    check(keys < UNUSED as usize, || format!("{keys} tokens: positions are u32"))?;
+    check_len("selected", selected, queries * topk)
+}
+
+/// The keys of all queries of the spans.
+fn choose_all<T: Element>(
+    selected: &mut [u32],
+    input: &Input<'_, T>,
+    spans: &[Span],
+    dims: Dims,
+    options: &Options,
+    topk: usize,
+    scratch: &Scratch,
+) {
+    let longest = spans.iter().map(|s| s.offset + s.queries).max().unwrap_or(0);
     let mut tasks = Vec::new();
-    for span in &all {
+    for span in spans {
         tasks.extend((0..span.queries).step_by(block_tokens(dims)).rev().map(|first| (*span, first)));
     }
     let selected = Shared::new(selected);
@@ -182,10 +230,12 @@ pub fn indexer_topk<T: Element>(
         let count = block_tokens(dims).min(span.queries - first);
         // SAFETY: the queries of a block belong to one task.
         let rows = unsafe { selected.part((span.query + first) * topk, count * topk) };
-        if span.queries <= topk {
+        // Keys of the block's first query.
+        let seen = span.offset + first + 1;
+        if span.offset + span.queries <= topk {
             for (i, row) in rows.chunks_exact_mut(topk).enumerate() {
                 row.fill(UNUSED);
-                row[..first + i + 1].iter_mut().zip(0..).for_each(|(slot, key)| *slot = key);
+                row[..seen + i].iter_mut().zip(0..).for_each(|(slot, key)| *slot = key);
             }
             return;
         }
@@ -193,20 +243,19 @@ pub fn indexer_topk<T: Element>(
             let mut scorer = Scorer::take::<T>(&mut slot, dims, options, false);
             let scores = take(&mut slot, block_tokens(dims) * longest);
             let order: &mut [u32] = bytemuck::cast_slice_mut(slot);
-            let stride = first + count;
+            let stride = span.offset + first + count;
             scorer.load(input, span.query + first, count);
             for at in (0..stride).step_by(KEYS) {
                 let keys = Keys::Range { first: at, count: KEYS.min(stride - at) };
                 scorer.scores(scores, stride, at, input, keys, span, span.query + first, count);
             }
             for (i, row) in rows.chunks_exact_mut(topk).enumerate() {
-                let order = &mut order[..first + i + 1];
-                choose(order, &scores[i * stride..i * stride + first + i + 1], topk);
-                write_keys(row, &order[..topk.min(first + i + 1)]);
+                let order = &mut order[..seen + i];
+                choose(order, &scores[i * stride..i * stride + seen + i], topk);
+                write_keys(row, &order[..topk.min(seen + i)]);
             }
         });
     });
-    Ok(())
 }
 
 /// The front of `order` becomes the min(topk, len) keys of the highest score, ascending.

@@ -279,6 +279,28 @@ fn a_sequence_not_longer_than_topk_has_the_causal_mask_and_early_queries_all_the
 }
 
 #[test]
+fn new_queries_against_a_cache_have_the_keys_that_the_whole_sequence_gives_them() {
+    for (dims, tokens, k) in [(DIMS, 300, 20), (DIMS, 300, 290), (Dims { heads: 64, dim: 128 }, 70, 16)] {
+        let r = build(dims, &[tokens], 11);
+        let whole = topk::<f32>(&r, dims, &LOSS, k);
+        let (q, keys, w) = (cast::<f32>(&r.q), cast::<f32>(&r.k), cast::<f32>(&r.w));
+        for (len, queries) in
+            [(tokens, 1), (tokens, 5), (tokens, tokens), (tokens - 1, 40), (k, 3), (k + 1, 1)]
+        {
+            let rows = len - queries..len;
+            let of = |width: usize| rows.start * width..rows.end * width;
+            let scratch = Scratch::new(topk_scratch::<f32>(dims, len));
+            let planned = scratch.bytes();
+            let mut selected = vec![7; queries * k];
+            let (q, w) = (&q[of(dims.heads * dims.dim)], &w[of(dims.heads)]);
+            indexer_topk_decode(&mut selected, q, w, &keys, len, dims, &LOSS, k, &scratch).unwrap();
+            assert_eq!(selected, whole[of(k)], "{queries} of {len}");
+            assert_eq!(scratch.bytes(), planned);
+        }
+    }
+}
+
+#[test]
 fn lowered_logits_are_rounded_before_the_relu_and_nothing_else_is() {
     let r = build(DIMS, &[100], 6);
     let lowered = Options { logits: Precision::Bf16, ..LOSS };
@@ -416,4 +438,12 @@ fn bad_shapes_are_errors_that_name_the_argument() {
     assert_eq!(run(64, 0, 0, &[0, 2]).unwrap_err(), "topk 0: at least 1");
     assert_eq!(run(64, 1, 3, &[0, 2]).unwrap_err(), "selected has 3 elements where the shape makes 2");
     assert_eq!(run(64, 1, 2, &[0, 2]), Ok(()));
+    let decode = |q: usize, keys: usize, len: usize| {
+        let (q, k, w) = (vec![0f32; q], vec![0f32; keys], vec![0f32; 8]);
+        indexer_topk_decode(&mut [0; 2], &q, &w, &k, len, DIMS, &LOSS, 1, &scratch).map_err(|e| e.to_string())
+    };
+    assert_eq!(decode(63, 16, 2).unwrap_err(), "q has 63 elements where the shape makes 64");
+    assert_eq!(decode(64, 16, 1).unwrap_err(), "2 queries of a cache of 1 tokens, which should hold theirs");
+    assert_eq!(decode(64, 16, 3).unwrap_err(), "3 tokens in a cache of 2");
+    assert_eq!(decode(64, 16, 2), Ok(()));
 }

@@ -12,11 +12,12 @@ use ballast_kernels::norm::Saved as NormSaved;
 
 use super::attention::{self, Attention, Cache, KeyValues};
 use super::feed_forward::{self, FeedForward};
+use super::latent_attention::{self, LatentAttention, Tables};
 use super::linear_attention::{self, LinearAttention};
 use super::own_input::{self, OwnInput};
 use super::{Keep, Norm, bytes_of};
 use crate::config::{Config, Mixer as MixerShape};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::params::{Grads, Id, Init, Specs, Weight};
 use crate::precision::Precision;
 use crate::run::Run;
@@ -36,6 +37,7 @@ pub(crate) struct Layer {
 enum Mixer {
     Linear(LinearAttention),
     Softmax(Attention),
+    Latent(Box<LatentAttention>),
 }
 
 /// What forward keeps of a layer.
@@ -60,6 +62,7 @@ pub(crate) struct Saved<A> {
 enum MixerSaved<A> {
     Linear(linear_attention::Saved<A>),
     Softmax(attention::Saved<A>),
+    Latent(latent_attention::Saved<A>),
 }
 
 /// What decoding carries in one layer.
@@ -68,6 +71,8 @@ pub(crate) enum State<A> {
     Linear(linear_attention::State<A>),
     /// By sequence
     Softmax(Vec<Cache<A>>),
+    /// By sequence
+    Latent(Vec<latent_attention::Cache<A>>),
     /// The keys and values are another layer's.
     Shared(usize),
 }
@@ -77,6 +82,7 @@ impl<A> State<A> {
         match self {
             State::Linear(state) => state.bytes(),
             State::Softmax(caches) => caches.iter().map(Cache::bytes).sum(),
+            State::Latent(caches) => caches.iter().map(latent_attention::Cache::bytes).sum(),
             State::Shared(_) => 0,
         }
     }
@@ -87,6 +93,7 @@ impl<A> Saved<A> {
         let mixer = match &self.mixer {
             MixerSaved::Linear(saved) => saved.bytes(),
             MixerSaved::Softmax(saved) => saved.bytes(),
+            MixerSaved::Latent(saved) => saved.bytes(),
         };
         bytes_of(&[&self.x, &self.normed, &self.mixed, &self.middle])
             + self.norm.bytes()
@@ -159,7 +166,7 @@ impl Layer {
         index: usize,
         config: &Config,
         table: impl Fn(&crate::config::Rope) -> usize,
-    ) -> Result<Layer> {
+    ) -> Layer {
         let shape = &config.layers[index];
         let name = format!("layers.{index}");
         let norm = Norm::new(specs, &format!("{name}.input_layernorm"), config.hidden, config);
@@ -172,7 +179,11 @@ impl Layer {
                 let table = table(&shape.rope);
                 Mixer::Softmax(Attention::new(specs, &mixer_name, index, config, shape, table))
             }
-            MixerShape::Latent(_) => return Err(Error::Input("latent attention is not built yet".into())),
+            MixerShape::Latent(shape) => {
+                let tables = Tables { attention: table(&shape.rope), indexer: table(&shape.indexer_rope) };
+                let mixer = LatentAttention::new(specs, &mixer_name, index, config, shape, tables);
+                Mixer::Latent(Box::new(mixer))
+            }
         };
         let after = config
             .norms_after
@@ -182,12 +193,13 @@ impl Layer {
             config.per_layer_inputs.map(|inputs| OwnInput::new(specs, &name, config, inputs.width));
         let scalar =
             config.layer_scalar.then(|| specs.constant(format!("{name}.layer_scalar"), &[1], Init::Ones));
-        Ok(Layer { index, norm, mixer, after, feed_forward, own_input, scalar })
+        Layer { index, norm, mixer, after, feed_forward, own_input, scalar }
     }
 
     pub(crate) fn state<A: Element>(&self, config: &Config, sequences: usize) -> State<A> {
         match (&self.mixer, &config.layers[self.index].mixer) {
             (Mixer::Linear(mixer), _) => State::Linear(mixer.state(sequences)),
+            (Mixer::Latent(_), _) => State::Latent(vec![latent_attention::Cache::default(); sequences]),
             (_, MixerShape::Softmax(shape)) if shape.shared_from.is_some() => {
                 State::Shared(shape.shared_from.unwrap_or(0))
             }
@@ -280,6 +292,14 @@ impl Layer {
                 let (y, saved) = mixer.forward(run, normed, links, caches, shared, keep)?;
                 Ok((y, MixerSaved::Softmax(saved)))
             }
+            Mixer::Latent(mixer) => {
+                let caches = match state {
+                    Some(State::Latent(caches)) => Some(caches),
+                    _ => None,
+                };
+                let (y, saved) = mixer.forward(run, normed, caches, keep)?;
+                Ok((y, MixerSaved::Latent(saved)))
+            }
         }
     }
 
@@ -323,6 +343,9 @@ impl Layer {
             (Mixer::Softmax(mixer), MixerSaved::Softmax(saved)) => {
                 mixer.backward(run, grads, &mut d_normed, &d_mixed, &normed, links, saved)?;
             }
+            (Mixer::Latent(mixer), MixerSaved::Latent(saved)) => {
+                mixer.backward(run, grads, &mut d_normed, &d_mixed, &normed, saved)?;
+            }
             _ => unreachable!("what was saved belongs to this layer"),
         }
         let mut dn = normed;
@@ -350,6 +373,7 @@ impl Layer {
         let mixer = match &self.mixer {
             Mixer::Linear(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision.l2norm),
             Mixer::Softmax(mixer) => mixer.saved_bytes::<A>(tokens, keep, precision),
+            Mixer::Latent(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision, None),
         };
         let own_input =
             self.own_input.as_ref().map_or(0, |part| part.saved_bytes::<A>(tokens, config.hidden, keep));
@@ -369,6 +393,7 @@ impl Layer {
         let mixer = match &self.mixer {
             Mixer::Linear(mixer) => mixer.scratch(tokens),
             Mixer::Softmax(mixer) => mixer.scratch::<A>(tokens),
+            Mixer::Latent(mixer) => mixer.scratch::<A>(tokens),
         };
         let own_input = self.own_input.as_ref().map_or(0, |part| part.scratch(tokens));
         mixer.max(self.feed_forward.scratch(tokens)).max(self.norm.scratch(tokens)).max(own_input)

@@ -8,6 +8,8 @@
 mod attention;
 mod experts;
 mod feed_forward;
+mod indexer;
+mod latent_attention;
 mod layer;
 mod linear;
 mod linear_attention;

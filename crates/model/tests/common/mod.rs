@@ -8,8 +8,17 @@ use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_model::{Batch, Model, Precision};
 
 /// The tiny models.
-pub const MODELS: [&str; 8] =
-    ["qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma2", "gemma3", "gemma4_dense", "gemma4_moe", "gemma4_ple"];
+pub const MODELS: [&str; 9] = [
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma2",
+    "gemma3",
+    "gemma4_dense",
+    "gemma4_moe",
+    "gemma4_ple",
+    "deepseek_v32",
+];
 
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)

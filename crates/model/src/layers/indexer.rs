@@ -1,0 +1,305 @@
+//! The indexer of latent attention: which keys each query keeps, and the loss that teaches it to choose.
+//!
+//! ```text
+//! q = rotate(W_q q_resid)      k = rotate(LayerNorm(W_k x))      the first dimensions, half-split
+//! w = heads^-1/2 W_w x         in f32, W_w protected
+//! ```
+//! Scores, choice and loss are the kernel's: [`ballast_kernels::indexer`]. The inputs are detached: nothing flows from
+//! here into x or q_resid, and without its own loss the indexer learns nothing.
+
+use ballast_kernels::Element;
+use ballast_kernels::elementwise::{accumulate, scale};
+use ballast_kernels::indexer as kernel;
+use ballast_kernels::norm::{
+    Saved as NormSaved, layer_norm_backward, layer_norm_forward, norm_backward_scratch,
+};
+use ballast_kernels::rotary::{Heads, rotary_backward, rotary_forward};
+
+use super::{Keep, Linear, bytes_of};
+use crate::config::{Config, LatentAttention as Shape};
+use crate::error::Result;
+use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
+use crate::run::{Run, lower, zeros};
+
+/// Of the key's norm.
+const EPS: f32 = 1e-6;
+
+#[derive(Clone, Debug)]
+pub(crate) struct Indexer {
+    layer: usize,
+    dims: kernel::Dims,
+    topk: usize,
+    /// Which of the run's tables rotates q and k.
+    table: usize,
+    q: Linear,
+    k: Linear,
+    k_norm: LayerNorm,
+    weights: Linear<Protected>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct LayerNorm {
+    weight: Id<Weight>,
+    bias: Id<Weight>,
+}
+
+/// What scores are made of. Kept for backward where the indexer is trained.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Saved<A> {
+    /// [tokens, heads, d]; empty where no query has to choose
+    q: Vec<A>,
+    /// [tokens, heads]; empty where no query has to choose
+    w: Vec<f32>,
+    /// Before the norm: [tokens, d]
+    k_raw: Vec<A>,
+    /// rstd and mean of k_raw
+    k_norm: NormSaved,
+    /// [tokens, d]; cheap
+    pub(crate) k: Vec<A>,
+}
+
+impl<A> Saved<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        bytes_of(&[&self.q, &self.k_raw, &self.k]) + bytes_of(&[&self.w]) + self.k_norm.bytes()
+    }
+
+    /// What backward needs of it.
+    pub(crate) fn kept(mut self, keep: Keep) -> Saved<A> {
+        self.k = keep.cheap(self.k);
+        self
+    }
+}
+
+impl Indexer {
+    pub(crate) fn new(
+        specs: &mut Specs,
+        name: &str,
+        layer: usize,
+        config: &Config,
+        shape: &Shape,
+        table: usize,
+    ) -> Indexer {
+        let dims = kernel::Dims { heads: shape.index_heads, dim: shape.index_dim };
+        let h = config.hidden;
+        Indexer {
+            layer,
+            dims,
+            topk: shape.index_topk,
+            table,
+            q: Linear::new(specs, &format!("{name}.wq_b"), shape.q_rank, dims.heads * dims.dim, false),
+            k: Linear::new(specs, &format!("{name}.wk"), h, dims.dim, false),
+            k_norm: LayerNorm {
+                weight: specs.weight(format!("{name}.k_norm.weight"), &[dims.dim], Init::Ones),
+                bias: specs.weight(format!("{name}.k_norm.bias"), &[dims.dim], Init::Zeros),
+            },
+            weights: Linear::protected(specs, &format!("{name}.weights_proj"), h, dims.heads),
+        }
+    }
+
+    /// Keys, and with `scored` also queries and their weights, from x [tokens, H] and q_resid [tokens, q_rank].
+    pub(crate) fn forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        x: &[A],
+        q_resid: &[A],
+        scored: bool,
+    ) -> Result<Saved<A>> {
+        let layer = Some(self.layer);
+        let mut saved = Saved { k_raw: self.k.forward(run, x)?, ..Saved::default() };
+        (saved.k, saved.k_norm) = self.finish_keys(run, &saved.k_raw)?;
+        run.see(layer, "self_attn.indexer.k", &saved.k);
+        if scored {
+            saved.q = self.q.forward(run, q_resid)?;
+            rotary_forward(&mut saved.q, &run.tables[self.table], self.heads(self.dims.heads))?;
+            saved.w = self.weights.forward(run, x)?;
+            scale(&mut saved.w, self.weight_factor());
+            run.see(layer, "self_attn.indexer.q", &saved.q);
+            run.see(layer, "self_attn.indexer.w", &saved.w);
+        }
+        Ok(saved)
+    }
+
+    /// k and what the norm keeps.
+    fn finish_keys<A: Element>(&self, run: &Run<'_>, raw: &[A]) -> Result<(Vec<A>, NormSaved)> {
+        let (mut k, mut saved) = (zeros(raw.len()), NormSaved::default());
+        match (&run.params[self.k_norm.weight], &run.params[self.k_norm.bias]) {
+            (Weight::F32(weight), Weight::F32(bias)) => {
+                layer_norm_forward(&mut k, Some(&mut saved), raw, weight, bias, EPS)?;
+            }
+            (Weight::Bf16(weight), Weight::Bf16(bias)) => {
+                layer_norm_forward(&mut k, Some(&mut saved), raw, weight, bias, EPS)?;
+            }
+            _ => unreachable!("weights are cast all at once"),
+        }
+        lower(&mut k, run.precision.norms);
+        rotary_forward(&mut k, &run.tables[self.table], self.heads(1))?;
+        Ok((k, saved))
+    }
+
+    /// The keys of every query: [tokens, topk].
+    pub(crate) fn select<A: Element>(&self, run: &Run<'_>, saved: &Saved<A>) -> Result<Vec<u32>> {
+        let mut selected = vec![0; run.tokens() * self.topk];
+        let options = self.options(run, 0.0);
+        kernel::indexer_topk(
+            &mut selected,
+            &self.input(run, saved),
+            self.dims,
+            &options,
+            self.topk,
+            run.scratch,
+        )?;
+        Ok(selected)
+    }
+
+    /// The keys of a sequence's new tokens, the rows `new` of the run, among all that are cached: [new, topk].
+    pub(crate) fn select_cached<A: Element>(
+        &self,
+        run: &Run<'_>,
+        saved: &Saved<A>,
+        new: std::ops::Range<usize>,
+        cached: &[A],
+    ) -> Result<Vec<u32>> {
+        let (heads, dim) = (self.dims.heads, self.dims.dim);
+        let mut selected = vec![0; new.len() * self.topk];
+        kernel::indexer_topk_decode(
+            &mut selected,
+            &saved.q[new.start * heads * dim..new.end * heads * dim],
+            &saved.w[new.start * heads..new.end * heads],
+            cached,
+            cached.len() / dim,
+            self.dims,
+            &self.options(run, 0.0),
+            self.topk,
+            run.scratch,
+        )?;
+        Ok(selected)
+    }
+
+    /// The loss of this layer's indexer against the attention it serves, and its parameters' gradients.
+    pub(crate) fn backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        target: &kernel::Target<'_, A>,
+        x: &[A],
+        q_resid: &[A],
+        mut saved: Saved<A>,
+        loss_scale: f32,
+    ) -> Result<f32> {
+        if saved.k.is_empty() {
+            saved.k = self.finish_keys(run, &saved.k_raw)?.0;
+        }
+        let (mut dq, mut dk, mut dw) =
+            (zeros(saved.q.len()), zeros::<A>(saved.k.len()), zeros(saved.w.len()));
+        let mut buffer = vec![0.0; kernel::loss_buffer(self.dims, run.tokens())];
+        let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dw: &mut dw };
+        let (input, options) = (self.input(run, &saved), self.options(run, loss_scale));
+        let loss =
+            kernel::indexer_loss(Some(to), &input, target, self.dims, &options, &mut buffer, run.scratch)?;
+        run.see_gradient(Some(self.layer), "self_attn.indexer.q", &dq);
+        run.see_gradient(Some(self.layer), "self_attn.indexer.k", &dk);
+        run.see_gradient(Some(self.layer), "self_attn.indexer.w", &dw);
+        rotary_backward(&mut dq, &run.tables[self.table], self.heads(self.dims.heads))?;
+        self.q.backward_weight(run, grads, &dq, q_resid)?;
+        scale(&mut dw, self.weight_factor());
+        self.weights.backward_weight(run, grads, &dw, x)?;
+        rotary_backward(&mut dk, &run.tables[self.table], self.heads(1))?;
+        let dk_raw = self.norm_backward(run, grads, &dk, &saved)?;
+        self.k.backward_weight(run, grads, &dk_raw, x)?;
+        Ok(loss)
+    }
+
+    fn norm_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dk: &[A],
+        saved: &Saved<A>,
+    ) -> Result<Vec<A>> {
+        let LayerNorm { weight, bias } = self.k_norm;
+        let mut dk_raw = zeros(dk.len());
+        let (mut dweight, mut dbias) = (vec![0.0; self.dims.dim], vec![0.0; self.dims.dim]);
+        let (raw, kept) = (&saved.k_raw, &saved.k_norm);
+        crate::with_weight!(&run.params[weight], |w| {
+            layer_norm_backward(&mut dk_raw, &mut dweight, &mut dbias, dk, raw, w, kept, run.scratch)?;
+        });
+        for (id, gradient) in [(weight, dweight), (bias, dbias)] {
+            if let Some(sum) = grads.of(id) {
+                accumulate(sum, &gradient)?;
+            }
+        }
+        Ok(dk_raw)
+    }
+
+    /// The scores of every sequence [tokens, tokens], 0 for keys of the future, for a probe that wants them.
+    pub(crate) fn see_scores<A: Element>(&self, run: &Run<'_>, saved: &Saved<A>) -> Result {
+        if !run.wanted(self.layer, "self_attn.indexer.scores") {
+            return Ok(());
+        }
+        let (input, options) = (self.input(run, saved), self.options(run, 0.0));
+        let mut all = Vec::new();
+        for (sequence, ends) in run.cu_seqlens().windows(2).enumerate() {
+            let tokens = ends[1] - ends[0];
+            let mut scores = vec![0.0; tokens * tokens];
+            kernel::indexer_scores(
+                &mut scores,
+                &input,
+                self.dims,
+                &options,
+                sequence,
+                0..tokens,
+                run.scratch,
+            )?;
+            for (t, row) in scores.chunks_mut(tokens.max(1)).enumerate() {
+                row[t + 1..].fill(0.0);
+            }
+            all.extend(scores);
+        }
+        run.show("", Some(self.layer), "self_attn.indexer.scores", &all, &[all.len()]);
+        Ok(())
+    }
+
+    fn input<'a, A>(&self, run: &'a Run<'_>, saved: &'a Saved<A>) -> kernel::Input<'a, A> {
+        kernel::Input { q: &saved.q, k: &saved.k, w: &saved.w, cu_seqlens: run.cu_seqlens() }
+    }
+
+    fn options(&self, run: &Run<'_>, loss_scale: f32) -> kernel::Options {
+        kernel::Options { logits: run.precision.indexer_logits, loss_scale }
+    }
+
+    fn heads(&self, heads: usize) -> Heads {
+        Heads { heads, width: self.dims.dim, offset: 0 }
+    }
+
+    /// heads^-1/2
+    fn weight_factor(&self) -> f32 {
+        (self.dims.heads as f32).powf(-0.5)
+    }
+
+    /// Bytes that are kept where the indexer is trained.
+    pub(crate) fn saved_bytes<A>(&self, tokens: usize, keep: Keep) -> usize {
+        let kernel::Dims { heads, dim } = self.dims;
+        let keys = if keep == Keep::Everything { 2 } else { 1 };
+        tokens * ((heads + keys) * dim * size_of::<A>() + (heads + 2) * 4)
+    }
+
+    /// f32 that one slot of scratch needs; no sequence is longer than `tokens`.
+    pub(crate) fn scratch<A: Element>(
+        &self,
+        tokens: usize,
+        attention: ballast_kernels::attention::Dims,
+    ) -> usize {
+        [
+            self.q.scratch(tokens),
+            self.k.scratch(tokens),
+            self.weights.scratch(tokens),
+            norm_backward_scratch(tokens, self.dims.dim, 2),
+            kernel::topk_scratch::<A>(self.dims, tokens),
+            kernel::loss_scratch::<A>(self.dims, attention, tokens, None),
+            kernel::loss_scratch::<A>(self.dims, attention, tokens, Some(self.topk)),
+        ]
+        .into_iter()
+        .max()
+        .unwrap_or(0)
+    }
+}

@@ -1,0 +1,489 @@
+//! Latent attention: queries, keys and values through narrow projections, on the keys that an indexer selects.
+//!
+//! ```text
+//! q_resid = norm(W_qa x)                       q = W_qb q_resid, each head nope | rope
+//! c | k_rope = W_kva x                         k_nope | v of each head = W_kvb norm(c)
+//! rope parts rotated, interleaved              k = k_nope | k_rope, one k_rope for all heads
+//! y = W_o attention(q, k, v)                   over the keys that the indexer selects
+//! ```
+//! The gradient of k_rope is the sum over the heads. If no sequence is longer than the indexer's topk, the selection is
+//! the causal mask and nothing is scored. The dense stage of the indexer's training runs without selection.
+//!
+//! Decoding caches k and v as the attention reads them, not c: the kernel reads keys in place, and from c every step
+//! would multiply all cached tokens by W_kvb again. The price is memory: heads (nope + rope + v) elements per token
+//! where c and k_rope have kv_rank + rope. In the released shape that is 40960 against 576, 80 KiB a token and layer in
+//! bf16.
+
+use ballast_kernels::Element;
+use ballast_kernels::attention::{self as kernel, Cache as KernelCache, Selected};
+use ballast_kernels::elementwise::convert;
+use ballast_kernels::indexer::Target;
+use ballast_kernels::norm::Saved as NormSaved;
+use ballast_kernels::rotary::{Heads, rotary_backward, rotary_forward};
+
+use super::indexer::{self, Indexer};
+use super::{Keep, Linear, Norm, bytes_of};
+use crate::config::{Config, LatentAttention as Shape};
+use crate::error::Result;
+use crate::model::IndexerStage;
+use crate::params::{Grads, Specs};
+use crate::precision::Precision;
+use crate::run::{Run, zeros};
+
+/// Of the two norms inside, whatever the other norms have.
+const EPS: f32 = 1e-6;
+
+#[derive(Clone, Debug)]
+pub(crate) struct LatentAttention {
+    layer: usize,
+    shape: Shape,
+    /// Which of the run's tables rotates q and k.
+    table: usize,
+    q_a: Linear,
+    q_norm: Norm,
+    q_b: Linear,
+    kv_a: Linear,
+    kv_norm: Norm,
+    kv_b: Linear,
+    out: Linear,
+    indexer: Indexer,
+}
+
+/// What forward keeps, beside x.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Saved<A> {
+    /// W_qa x: [tokens, q_rank]
+    q_low: Vec<A>,
+    q_norm: NormSaved,
+    /// [tokens, q_rank]; cheap
+    q_resid: Vec<A>,
+    /// c: [tokens, kv_rank]
+    kv_low: Vec<A>,
+    kv_norm: NormSaved,
+    /// [tokens, kv_rank]; cheap
+    kv_normed: Vec<A>,
+    /// [tokens, heads, nope + rope], rotated
+    q: Vec<A>,
+    /// [tokens, heads, nope + rope], rotated
+    k: Vec<A>,
+    /// [tokens, heads, vd]
+    v: Vec<A>,
+    /// [tokens, topk]; empty where all keys are seen
+    selected: Vec<u32>,
+    /// [tokens, heads, vd]
+    o: Vec<A>,
+    /// lse
+    attention: kernel::Saved,
+    /// Empty unless the indexer is trained
+    indexer: indexer::Saved<A>,
+}
+
+impl<A> Saved<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        let low = [&self.q_low, &self.q_resid, &self.kv_low, &self.kv_normed];
+        bytes_of(&low)
+            + bytes_of(&[&self.q, &self.k, &self.v, &self.o])
+            + bytes_of(&[&self.selected])
+            + self.q_norm.bytes()
+            + self.kv_norm.bytes()
+            + self.attention.bytes()
+            + self.indexer.bytes()
+    }
+}
+
+/// One sequence while decoding.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Cache<A> {
+    /// [cached, heads, nope + rope]
+    k: Vec<A>,
+    /// [cached, heads, vd]
+    v: Vec<A>,
+    /// The indexer's keys: [cached, d]
+    index: Vec<A>,
+}
+
+impl<A> Cache<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        bytes_of(&[&self.k, &self.v, &self.index])
+    }
+}
+
+/// Which of the run's tables rotate.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tables {
+    /// q and k of the attention
+    pub(crate) attention: usize,
+    /// q and k of the indexer
+    pub(crate) indexer: usize,
+}
+
+impl LatentAttention {
+    pub(crate) fn new(
+        specs: &mut Specs,
+        name: &str,
+        layer: usize,
+        config: &Config,
+        shape: &Shape,
+        tables: Tables,
+    ) -> LatentAttention {
+        let (h, heads, bias) = (config.hidden, shape.heads, shape.bias);
+        let linear = |specs: &mut Specs, part: &str, inputs, outputs, bias| {
+            Linear::new(specs, &format!("{name}.{part}"), inputs, outputs, bias)
+        };
+        let norm = |specs: &mut Specs, part: &str, width| {
+            Norm::with_eps(specs, &format!("{name}.{part}"), width, config, EPS)
+        };
+        let (qk, kv) = (shape.nope_dim + shape.rope_dim, shape.nope_dim + shape.value_dim);
+        LatentAttention {
+            layer,
+            shape: shape.clone(),
+            table: tables.attention,
+            q_a: linear(specs, "q_a_proj", h, shape.q_rank, bias),
+            q_norm: norm(specs, "q_a_layernorm", shape.q_rank),
+            q_b: linear(specs, "q_b_proj", shape.q_rank, heads * qk, false),
+            kv_a: linear(specs, "kv_a_proj_with_mqa", h, shape.kv_rank + shape.rope_dim, bias),
+            kv_norm: norm(specs, "kv_a_layernorm", shape.kv_rank),
+            kv_b: linear(specs, "kv_b_proj", shape.kv_rank, heads * kv, false),
+            out: linear(specs, "o_proj", heads * shape.value_dim, h, bias),
+            indexer: Indexer::new(specs, &format!("{name}.indexer"), layer, config, shape, tables.indexer),
+        }
+    }
+
+    pub(crate) fn forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        x: &[A],
+        caches: Option<&mut Vec<Cache<A>>>,
+        keep: Keep,
+    ) -> Result<(Vec<A>, Saved<A>)> {
+        let layer = Some(self.layer);
+        let q_low: Vec<A> = self.q_a.forward(run, x)?;
+        let (q_resid, q_norm) = self.q_norm.forward(run, &q_low)?;
+        let mut q: Vec<A> = self.q_b.forward(run, &q_resid)?;
+        rotary_forward(&mut q, &run.tables[self.table], self.query_heads())?;
+        let (kv_low, mut k_rope) = self.split_low(self.kv_a.forward(run, x)?);
+        rotary_forward(&mut k_rope, &run.tables[self.table], self.shared_key())?;
+        let (kv_normed, kv_norm) = self.kv_norm.forward(run, &kv_low)?;
+        let (k, v) = self.expand(self.kv_b.forward(run, &kv_normed)?, &k_rope);
+        run.see(layer, "self_attn.q", &q);
+        run.see(layer, "self_attn.k", &k);
+        run.see(layer, "self_attn.v", &v);
+        let mut saved = Saved::default();
+        let mut o = zeros(v.len());
+        match caches {
+            Some(caches) => self.decode(run, &mut o, &q, &k, &v, x, &q_resid, caches)?,
+            None => {
+                (saved.selected, saved.indexer) = self.select(run, x, &q_resid, keep)?;
+                let input = self.input(run, &q, &k, &v, &saved.selected);
+                self.see_logits(run, &input)?;
+                let options = self.options(run.precision);
+                saved.attention = kernel::attention_forward(
+                    &mut o,
+                    &input,
+                    self.dims(),
+                    &options,
+                    keep.any(),
+                    run.scratch,
+                )?;
+            }
+        }
+        run.see(layer, "self_attn.o", &o);
+        let y = self.out.forward(run, &o)?;
+        if keep.any() {
+            (saved.q_low, saved.q_norm, saved.q_resid) = (q_low, q_norm, keep.cheap(q_resid));
+            (saved.kv_low, saved.kv_norm, saved.kv_normed) = (kv_low, kv_norm, keep.cheap(kv_normed));
+            (saved.q, saved.k, saved.v, saved.o) = (q, k, v, o);
+        } else {
+            saved.selected = Vec::new();
+        }
+        Ok((y, saved))
+    }
+
+    /// dx += the input's gradient. With the run's indexer loss, also that loss and the indexer's gradients.
+    pub(crate) fn backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dx: &mut [f32],
+        dy: &[A],
+        x: &[A],
+        mut saved: Saved<A>,
+    ) -> Result {
+        let layer = Some(self.layer);
+        if saved.q_resid.is_empty() {
+            saved.q_resid = self.q_norm.forward(run, &saved.q_low)?.0;
+            saved.kv_normed = self.kv_norm.forward(run, &saved.kv_low)?.0;
+        }
+        self.train_indexer(run, grads, x, &mut saved)?;
+        let d_o = self.out.backward_alone(run, grads, dy, &saved.o)?;
+        run.see_gradient(layer, "self_attn.o", &d_o);
+        let (mut dq, mut dk, mut dv) = (zeros(saved.q.len()), zeros(saved.k.len()), zeros(saved.v.len()));
+        {
+            let input = self.input(run, &saved.q, &saved.k, &saved.v, &saved.selected);
+            let (dims, options) = (self.dims(), self.options(run.precision));
+            let mut buffer = vec![0.0; kernel::backward_buffer::<A>(dims, run.tokens())];
+            let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
+            kernel::attention_backward(
+                to,
+                &d_o,
+                &saved.o,
+                &input,
+                &saved.attention,
+                dims,
+                &options,
+                &mut buffer,
+                run.scratch,
+            )?;
+        }
+        drop(d_o);
+        run.see_gradient(layer, "self_attn.q", &dq);
+        run.see_gradient(layer, "self_attn.k", &dk);
+        run.see_gradient(layer, "self_attn.v", &dv);
+        rotary_backward(&mut dq, &run.tables[self.table], self.query_heads())?;
+        let dq_resid = self.q_b.backward_alone(run, grads, &dq, &saved.q_resid)?;
+        let dq_low = self.q_norm.backward(run, grads, &dq_resid, &saved.q_low, &saved.q_norm)?;
+        self.q_a.backward(run, grads, dx, &dq_low, x)?;
+        drop((dq, dq_resid, dq_low));
+        let (dkv, mut dk_rope) = self.gather(&dk, &dv);
+        drop((dk, dv));
+        rotary_backward(&mut dk_rope, &run.tables[self.table], self.shared_key())?;
+        let dkv_normed = self.kv_b.backward_alone(run, grads, &dkv, &saved.kv_normed)?;
+        let dkv_low = self.kv_norm.backward(run, grads, &dkv_normed, &saved.kv_low, &saved.kv_norm)?;
+        let d_low = self.join_low(&dkv_low, &dk_rope)?;
+        self.kv_a.backward(run, grads, dx, &d_low, x)
+    }
+
+    /// The keys of every query, none where all are seen; and the indexer's tensors, if they are to be kept.
+    fn select<A: Element>(
+        &self,
+        run: &Run<'_>,
+        x: &[A],
+        q_resid: &[A],
+        keep: Keep,
+    ) -> Result<(Vec<u32>, indexer::Saved<A>)> {
+        let dense = run.indexer.as_ref().is_some_and(|training| training.loss.stage == IndexerStage::Dense);
+        let chooses = !dense && self.chooses(run.cu_seqlens());
+        if !chooses && run.indexer.is_none() && run.probe.is_none() {
+            return Ok((Vec::new(), indexer::Saved::default()));
+        }
+        let indexer = self.indexer.forward(run, x, q_resid, true)?;
+        self.indexer.see_scores(run, &indexer)?;
+        let selected = if chooses { self.indexer.select(run, &indexer)? } else { Vec::new() };
+        let kept = run.indexer.is_some() && keep.any();
+        Ok((selected, if kept { indexer.kept(keep) } else { indexer::Saved::default() }))
+    }
+
+    /// Whether a sequence has more keys than a query keeps.
+    fn chooses(&self, cu_seqlens: &[usize]) -> bool {
+        cu_seqlens.windows(2).any(|ends| ends[1] - ends[0] > self.shape.index_topk)
+    }
+
+    /// Adds the indexer's loss to the run's, if that has one.
+    fn train_indexer<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        x: &[A],
+        saved: &mut Saved<A>,
+    ) -> Result {
+        let Some(training) = &run.indexer else { return Ok(()) };
+        let kept = std::mem::take(&mut saved.indexer);
+        let input = self.input(run, &saved.q, &saved.k, &saved.v, &saved.selected);
+        let options = self.options(run.precision);
+        let target = Target { input: &input, saved: &saved.attention, dims: self.dims(), options: &options };
+        let loss =
+            self.indexer.backward(run, grads, &target, x, &saved.q_resid, kept, training.loss.scale)?;
+        training.sum.set(training.sum.get() + loss as f64);
+        Ok(())
+    }
+
+    /// Appends the new tokens to the caches, and attends.
+    fn decode<A: Element>(
+        &self,
+        run: &Run<'_>,
+        o: &mut [A],
+        q: &[A],
+        k: &[A],
+        v: &[A],
+        x: &[A],
+        q_resid: &[A],
+        caches: &mut [Cache<A>],
+    ) -> Result {
+        let (dims, options) = (self.dims(), self.options(run.precision));
+        let (k_width, v_width) = (dims.heads * dims.head_dim, dims.heads * dims.value_dim);
+        let topk = self.shape.index_topk;
+        let chooses =
+            |(cache, ends): (&Cache<A>, &[usize])| cache.k.len() / k_width + ends[1] - ends[0] > topk;
+        let scored = caches.iter().zip(run.cu_seqlens().windows(2)).any(chooses);
+        let new = self.indexer.forward(run, x, q_resid, scored)?;
+        let index = self.shape.index_dim;
+        for (cache, ends) in caches.iter_mut().zip(run.cu_seqlens().windows(2)) {
+            let rows = |width: usize| ends[0] * width..ends[1] * width;
+            cache.k.extend_from_slice(&k[rows(k_width)]);
+            cache.v.extend_from_slice(&v[rows(v_width)]);
+            cache.index.extend_from_slice(&new.k[rows(index)]);
+            let len = cache.k.len() / k_width;
+            let keys = match len > topk {
+                true => self.indexer.select_cached(run, &new, ends[0]..ends[1], &cache.index)?,
+                false => Vec::new(),
+            };
+            kernel::attention_decode(
+                &mut o[rows(v_width)],
+                &q[rows(k_width)],
+                &KernelCache { k: &cache.k, v: &cache.v, len },
+                None,
+                self.selected(&keys),
+                dims,
+                &options,
+                run.scratch,
+            )?;
+        }
+        Ok(())
+    }
+
+    fn dims(&self) -> kernel::Dims {
+        let Shape { heads, nope_dim, rope_dim, value_dim, .. } = self.shape;
+        kernel::Dims { heads, kv_heads: heads, head_dim: nope_dim + rope_dim, value_dim }
+    }
+
+    fn options(&self, precision: &Precision) -> kernel::Options {
+        kernel::Options {
+            scale: Some(self.shape.scale),
+            qk_product: precision.qk_product,
+            logits: precision.logits,
+            ..kernel::Options::default()
+        }
+    }
+
+    fn input<'a, A>(
+        &self,
+        run: &'a Run<'_>,
+        q: &'a [A],
+        k: &'a [A],
+        v: &'a [A],
+        selected: &'a [u32],
+    ) -> kernel::Input<'a, A> {
+        let selected = self.selected(selected);
+        kernel::Input { q, k, v, sinks: None, selected, cu_seqlens: run.cu_seqlens() }
+    }
+
+    fn selected<'a>(&self, keys: &'a [u32]) -> Option<Selected<'a>> {
+        (!keys.is_empty()).then_some(Selected { keys, topk: self.shape.index_topk })
+    }
+
+    fn query_heads(&self) -> Heads {
+        let Shape { heads, nope_dim, rope_dim, .. } = self.shape;
+        Heads { heads, width: nope_dim + rope_dim, offset: nope_dim }
+    }
+
+    fn shared_key(&self) -> Heads {
+        Heads { heads: 1, width: self.shape.rope_dim, offset: 0 }
+    }
+
+    /// c and k_rope apart.
+    fn split_low<A: Element>(&self, both: Vec<A>) -> (Vec<A>, Vec<A>) {
+        let Shape { kv_rank, rope_dim, .. } = self.shape;
+        let rows = both.chunks_exact(kv_rank + rope_dim);
+        let (low, rope): (Vec<&[A]>, Vec<&[A]>) = rows.map(|row| row.split_at(kv_rank)).unzip();
+        (low.concat(), rope.concat())
+    }
+
+    /// Their gradients beside each other: [tokens, kv_rank + rope].
+    fn join_low<A: Element>(&self, dkv_low: &[A], dk_rope: &[f32]) -> Result<Vec<A>> {
+        let Shape { kv_rank, rope_dim, .. } = self.shape;
+        let mut both = zeros(dkv_low.len() + dk_rope.len());
+        let parts = dkv_low.chunks_exact(kv_rank).zip(dk_rope.chunks_exact(rope_dim));
+        for (row, (low, rope)) in both.chunks_exact_mut(kv_rank + rope_dim).zip(parts) {
+            row[..kv_rank].copy_from_slice(low);
+            convert(&mut row[kv_rank..], rope)?;
+        }
+        Ok(both)
+    }
+
+    /// k [tokens, heads, nope + rope] and v [tokens, heads, vd] from kv [tokens, heads, nope + vd] and the shared k_rope.
+    fn expand<A: Element>(&self, kv: Vec<A>, k_rope: &[A]) -> (Vec<A>, Vec<A>) {
+        let Shape { heads, nope_dim, rope_dim, value_dim, .. } = self.shape;
+        let tokens = k_rope.len() / rope_dim;
+        let (qk, width) = (nope_dim + rope_dim, nope_dim + value_dim);
+        let (mut k, mut v) = (zeros(tokens * heads * qk), zeros(tokens * heads * value_dim));
+        let parts = k.chunks_exact_mut(qk).zip(v.chunks_exact_mut(value_dim)).zip(kv.chunks_exact(width));
+        for (i, ((k, v), kv)) in parts.enumerate() {
+            let token = i / heads;
+            k[..nope_dim].copy_from_slice(&kv[..nope_dim]);
+            k[nope_dim..].copy_from_slice(&k_rope[token * rope_dim..(token + 1) * rope_dim]);
+            v.copy_from_slice(&kv[nope_dim..]);
+        }
+        (k, v)
+    }
+
+    /// The gradients of kv and of k_rope, the latter summed over the heads.
+    fn gather<A: Element>(&self, dk: &[A], dv: &[A]) -> (Vec<A>, Vec<f32>) {
+        let Shape { heads, nope_dim, rope_dim, value_dim, .. } = self.shape;
+        let (qk, width) = (nope_dim + rope_dim, nope_dim + value_dim);
+        let rows = dk.len() / qk;
+        let (mut dkv, mut dk_rope) = (zeros(rows * width), vec![0.0; rows / heads * rope_dim]);
+        let parts = dkv.chunks_exact_mut(width).zip(dk.chunks_exact(qk)).zip(dv.chunks_exact(value_dim));
+        for (i, ((dkv, dk), dv)) in parts.enumerate() {
+            dkv[..nope_dim].copy_from_slice(&dk[..nope_dim]);
+            dkv[nope_dim..].copy_from_slice(dv);
+            let token = i / heads;
+            let sum = &mut dk_rope[token * rope_dim..(token + 1) * rope_dim];
+            for (sum, dk) in sum.iter_mut().zip(&dk[nope_dim..]) {
+                *sum += dk.to_f32();
+            }
+        }
+        (dkv, dk_rope)
+    }
+
+    /// The logits of every sequence [heads, tokens, tokens], for a probe that wants them: they exist nowhere else.
+    fn see_logits<A: Element>(&self, run: &Run<'_>, input: &kernel::Input<'_, A>) -> Result {
+        if run.wanted(self.layer, "self_attn.logits") {
+            let logits = kernel::attention_logits(input, self.dims(), &self.options(run.precision))?;
+            run.show("", Some(self.layer), "self_attn.logits", &logits, &[logits.len()]);
+        }
+        Ok(())
+    }
+
+    /// Bytes that forward keeps for these sequences; `stage` is that of the indexer's training, if there is one.
+    pub(crate) fn saved_bytes<A>(
+        &self,
+        cu_seqlens: &[usize],
+        keep: Keep,
+        precision: &Precision,
+        stage: Option<IndexerStage>,
+    ) -> usize {
+        if !keep.any() {
+            return 0;
+        }
+        let (tokens, dims, shape) = (cu_seqlens[cu_seqlens.len() - 1], self.dims(), &self.shape);
+        let low = shape.q_rank + shape.kv_rank;
+        let lows = if keep == Keep::Everything { 2 * low } else { low };
+        let elements = lows + 2 * dims.heads * (dims.head_dim + dims.value_dim);
+        let chooses = stage != Some(IndexerStage::Dense) && self.chooses(cu_seqlens);
+        let selected = if chooses { shape.index_topk } else { 0 };
+        let indexer = stage.map_or(0, |_| self.indexer.saved_bytes::<A>(tokens, keep));
+        tokens * (elements * size_of::<A>() + 4 * (2 + selected))
+            + kernel::saved_bytes(dims, &self.options(precision), tokens)
+            + indexer
+    }
+
+    pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {
+        let (dims, topk) = (self.dims(), Some(self.shape.index_topk));
+        let linears = [&self.q_a, &self.q_b, &self.kv_a, &self.kv_b, &self.out];
+        linears
+            .map(|linear| linear.scratch(tokens))
+            .into_iter()
+            .chain([
+                self.q_norm.scratch(tokens),
+                self.kv_norm.scratch(tokens),
+                kernel::forward_scratch::<A>(dims, topk),
+                kernel::backward_scratch::<A>(dims, topk),
+                self.indexer.scratch::<A>(tokens, dims),
+            ])
+            .max()
+            .unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests;
