@@ -20,6 +20,11 @@ pub fn measure(repetitions: usize, work: &mut Work) -> anyhow::Result<Measured> 
     let before = peak_bytes();
     work()?;
     let bytes = peak_bytes().saturating_sub(before);
+    Ok(Measured { seconds: median(repetitions, work)?, bytes })
+}
+
+/// The median time of `work`.
+pub fn median(repetitions: usize, mut work: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<f64> {
     let mut times = Vec::new();
     for _ in 0..repetitions.max(1) {
         let begin = Instant::now();
@@ -27,7 +32,7 @@ pub fn measure(repetitions: usize, work: &mut Work) -> anyhow::Result<Measured> 
         times.push(begin.elapsed().as_secs_f64());
     }
     times.sort_by(f64::total_cmp);
-    Ok(Measured { seconds: times[times.len() / 2], bytes })
+    Ok(times[times.len() / 2])
 }
 
 fn peak_bytes() -> u64 {

@@ -140,6 +140,7 @@ impl Model {
             batch,
             tables: &tables,
             scratch,
+            ties: self.ties(),
             probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
             indexer: None,
         };

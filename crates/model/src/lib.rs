@@ -22,6 +22,7 @@ pub mod probe;
 mod run;
 mod save;
 
+pub use ballast_kernels::indexer::Ties;
 pub use batch::Batch;
 pub use config::Config;
 pub use decode::{PREFILL_TOKENS, Session};

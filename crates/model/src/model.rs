@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 
 use ballast_kernels::elementwise::{accumulate, convert, scale};
 use ballast_kernels::embedding::{embedding_backward, embedding_forward};
+use ballast_kernels::indexer::Ties;
 use ballast_kernels::linear_cross_entropy::{
     self as loss_kernel, Loss, linear_cross_entropy, linear_cross_entropy_scratch, logits_len,
 };
@@ -46,6 +47,7 @@ pub struct Model {
     /// Their values.
     pub params: Params,
     precision: Precision,
+    ties: Ties,
     rotaries: Vec<Rotary>,
     embedding: Id<Weight>,
     own_inputs: Option<OwnInputs>,
@@ -162,6 +164,7 @@ impl Model {
             specs,
             params: Params::default(),
             precision,
+            ties: Ties::default(),
             rotaries,
             embedding,
             own_inputs,
@@ -189,6 +192,16 @@ impl Model {
             }
         }
         self.precision = precision;
+    }
+
+    /// Which of several equal indexer scores are taken.
+    pub fn ties(&self) -> Ties {
+        self.ties
+    }
+
+    /// Takes other ones of several equal indexer scores: to compare with another framework.
+    pub fn set_ties(&mut self, ties: Ties) {
+        self.ties = ties;
     }
 
     /// The protected tensors, in the order of [`Specs::protected`].
@@ -268,6 +281,7 @@ impl Model {
             batch,
             tables: &tables,
             scratch: &scratch,
+            ties: self.ties,
             probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
             indexer: indexer.map(|loss| IndexerTraining { loss, sum: Cell::new(0.0) }),
         };

@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 
+use ballast_kernels::indexer::Ties;
 use ballast_kernels::rotary::Table;
 use ballast_kernels::{Element, Precision as Rounding, Scratch};
 
@@ -21,6 +22,8 @@ pub(crate) struct Run<'a> {
     /// By the index that a layer has for its rotation.
     pub(crate) tables: &'a [Table],
     pub(crate) scratch: &'a Scratch,
+    /// Which of several equal indexer scores are taken.
+    pub(crate) ties: Ties,
     pub(crate) probe: Option<RefCell<&'a mut dyn Probe>>,
     /// Where the indexers are trained.
     pub(crate) indexer: Option<IndexerTraining>,

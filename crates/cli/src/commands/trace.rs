@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use ballast_checkpoint::layout::Form;
 use ballast_checkpoint::tensor_file::{Array, TensorFile, write_f32};
 use ballast_model::probe::Recorder;
-use ballast_model::{Batch, Error, LossOptions, Model, Precision, Probe, Recompute};
+use ballast_model::{Batch, Error, LossOptions, Model, Precision, Probe, Recompute, Ties};
 use clap::{Args, ValueEnum};
 use serde_json::json;
 
@@ -38,6 +38,10 @@ pub(crate) struct TraceArgs {
     /// The form of the experts' gradients [default: as in the checkpoint].
     #[arg(long)]
     experts: Option<Experts>,
+    /// Which of several equal scores DeepSeek's indexer takes. `torch`: those that torch.topk takes on a CPU, for comparisons
+    /// with transformers; everywhere else it is the earliest.
+    #[arg(long, default_value = "torch")]
+    topk_ties: TopkTies,
     /// Compare with the tensors of this file that have the same names.
     #[arg(long, value_name = "GOLDEN.safetensors")]
     expect: Option<PathBuf>,
@@ -57,13 +61,23 @@ enum Experts {
     Fused,
 }
 
+#[derive(Clone, Copy, ValueEnum)]
+enum TopkTies {
+    Torch,
+    Earliest,
+}
+
 /// The results by name.
 type Results = BTreeMap<String, Array<f32>>;
 
 pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
     let input = TensorFile::open(&args.ids)?;
     let expected = args.expect.as_ref().map(|path| TensorFile::open(path)).transpose()?;
-    let model = Model::load(&args.model, |config| Precision::preset(&args.precision, config))?;
+    let mut model = Model::load(&args.model, |config| Precision::preset(&args.precision, config))?;
+    model.set_ties(match args.topk_ties {
+        TopkTies::Torch => Ties::Torch,
+        TopkTies::Earliest => Ties::Earliest,
+    });
     let (batch, rows) = read_batch(&input)?;
     let longest = batch.cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
     if longest > model.config.max_positions {

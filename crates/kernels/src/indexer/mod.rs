@@ -4,7 +4,7 @@
 //! ```text
 //! x_hu     = q_h.k_u                      accumulated in f32, rounded to `logits`
 //! score_u  = sum_h w_h relu(x_hu d^-1/2)  in f32, heads in ascending order
-//! selected = the min(topk, t + 1) keys of the highest score, of equal scores the earliest
+//! selected = the min(topk, t + 1) keys of the highest score, of equal scores the earliest (see [`Ties`])
 //! ```
 //! w comes with its factor heads^-1/2. A sequence that is not longer than topk has all its keys selected, unscored.
 //!
@@ -31,11 +31,14 @@
 mod loss;
 pub mod reference;
 mod score;
+mod ties;
 
 #[cfg(test)]
 mod tests;
 
 pub use loss::{Grads, Target, attention_distribution, indexer_loss, loss_buffer, loss_scratch};
+pub use ties::Ties;
+
 pub use score::{indexer_scores, indexer_topk, indexer_topk_decode, topk_scratch};
 
 use crate::Precision;
@@ -64,6 +67,8 @@ pub struct Options {
     pub logits: Precision,
     /// Factor of the loss.
     pub loss_scale: f32,
+    /// Which of several equal scores are taken.
+    pub ties: Ties,
 }
 
 /// The inputs: `tokens` is the last entry of `cu_seqlens`.

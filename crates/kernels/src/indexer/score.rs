@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::ties::choose;
 use super::{Dims, Input, Options, block_tokens, check_dims, check_input};
 use crate::attention::UNUSED;
 use crate::attention::tile::{KEYS, Keys, Span, key_rows, key_rows_len, spans};
@@ -250,24 +251,12 @@ fn choose_all<T: Element>(
                 scorer.scores(scores, stride, at, input, keys, span, span.query + first, count);
             }
             for (i, row) in rows.chunks_exact_mut(topk).enumerate() {
-                let order = &mut order[..seen + i];
-                choose(order, &scores[i * stride..i * stride + seen + i], topk);
+                let order = &mut order[..span.offset + span.queries];
+                choose(order, &scores[i * stride..i * stride + seen + i], topk, options.ties);
                 write_keys(row, &order[..topk.min(seen + i)]);
             }
         });
     });
-}
-
-/// The front of `order` becomes the min(topk, len) keys of the highest score, ascending.
-fn choose(order: &mut [u32], scores: &[f32], topk: usize) {
-    order.iter_mut().zip(0..).for_each(|(slot, key)| *slot = key);
-    if topk < order.len() {
-        // A total order: no two keys are equal, so the set is determined.
-        order.select_nth_unstable_by(topk - 1, |a, b| {
-            scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b))
-        });
-        order[..topk].sort_unstable();
-    }
 }
 
 fn write_keys(row: &mut [u32], keys: &[u32]) {

@@ -134,7 +134,7 @@ fn compare(got: &Results, expected: &Results, limit: f64, what: &str) {
 
 const DIMS: Dims = Dims { heads: 4, dim: 8 };
 const ATTENTION: attention::Dims = attention::Dims { heads: 4, kv_heads: 2, head_dim: 6, value_dim: 3 };
-const LOSS: Options = Options { logits: Precision::F32, loss_scale: 3.0 };
+const LOSS: Options = Options { logits: Precision::F32, loss_scale: 3.0, ties: Ties::Earliest };
 
 #[test]
 fn scores_agree_with_the_plain_twin() {

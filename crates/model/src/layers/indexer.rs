@@ -264,7 +264,7 @@ impl Indexer {
     }
 
     fn options(&self, run: &Run<'_>, loss_scale: f32) -> kernel::Options {
-        kernel::Options { logits: run.precision.indexer_logits, loss_scale }
+        kernel::Options { logits: run.precision.indexer_logits, loss_scale, ties: run.ties }
     }
 
     fn heads(&self, heads: usize) -> Heads {

@@ -33,7 +33,7 @@ pub(super) fn run(args: IndexerArgs, global: &Global) -> anyhow::Result<Outcome>
     let Some(topk) = topk else {
         return Err(file.error("q", "metadata `topk` is not there; give --topk").into());
     };
-    let options = Options { logits: args.logits.into(), loss_scale: 0.0 };
+    let options = Options { logits: args.logits.into(), ..Options::default() };
     let cu_seqlens = sequences(&file, b, t)?;
     let solve = match args.common.storage {
         Storage::F32 => solve::<f32>,

@@ -22,7 +22,8 @@ fn load(name: &str) -> (Model, Batch, Vec<f32>) {
     let golden = TensorFile::open(&folder(name).join("golden.safetensors")).unwrap();
     let ids = golden.integers("input_ids").unwrap();
     let batch = Batch::rows(ids.values.iter().map(|id| *id as u32).collect(), ids.shape[1]).unwrap();
-    let model = Model::load(&folder(name), |_| Ok(Precision::f32())).unwrap();
+    let mut model = Model::load(&folder(name), |_| Ok(Precision::f32())).unwrap();
+    model.set_ties(ballast_kernels::indexer::Ties::Torch);
     (model, batch, golden.f32("logits").unwrap().values)
 }
 
@@ -138,6 +139,7 @@ impl Alone {
             batch: &batch,
             tables: &tables,
             scratch: &scratch,
+            ties: Default::default(),
             probe: None,
             indexer: stage.map(|stage| IndexerTraining {
                 loss: IndexerLoss { scale: 1.0, stage },

@@ -1,0 +1,131 @@
+//! Times whole models; prints one JSON line. The side-by-side run is bench/peers/models.py.
+//!
+//! ```text
+//! cargo run --release -p ballast-bench --bin bench-model -- step MODEL --tokens 1024 --precision bf16
+//! cargo run --release -p ballast-bench --bin bench-model -- decode MODEL --tokens 64
+//! ```
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use ballast_bench::measure::median;
+use ballast_model::{Batch, LossOptions, Model, Plan, Precision, Recompute, memory};
+use clap::{Parser, Subcommand, ValueEnum};
+use rayon::prelude::*;
+
+#[derive(Parser)]
+struct Args {
+    #[command(subcommand)]
+    case: Case,
+    /// Threads to use.
+    #[arg(long, default_value_t = 2, global = true)]
+    threads: usize,
+    /// Runs that count.
+    #[arg(long, default_value_t = 5, global = true)]
+    repetitions: usize,
+    /// f32, bf16, ...
+    #[arg(long, default_value = "f32", global = true)]
+    precision: String,
+}
+
+#[derive(Subcommand)]
+enum Case {
+    /// Loss and all gradients of one sequence.
+    Step {
+        model: PathBuf,
+        #[arg(long, default_value_t = 1024)]
+        tokens: usize,
+        #[arg(long, default_value = "none")]
+        recompute: Made,
+    },
+    /// Tokens one after another, and the memory bandwidth that this reaches.
+    Decode {
+        model: PathBuf,
+        #[arg(long, default_value_t = 64)]
+        tokens: usize,
+    },
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Made {
+    None,
+    Selective,
+    Full,
+}
+
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    rayon::ThreadPoolBuilder::new().num_threads(args.threads).build_global()?;
+    let before = memory::peak().unwrap_or(0);
+    let load = |path: &PathBuf| Model::load(path, |config| Precision::preset(&args.precision, config));
+    let report = match &args.case {
+        Case::Step { model, tokens, recompute } => {
+            let model = load(model)?;
+            let recompute = match recompute {
+                Made::None => Recompute::None,
+                Made::Selective => Recompute::Selective,
+                Made::Full => Recompute::Full,
+            };
+            let ids = (0..*tokens).map(|t| (t * 7919 % model.config.vocabulary) as u32).collect();
+            let batch = Batch::packed(ids, vec![0, *tokens])?;
+            let mut grads = model.grads();
+            let options = LossOptions::default();
+            let mut loss = 0.0;
+            let seconds = median(args.repetitions, || {
+                grads.clear();
+                loss = model.backward(&mut grads, &batch, &options, recompute, None)?.language.sum;
+                Ok(())
+            })?;
+            let plan = Plan::new(&model.config, model.precision(), &batch.cu_seqlens, recompute)?;
+            serde_json::json!({
+                "seconds": seconds,
+                "loss": loss / batch.counted() as f64,
+                "memory": memory::peak().unwrap_or(0) - before,
+                "plan": plan,
+                "planned": plan.total(),
+            })
+        }
+        Case::Decode { model, tokens } => {
+            let model = load(model)?;
+            let mut session = model.session(1);
+            let mut logits = session.advance(&[&[1, 2, 3]])?;
+            let bandwidth = bandwidth(args.threads);
+            let mut times = Vec::new();
+            for _ in 0..args.repetitions {
+                let begin = Instant::now();
+                for _ in 0..*tokens {
+                    let best = (0..logits[0].len()).max_by(|a, b| logits[0][*a].total_cmp(&logits[0][*b]));
+                    logits = session.advance(&[&[best.unwrap_or(0) as u32]])?;
+                }
+                times.push(begin.elapsed().as_secs_f64() / *tokens as f64);
+            }
+            times.sort_by(f64::total_cmp);
+            let seconds = times[times.len() / 2];
+            // A tied embedding is read once, as the head; of an untied one, one row.
+            let bytes = model.params.bytes();
+            let limit = bytes as f64 / bandwidth;
+            serde_json::json!({
+                "seconds": seconds, "tokens_per_second": 1.0 / seconds, "bytes": bytes, "bandwidth": bandwidth,
+                "limit_seconds": limit, "share_of_limit": limit / seconds,
+            })
+        }
+    };
+    println!("{report}");
+    Ok(())
+}
+
+/// Bytes per second that all threads read together, from memory that no cache holds.
+fn bandwidth(threads: usize) -> f64 {
+    let words = vec![1u64; (512 << 20) / 8];
+    let mut best = f64::MAX;
+    for _ in 0..5 {
+        let begin = Instant::now();
+        let sum: u64 = words
+            .par_chunks(words.len() / (threads * 16))
+            .map(|part| part.iter().fold(0u64, |a, b| a.wrapping_add(*b)))
+            .reduce(|| 0, u64::wrapping_add);
+        assert!(sum >= words.len() as u64);
+        best = best.min(begin.elapsed().as_secs_f64());
+    }
+    (words.len() * 8) as f64 / best
+}
