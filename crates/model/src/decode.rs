@@ -103,10 +103,12 @@ impl Session<'_> {
                 *position += *before as u32;
             }
         }
-        let logits = match &mut self.states {
-            Stored::F32(states) => self.model.advance(states, &batch, all, &self.scratch, probe)?,
-            Stored::Bf16(states) => self.model.advance(states, &batch, all, &self.scratch, probe)?,
-        };
+        let (model, scratch) = (self.model, &self.scratch);
+        // On a thread of the pool: from outside, every kernel's call would wake one and wait for it.
+        let logits = rayon::scope(|_| match &mut self.states {
+            Stored::F32(states) => model.advance(states, &batch, all, scratch, probe),
+            Stored::Bf16(states) => model.advance(states, &batch, all, scratch, probe),
+        })?;
         for (length, tokens) in self.lengths.iter_mut().zip(tokens) {
             *length += tokens.len();
         }

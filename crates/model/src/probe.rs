@@ -5,7 +5,7 @@
 //! which they come to be. Without one, no name is made and no tensor is touched.
 
 /// Something that looks.
-pub trait Probe {
+pub trait Probe: Send {
     /// Whether the site is worth making a copy of; attention logits exist only if somebody wants them.
     fn wants(&self, site: &str) -> bool;
 

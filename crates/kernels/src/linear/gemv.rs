@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::Dims;
 use crate::shared::Shared;
-use crate::simd::{fma, simd_fn};
+use crate::simd::{fma, prefetch, simd_fn};
 use crate::{Element, Scratch};
 
 /// Tokens up to which [`super::linear_forward`] reads the weight directly.
@@ -12,6 +12,9 @@ pub const GEMV_TOKENS: usize = 8;
 
 /// Rows of the weight that one task takes.
 const ROWS: usize = 32;
+
+/// Rows between the one that is multiplied and the one that is asked for.
+const AHEAD: usize = 2;
 
 /// Lanes of a sum: enough of them to hide the latency of an addition.
 const LANES: usize = 32;
@@ -31,14 +34,16 @@ pub(super) fn gemv<Y: Element, X: Element, W: Element>(
         X::load(wide, x);
         w.par_chunks(ROWS * inputs).enumerate().for_each(|(task, w)| {
             let mut sums = [[0f32; ROWS]; GEMV_TOKENS];
-            for (i, w) in w.chunks(inputs).enumerate() {
+            for (i, row) in w.chunks(inputs).enumerate() {
+                // Memory answers late: what comes is asked for two rows ahead.
+                prefetch(w.get((i + AHEAD) * inputs..(i + AHEAD + 1) * inputs).unwrap_or_default());
                 for (sums, x) in sums.chunks_mut(2).zip(wide.chunks(2 * inputs)) {
                     let (x0, x1) = x.split_at(inputs);
                     // A row is in the nearest cache when the next two tokens come.
                     if x1.is_empty() {
-                        sums[0][i] = dot_one(w, x0);
+                        sums[0][i] = dot_one(row, x0);
                     } else {
-                        [sums[0][i], sums[1][i]] = dot_two(w, x0, x1);
+                        [sums[0][i], sums[1][i]] = dot_two(row, x0, x1);
                     }
                 }
             }
