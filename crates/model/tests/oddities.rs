@@ -11,6 +11,9 @@ use ballast_model::{Model, Precision};
 use common::{batch, error, golden, with_config};
 use serde_json::{Value, json};
 
+/// A model, what is said or expected of it, and a change of its config.json.
+type Case = (&'static str, &'static str, fn(&mut Value));
+
 /// How far the logits are from transformers' when config.json is changed.
 fn distance(name: &str, change: impl FnOnce(&mut Value)) -> f64 {
     let folder = with_config(name, change);
@@ -26,7 +29,7 @@ fn refusal(name: &str, change: impl FnOnce(&mut Value)) -> String {
 
 #[test]
 fn settings_that_change_the_logits() {
-    let cases: [(&str, &str, fn(&mut Value)); 16] = [
+    let cases: [Case; 16] = [
         ("gemma2", "attention soft cap", |c| c["attn_logit_softcapping"] = json!(0.5)),
         ("gemma2", "final soft cap", |c| c["final_logit_softcapping"] = Value::Null),
         ("gemma2", "query scale", |c| c["query_pre_attn_scalar"] = json!(64)),
@@ -61,7 +64,7 @@ fn settings_that_change_the_logits() {
 
 #[test]
 fn structure_that_the_tensors_show() {
-    let cases: [(&str, &str, fn(&mut Value)); 7] = [
+    let cases: [Case; 7] = [
         ("gemma4_dense", "layers.5.self_attn.v_proj.weight", |c| c["attention_k_eq_v"] = json!(false)),
         ("gemma4_dense", "layers.5.self_attn.q_proj.weight", |c| c["per_layer_config"] = json!({})),
         ("gemma4_ple", "layers.9.self_attn.k_proj.weight", |c| c["num_kv_shared_layers"] = json!(0)),
@@ -113,7 +116,7 @@ fn tensors_that_nothing_else_shows() {
 
 #[test]
 fn impossible_settings_are_refused_by_name() {
-    let cases: [(&str, &str, fn(&mut Value)); 9] = [
+    let cases: [Case; 9] = [
         ("qwen3_5", "`num_key_value_heads` is 3", |c| c["num_key_value_heads"] = json!(3)),
         ("qwen3_5", "`linear_conv_kernel_dim` is 9", |c| c["linear_conv_kernel_dim"] = json!(9)),
         ("qwen3_5", "`hidden_act` is \"relu\"", |c| c["hidden_act"] = json!("relu")),
