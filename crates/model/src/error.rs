@@ -31,6 +31,17 @@ pub enum Error {
         /// All that is missing, extra or misshapen.
         problems: Mismatch,
     },
+    /// A tokenizer, template, conversation or settings file that cannot be used.
+    #[error("{}: {problem}", file.display())]
+    Text {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A NaN or an infinity where none may be.
+    #[error("not finite: {0}")]
+    NotFinite(String),
     /// Ids, lengths or settings that do not fit the model.
     #[error("{0}")]
     Input(String),

@@ -20,6 +20,7 @@ pub mod precision;
 pub mod probe;
 mod run;
 mod save;
+pub mod text;
 
 pub use batch::Batch;
 pub use config::Config;
