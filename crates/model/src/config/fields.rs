@@ -6,6 +6,9 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 
+/// Far beyond every model; a file that says more is broken, and would only fill the memory.
+const MAX_LAYERS: usize = 10_000;
+
 /// An object of config.json and where it stands.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a> {
@@ -63,6 +66,16 @@ impl<'a> Fields<'a> {
         match self.whole(field)? {
             Some(0) => Err(self.error(field, "is 0")),
             found => Ok(found.unwrap_or(default)),
+        }
+    }
+
+    /// The number of layers.
+    pub(super) fn layers(&self, default: usize) -> Result<usize> {
+        match self.count("num_hidden_layers", default)? {
+            n if n > MAX_LAYERS => {
+                Err(self.error("num_hidden_layers", format!("is {n}; at most {MAX_LAYERS} can be used")))
+            }
+            n => Ok(n),
         }
     }
 

@@ -1,10 +1,11 @@
-//! Text in, text out: tokenizer, chat template, choice of the next token, generation.
+//! Text in, text out: tokenizer, chat template, choice of the next token, generation, perplexity.
 //!
 //! Everything comes from files beside the weights: `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`,
 //! `chat_template.jinja`. Only the first must be there.
 
 pub mod chat;
 mod generate;
+pub mod perplexity;
 mod python;
 mod sample;
 mod settings;
