@@ -43,7 +43,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
     /// Divides the scores; 0 takes the likeliest token [default: the file's, else 1 when drawing].
-    #[arg(long, value_name = "T", value_parser = temperature)]
+    #[arg(long, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
     temperature: Option<f64>,
     /// Only the K likeliest tokens; 0 for all.
     #[arg(long, value_name = "K")]
