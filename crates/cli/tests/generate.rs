@@ -289,3 +289,31 @@ fn a_reader_that_leaves_ends_the_text() {
     drop(child.stdout.take());
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }
+
+/// `script` gives the command a terminal; without it there is none to test with.
+#[test]
+fn a_chat_on_a_terminal_answers_lines_and_reads_only_what_is_new() {
+    let scratch = Scratch::with_text_model();
+    let command = format!("{} generate src --temperature 0 --max-tokens 8", env!("CARGO_BIN_EXE_ballast"));
+    let mut script = Command::new("script");
+    script.args(["-qec", &command, "/dev/null"]).current_dir(scratch.path(""));
+    let Ok(mut child) = script.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()
+    else {
+        return;
+    };
+    child.stdin.take().unwrap().write_all(b"the sea\nand then\n\x04").unwrap();
+    let output = child.wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    let first = "<|im_start|>user\nthe sea<|im_end|>\n<|im_start|>assistant\n";
+    let flags = ["--temperature", "0", "--max-tokens", "8", "--json"];
+    let report = generate(&scratch, first, &flags).exits(0).json();
+    let answer = report["text"].as_str().unwrap();
+    let then = "<|im_end|>\n<|im_start|>user\nand then<|im_end|>\n<|im_start|>assistant\n";
+    let second = generate(&scratch, &format!("{first}{answer}{then}"), &flags).exits(0).json();
+    assert!(text.contains(answer) && text.contains(second["text"].as_str().unwrap()), "{text}");
+    // The last token of the first answer was shown and not read yet.
+    let known = report["prompt_tokens"].as_u64().unwrap() + 7;
+    let new = second["prompt_tokens"].as_u64().unwrap() - known;
+    assert!(text.contains(&format!("prompt: {new} tokens")), "{new} new tokens, and\n{text}");
+}
