@@ -10,13 +10,13 @@ pub const IGNORED: i64 = -100;
 /// Sequences laid end to end. A padded batch is one too: padding is left out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// [tokens]
+    /// \[tokens\]
     pub ids: Vec<u32>,
-    /// [tokens]: the token that each should predict, or [`IGNORED`]
+    /// \[tokens\]: the token that each should predict, or [`IGNORED`]
     pub targets: Vec<i64>,
     /// Where sequences begin and end: starts with 0.
     pub cu_seqlens: Vec<usize>,
-    /// [tokens]: the place of each token in its sequence
+    /// \[tokens\]: the place of each token in its sequence
     pub positions: Vec<u32>,
 }
 
