@@ -79,11 +79,12 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// A number that f32 can hold.
     pub(super) fn number(&self, field: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(field) else { return Ok(None) };
         match value.as_f64() {
-            Some(x) if x.is_finite() => Ok(Some(x)),
-            _ => Err(self.error(field, format!("is {value}, not a number"))),
+            Some(x) if (x as f32).is_finite() => Ok(Some(x)),
+            _ => Err(self.error(field, format!("is {value}, not a number that f32 can hold"))),
         }
     }
 
