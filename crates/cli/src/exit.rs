@@ -16,13 +16,28 @@ pub(crate) enum Outcome {
     Ok,
     /// The command did its work, and what it checked does not hold.
     CheckFailed,
+    /// The user asked to stop, and what was done until then has been reported.
+    Interrupted,
 }
+
+/// What was typed cannot be done.
+#[derive(Debug)]
+pub(crate) struct Usage(pub(crate) String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
 
 /// The exit code of a command; an error is printed on the way.
 pub(crate) fn code(result: anyhow::Result<Outcome>, json: bool) -> ExitCode {
     let error = match result {
         Ok(Outcome::Ok) => return ExitCode::SUCCESS,
         Ok(Outcome::CheckFailed) => return ExitCode::from(1),
+        Ok(Outcome::Interrupted) => return ExitCode::from(130),
         Err(error) => error,
     };
     let code = code_of(&error);
@@ -33,31 +48,34 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, json: bool) -> ExitCode {
         );
     }
     let message = format!("{error:#}");
-    // The parser of policy files shows the line concerned below its message, and tensors that do not fit are listed; all
-    // others are one line.
+    // The parser of policy files shows the line concerned below its message, and tensors that do not fit a model are
+    // listed; all others are one line.
+    let lists = |error: &ModelError| matches!(error, ModelError::Tensors { .. });
     let lines = error.downcast_ref::<PolicyError>().is_some()
-        || matches!(error.downcast_ref(), Some(ModelError::Tensors { .. }));
+        || error.downcast_ref::<ModelError>().is_some_and(lists);
     eprintln!("ballast: {}", if lines { output::clean_lines(&message) } else { output::clean(&message) });
     ExitCode::from(code)
 }
 
 fn code_of(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<Error>() {
-        return code_of_checkpoint(error);
+        return code_of_kind(error.kind());
     }
     if let Some(error) = error.downcast_ref::<ModelError>() {
         return match error {
-            ModelError::Checkpoint(error) => code_of_checkpoint(error),
+            ModelError::Checkpoint(error) => code_of_kind(error.kind()),
             ModelError::Precision(_) => 2,
             ModelError::Memory { .. } => 4,
+            ModelError::NotFinite(_) => 5,
             _ => 3,
         };
     }
-    if error.downcast_ref::<PolicyError>().is_some() { 2 } else { 3 }
+    let usage = error.downcast_ref::<PolicyError>().is_some() || error.downcast_ref::<Usage>().is_some();
+    if usage { 2 } else { 3 }
 }
 
-fn code_of_checkpoint(error: &Error) -> u8 {
-    match error.kind() {
+fn code_of_kind(kind: ErrorKind) -> u8 {
+    match kind {
         ErrorKind::Check => 1,
         ErrorKind::Usage => 2,
         ErrorKind::Input => 3,

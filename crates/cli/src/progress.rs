@@ -12,14 +12,25 @@ use crate::output;
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
+/// Nothing is under way that would have to be cleaned up.
+static IDLE: AtomicBool = AtomicBool::new(false);
+
 /// Work that is done sooner than this shows nothing.
 const PATIENCE: Duration = Duration::from_millis(300);
 
 /// Between two plain lines.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 
+/// What a phase counts.
+#[derive(Clone, Copy, PartialEq)]
+enum Unit {
+    Bytes,
+    Tokens,
+}
+
 struct Phase {
     name: &'static str,
+    unit: Unit,
     total: u64,
     begun: Instant,
     last_line: Instant,
@@ -39,14 +50,37 @@ impl Progress {
     pub(crate) fn new(quiet: bool) -> Progress {
         // Fails only when a handler is set already, which is this one.
         let _ = ctrlc::set_handler(|| {
-            if INTERRUPTED.swap(true, Ordering::SeqCst) {
+            if INTERRUPTED.swap(true, Ordering::SeqCst) || IDLE.load(Ordering::SeqCst) {
                 std::process::exit(130);
             }
         });
         Progress { quiet, done: AtomicU64::new(0), phase: Mutex::new(None) }
     }
 
-    fn finish(&self) {
+    /// Begins a phase that counts tokens.
+    pub(crate) fn tokens(&self, name: &'static str, total: u64) {
+        self.begin(name, total, Unit::Tokens);
+    }
+
+    /// Whether a signal may end the process at once: while it waits for input, say.
+    pub(crate) fn set_idle(&self, idle: bool) {
+        IDLE.store(idle, Ordering::SeqCst);
+    }
+
+    fn begin(&self, name: &'static str, total: u64, unit: Unit) {
+        self.finish();
+        self.done.store(0, Ordering::Relaxed);
+        if self.quiet {
+            return;
+        }
+        let now = Instant::now();
+        if let Ok(mut phase) = self.phase.lock() {
+            *phase = Some(Phase { name, unit, total, begun: now, last_line: now, bar: None });
+        }
+    }
+
+    /// Ends the phase: its bar goes.
+    pub(crate) fn finish(&self) {
         if let Ok(mut phase) = self.phase.lock()
             && let Some(Phase { bar: Some(bar), .. }) = phase.take()
         {
@@ -55,27 +89,22 @@ impl Progress {
     }
 }
 
-fn bar(name: &'static str, total: u64, begun: Instant) -> ProgressBar {
-    let template = "{msg:10} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta}";
+fn bar(name: &'static str, unit: Unit, total: u64, begun: Instant) -> ProgressBar {
+    let template = match unit {
+        Unit::Bytes => "{msg:10} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta}",
+        Unit::Tokens => "{msg:10} {wide_bar} {human_pos}/{human_len} tokens {per_sec} ETA {eta}",
+    };
     let style = ProgressStyle::with_template(template).expect("a constant");
     ProgressBar::new(total).with_style(style).with_message(name).with_elapsed(begun.elapsed())
 }
 
 impl Observer for Progress {
     fn phase(&self, name: &'static str, total: u64) {
-        self.finish();
-        self.done.store(0, Ordering::Relaxed);
-        if self.quiet {
-            return;
-        }
-        let now = Instant::now();
-        if let Ok(mut phase) = self.phase.lock() {
-            *phase = Some(Phase { name, total, begun: now, last_line: now, bar: None });
-        }
+        self.begin(name, total, Unit::Bytes);
     }
 
-    fn advance(&self, bytes: u64) {
-        let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+    fn advance(&self, count: u64) {
+        let done = self.done.fetch_add(count, Ordering::Relaxed) + count;
         // A busy lock means that somebody else is drawing: nothing is lost.
         let Ok(mut phase) = self.phase.try_lock() else { return };
         let Some(phase) = phase.as_mut() else { return };
@@ -83,14 +112,21 @@ impl Observer for Progress {
             return;
         }
         if std::io::stderr().is_terminal() {
-            phase.bar.get_or_insert_with(|| bar(phase.name, phase.total, phase.begun)).set_position(done);
+            phase
+                .bar
+                .get_or_insert_with(|| bar(phase.name, phase.unit, phase.total, phase.begun))
+                .set_position(done);
         } else if phase.last_line.elapsed() >= PLAIN_INTERVAL {
             phase.last_line = Instant::now();
             let seconds = phase.begun.elapsed().as_secs_f64();
             let rate = done as f64 / seconds;
             let eta = phase.total.saturating_sub(done) as f64 / rate.max(1.0);
             let percent = 100 * done / phase.total.max(1);
-            eprintln!("{}: {percent} %, {}/s, ETA {eta:.0} s", phase.name, output::bytes(rate as u64));
+            let rate = match phase.unit {
+                Unit::Bytes => output::bytes(rate as u64),
+                Unit::Tokens => format!("{} tokens", output::count(rate as u64)),
+            };
+            eprintln!("{}: {percent} %, {rate}/s, ETA {eta:.0} s", phase.name);
         }
     }
 

@@ -34,6 +34,17 @@ pub enum Error {
     /// A precision that does not exist.
     #[error("no precision is called {0:?}; known: {known}", known = crate::precision::PRESETS.map(|(name, _)| name).join(", "))]
     Precision(String),
+    /// A tokenizer, template, conversation or settings file that cannot be used.
+    #[error("{}: {problem}", file.display())]
+    Text {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A NaN or an infinity where none may be.
+    #[error("not finite: {0}")]
+    NotFinite(String),
     /// Ids, lengths or settings that do not fit the model.
     #[error("{0}")]
     Input(String),

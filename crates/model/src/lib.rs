@@ -21,6 +21,7 @@ pub mod precision;
 pub mod probe;
 mod run;
 mod save;
+pub mod text;
 
 pub use ballast_kernels::indexer::Ties;
 pub use batch::Batch;

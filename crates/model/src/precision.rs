@@ -18,7 +18,8 @@
 //! `policy` says which of the contract's tensors keep their f32 values; the others of them are rounded to bf16 when
 //! `params` is bf16. They stay in f32 storage: a protected tensor has no other type.
 
-use ballast_contract::{Policy, Registry};
+use ballast_checkpoint::Checkpoint;
+use ballast_contract::{Dtype, Policy, Registry};
 use ballast_kernels::Precision as Rounding;
 use serde::Serialize;
 
@@ -145,6 +146,18 @@ impl Precision {
             _ => return Err(Error::Precision(name.into())),
         };
         Ok(Precision { name: name.into(), ..precision })
+    }
+
+    /// The name of the preset that suits a checkpoint: `bf16` where most of its values are stored in 16 bits, else `f32`.
+    pub fn name_for(checkpoint: &Checkpoint) -> &'static str {
+        let (mut short, mut all) = (0, 0);
+        for tensor in &checkpoint.tensors {
+            all += tensor.elements();
+            if matches!(tensor.dtype, Dtype::Bf16 | Dtype::F16) {
+                short += tensor.elements();
+            }
+        }
+        if 2 * short > all { "bf16" } else { "f32" }
     }
 
     /// The policy itself.

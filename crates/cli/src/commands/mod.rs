@@ -4,7 +4,10 @@ mod audit;
 mod convert;
 mod demo;
 mod diff;
+mod eval;
+mod generate;
 mod inspect;
+mod model;
 mod oracle;
 mod repair;
 mod trace;
@@ -22,9 +25,9 @@ use crate::exit::Outcome;
 use crate::progress::Progress;
 
 /// Keeps the critical tensors of hybrid Gated-DeltaNet models in f32: inspect, audit, convert, diff and
-/// repair checkpoints.
+/// repair checkpoints; generate text with them and measure their perplexity.
 ///
-/// Exit codes: 0 ok, 1 a check failed, 2 usage, 3 bad or missing input, 4 does not fit, 130 interrupted.
+/// Exit codes: 0 ok, 1 a check failed, 2 usage, 3 bad or missing input, 4 does not fit, 5 not finite, 130 interrupted.
 #[derive(Parser)]
 #[command(name = "ballast", version, max_term_width = 100)]
 pub(crate) struct Cli {
@@ -61,6 +64,10 @@ enum Command {
     Diff(diff::DiffArgs),
     /// Put the f32 bits of rounded protected tensors back from the original.
     Repair(repair::RepairArgs),
+    /// Write a text: continue a prompt, answer a conversation, or chat.
+    Generate(generate::GenerateArgs),
+    /// Perplexity of a model on a text, with its standard error.
+    Eval(eval::EvalArgs),
     /// Run a kernel on given inputs, and compare with expected results.
     Oracle(oracle::OracleArgs),
     /// Run a model on given tokens: logits, loss, gradients and inner tensors, compared with another framework's.
@@ -87,6 +94,8 @@ impl Cli {
             Command::Convert(args) => convert::run(args, global),
             Command::Diff(args) => diff::run(args, global),
             Command::Repair(args) => repair::run(args, global),
+            Command::Generate(args) => generate::run(args, global),
+            Command::Eval(args) => eval::run(args, global),
             Command::Oracle(args) => oracle::run(args, global),
             Command::Trace(args) => trace::run(args, global),
         }

@@ -53,6 +53,12 @@ impl Run {
     }
 }
 
+/// What transformers says about the small model's texts: fixtures/text/`name`.
+pub(crate) fn text_golden(name: &str) -> serde_json::Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/text").join(name);
+    serde_json::from_slice(&fs::read(path).expect("a fixture")).expect("JSON")
+}
+
 /// The binary with these arguments.
 pub(crate) fn ballast<S: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ballast"));
@@ -84,6 +90,21 @@ impl Scratch {
     pub(crate) fn with_model(file: &[u8]) -> Scratch {
         let scratch = Scratch::new();
         scratch.put("src/model.safetensors", file);
+        scratch
+    }
+
+    /// With a small model that has a tokenizer as `src`: weights of fixtures/models, the other files of fixtures/text.
+    pub(crate) fn with_text_model() -> Scratch {
+        let scratch = Scratch::new();
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures");
+        for (folder, names) in [
+            ("models/qwen3_5", &["config.json", "model.safetensors"][..]),
+            ("text/qwen3_5", &["tokenizer.json", "tokenizer_config.json", "generation_config.json"]),
+        ] {
+            for name in names {
+                fs::copy(fixtures.join(folder).join(name), scratch.src().join(name)).expect("a fixture");
+            }
+        }
         scratch
     }
 

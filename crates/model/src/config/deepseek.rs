@@ -14,7 +14,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<Config> {
     fields.one_of("hidden_act", &["silu"])?;
     fields.one_of("scoring_func", &["sigmoid"])?;
     fields.one_of("topk_method", &["noaux_tc"])?;
-    let layers = fields.count("num_hidden_layers", 61)?;
+    let layers = fields.layers(61)?;
     let hidden = fields.count("hidden_size", 7168)?;
     let max_positions = fields.count("max_position_embeddings", 163840)?;
     let rope_dim = fields.count("qk_rope_head_dim", 64)?;

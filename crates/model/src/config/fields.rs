@@ -6,6 +6,9 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 
+/// Far beyond every model; a file that says more is broken, and would only fill the memory.
+const MAX_LAYERS: usize = 10_000;
+
 /// An object of config.json and where it stands.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a> {
@@ -66,11 +69,22 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// The number of layers.
+    pub(super) fn layers(&self, default: usize) -> Result<usize> {
+        match self.count("num_hidden_layers", default)? {
+            n if n > MAX_LAYERS => {
+                Err(self.error("num_hidden_layers", format!("is {n}; at most {MAX_LAYERS} can be used")))
+            }
+            n => Ok(n),
+        }
+    }
+
+    /// A number that f32 can hold.
     pub(super) fn number(&self, field: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(field) else { return Ok(None) };
         match value.as_f64() {
-            Some(x) if x.is_finite() => Ok(Some(x)),
-            _ => Err(self.error(field, format!("is {value}, not a number"))),
+            Some(x) if (x as f32).is_finite() => Ok(Some(x)),
+            _ => Err(self.error(field, format!("is {value}, not a number that f32 can hold"))),
         }
     }
 

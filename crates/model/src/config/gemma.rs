@@ -27,7 +27,7 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
             fields.error("use_bidirectional_attention", "is \"all\": only causal models are supported")
         );
     }
-    let layers = fields.count("num_hidden_layers", if generation == 4 { 30 } else { 26 })?;
+    let layers = fields.layers(if generation == 4 { 30 } else { 26 })?;
     let hidden = fields.count("hidden_size", 2304)?;
     let types = layer_types(fields, generation, layers)?;
     let shared = fields.whole("num_kv_shared_layers")?.unwrap_or(0);

@@ -20,7 +20,7 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
     let (experts, per_token) = if next { (512, 10) } else { (256, 8) };
     fields.one_of("hidden_act", &["silu"])?;
     let hidden = fields.count("hidden_size", hidden)?;
-    let layers = fields.count("num_hidden_layers", layers)?;
+    let layers = fields.layers(layers)?;
     let max_positions = fields.count("max_position_embeddings", 32768)?;
     let head_dim = fields.count("head_dim", 256)?;
     let defaults = rope::Default { theta: 10000.0, partial: 0.25, proportional: false, max_positions };

@@ -1,0 +1,375 @@
+//! `ballast generate`
+
+use std::io::{BufRead, IsTerminal, Read, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use ballast_checkpoint::jobs::Observer;
+use ballast_model::text::{
+    ChatTemplate, Conversation, Generation, GenerationSettings, Sampler, Sampling, Tokenizer, folder_of,
+};
+use ballast_model::{Error, Model, memory};
+use clap::Args;
+use serde::Serialize;
+
+use super::Global;
+use super::model::{PrecisionArg, load, peak, rate};
+use crate::exit::{Outcome, Usage};
+use crate::output::{self, clean_lines, plural};
+use crate::progress::Progress;
+
+/// Write a text: continue a prompt, answer a conversation, or chat.
+///
+/// Without a prompt, on a terminal: a chat, line by line, until Ctrl-D.
+///
+/// What generation_config.json says (do_sample, temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens,
+/// eos_token_id) is the default for the options here. Tokens are drawn at random if --temperature is above 0; without
+/// it, if --top-k, --top-p, --min-p or --seed is given or the file has do_sample; else the likeliest is taken.
+#[derive(Args)]
+pub(crate) struct GenerateArgs {
+    /// A model: a folder, an index or a safetensors file, with tokenizer.json beside it.
+    model: PathBuf,
+    /// Read the prompt from standard input (without a line break at its end).
+    #[arg(value_name = "-", value_parser = ["-"], conflicts_with_all = ["prompt", "chat"])]
+    input: Option<String>,
+    /// The text to continue, as it is.
+    #[arg(long, value_name = "TEXT", conflicts_with = "chat", allow_hyphen_values = true)]
+    prompt: Option<String>,
+    /// A conversation to answer: JSON messages [{"role", "content"}, ...], {"messages", "tools"}, or one message per line.
+    #[arg(long, value_name = "FILE")]
+    chat: Option<PathBuf>,
+    /// Tokens to write at most [default: max_new_tokens of the file, else 256].
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<usize>,
+    /// Divides the scores; 0 takes the likeliest token [default: the file's, else 1 when drawing].
+    #[arg(long, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
+    temperature: Option<f64>,
+    /// Only the K likeliest tokens; 0 for all.
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Only the likeliest tokens that together have this probability.
+    #[arg(long, value_name = "P", value_parser = top_p)]
+    top_p: Option<f64>,
+    /// Only tokens with at least this part of the likeliest one's probability.
+    #[arg(long, value_name = "P", value_parser = min_p)]
+    min_p: Option<f64>,
+    /// Makes tokens less likely that occurred already; 1 for none.
+    #[arg(long, value_name = "R", value_parser = penalty)]
+    repetition_penalty: Option<f64>,
+    /// Of the random numbers: the same seed gives the same text [default: 0].
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    #[command(flatten)]
+    precision: PrecisionArg,
+}
+
+fn number(text: &str, expected: &str, holds: fn(f64) -> bool) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x: &f64| x.is_finite() && holds(*x))
+        .ok_or_else(|| format!("expected {expected}"))
+}
+
+fn temperature(text: &str) -> Result<f64, String> {
+    number(text, "a number from 0", |x| x >= 0.0)
+}
+
+fn top_p(text: &str) -> Result<f64, String> {
+    number(text, "a number above 0, up to 1", |x| x > 0.0 && x <= 1.0)
+}
+
+fn min_p(text: &str) -> Result<f64, String> {
+    number(text, "a number from 0 to 1", |x| (0.0..=1.0).contains(&x))
+}
+
+fn penalty(text: &str) -> Result<f64, String> {
+    number(text, "a number above 0", |x| x > 0.0)
+}
+
+/// Tokens, when nobody says how many.
+const DEFAULT_TOKENS: usize = 256;
+
+impl GenerateArgs {
+    /// Flags before the file.
+    fn sampling(&self, file: &GenerationSettings) -> Sampling {
+        let asked =
+            self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some() || self.seed.is_some();
+        let draws = asked || file.do_sample == Some(true);
+        let from_file = if draws { file.temperature.unwrap_or(1.0) } else { 0.0 };
+        Sampling {
+            temperature: self.temperature.unwrap_or(from_file),
+            top_k: self.top_k.or(file.top_k).unwrap_or(0),
+            top_p: self.top_p.or(file.top_p).unwrap_or(1.0),
+            min_p: self.min_p.or(file.min_p).unwrap_or(0.0),
+            repetition_penalty: self.repetition_penalty.or(file.repetition_penalty).unwrap_or(1.0),
+        }
+    }
+
+    /// The ids of the prompt; `None` for a chat.
+    fn prompt_ids(&self, folder: &Path, tokenizer: &Tokenizer) -> anyhow::Result<Option<Vec<u32>>> {
+        if let Some(file) = &self.chat {
+            let fail = |error: std::io::Error| Error::Text {
+                file: file.clone(),
+                problem: format!("cannot read: {error}"),
+            };
+            let text = std::fs::read_to_string(file).map_err(fail)?;
+            let conversation = Conversation::parse(&text, file)?;
+            let text = template(folder)?.render(&conversation, &tokenizer.special, true)?;
+            return Ok(Some(tokenizer.encode(&text, false)?));
+        }
+        let text = match (&self.prompt, &self.input) {
+            (Some(prompt), _) => prompt.clone(),
+            (None, Some(_)) => {
+                let mut text = String::new();
+                std::io::stdin()
+                    .read_to_string(&mut text)
+                    .context("cannot read the prompt from standard input")?;
+                text.strip_suffix('\n').map(String::from).unwrap_or(text)
+            }
+            (None, None) => return Ok(None),
+        };
+        let ids = tokenizer.encode(&text, true)?;
+        if ids.is_empty() {
+            return Err(Usage("the prompt has no tokens; give --prompt TEXT, --chat FILE or -".into()).into());
+        }
+        Ok(Some(ids))
+    }
+}
+
+fn template(folder: &Path) -> anyhow::Result<ChatTemplate> {
+    ChatTemplate::load(folder)?.ok_or_else(|| {
+        Error::Text {
+            file: folder.join("tokenizer_config.json"),
+            problem: "no `chat_template` there, nor a chat_template.jinja beside it; --prompt needs none"
+                .into(),
+        }
+        .into()
+    })
+}
+
+pub(crate) fn run(args: GenerateArgs, global: &Global) -> anyhow::Result<Outcome> {
+    if args.prompt.is_none() && args.chat.is_none() && args.input.is_none() {
+        if !std::io::stdin().is_terminal() {
+            return Err(Usage(
+                "no prompt; give --prompt TEXT, --chat FILE, or - to read standard input".into(),
+            )
+            .into());
+        }
+        if global.json {
+            return Err(Usage("--json needs a prompt: --prompt TEXT, --chat FILE or -".into()).into());
+        }
+    }
+    let progress = global.progress();
+    let precision = args.precision.name(&args.model)?;
+    let folder = folder_of(&args.model);
+    let tokenizer = Tokenizer::load(&folder)?;
+    let settings = GenerationSettings::load(&folder, &tokenizer)?;
+    let prompt = args.prompt_ids(&folder, &tokenizer)?;
+    let template = if prompt.is_none() { Some(template(&folder)?) } else { None };
+    let (model, load_seconds) = load(&args.model, &precision)?;
+    let sampling = args.sampling(&settings);
+    let seed = args.seed.unwrap_or(0);
+    let mut writer = Writer {
+        text: Generation::new(&model),
+        model: &model,
+        sampler: Sampler::new(sampling, seed),
+        tokenizer: &tokenizer,
+        stops: &settings.stops,
+        limit: args.max_tokens.or(settings.max_new_tokens).unwrap_or(DEFAULT_TOKENS),
+        progress: &progress,
+        silent: global.json,
+    };
+    let Some(prompt) = prompt else {
+        let template = template.expect("it was read where there is no prompt");
+        return chat(&mut writer, &template, std::io::stdin().lock());
+    };
+    let written = writer.write(&prompt)?;
+    if global.json {
+        let report = Report {
+            text: &written.text,
+            prompt_tokens: prompt.len(),
+            tokens: &written.ids,
+            ended: written.ended,
+            precision: &precision,
+            sampling,
+            seed,
+            timings: written.timings(load_seconds),
+            peak_memory_bytes: memory::peak(),
+        };
+        output::print_json("generate", &report);
+    } else {
+        output::print("\n");
+    }
+    written.summary();
+    Ok(written.outcome())
+}
+
+#[derive(Serialize)]
+struct Report<'a> {
+    text: &'a str,
+    prompt_tokens: usize,
+    tokens: &'a [u32],
+    ended: Ended,
+    precision: &'a str,
+    sampling: Sampling,
+    seed: u64,
+    timings: Timings,
+    peak_memory_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Timings {
+    load_seconds: f64,
+    prompt_seconds: f64,
+    prompt_tokens_per_second: f64,
+    generation_seconds: f64,
+    generation_tokens_per_second: f64,
+}
+
+/// Why a text ended.
+#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Ended {
+    StopToken,
+    MaxTokens,
+    Interrupted,
+    /// Nobody reads what is written.
+    OutputClosed,
+}
+
+/// What was written, and how long it took.
+struct Written {
+    ids: Vec<u32>,
+    text: String,
+    ended: Ended,
+    /// Tokens of the prompt that had to be read.
+    read: usize,
+    prompt_time: Duration,
+    generation_time: Duration,
+}
+
+impl Written {
+    fn timings(&self, load_seconds: f64) -> Timings {
+        Timings {
+            load_seconds,
+            prompt_seconds: self.prompt_time.as_secs_f64(),
+            prompt_tokens_per_second: rate(self.read, self.prompt_time),
+            generation_seconds: self.generation_time.as_secs_f64(),
+            generation_tokens_per_second: rate(self.ids.len(), self.generation_time),
+        }
+    }
+
+    fn summary(&self) {
+        eprintln!(
+            "prompt: {}, {:.1}/s; written: {}, {:.1}/s; peak memory {}",
+            plural(self.read, "token"),
+            rate(self.read, self.prompt_time),
+            plural(self.ids.len(), "token"),
+            rate(self.ids.len(), self.generation_time),
+            peak()
+        );
+    }
+
+    fn outcome(&self) -> Outcome {
+        if self.ended == Ended::Interrupted { Outcome::Interrupted } else { Outcome::Ok }
+    }
+}
+
+/// Writes texts with one model.
+struct Writer<'a> {
+    text: Generation<'a>,
+    model: &'a Model,
+    sampler: Sampler,
+    tokenizer: &'a Tokenizer,
+    stops: &'a [u32],
+    limit: usize,
+    progress: &'a Progress,
+    silent: bool,
+}
+
+impl Writer<'_> {
+    /// Continues `prompt`, and shows the text as it comes.
+    fn write(&mut self, prompt: &[u32]) -> anyhow::Result<Written> {
+        let positions = self.model.config.max_positions;
+        if prompt.len() > positions {
+            eprintln!("warning: the prompt has {} tokens; the model was made for {positions}", prompt.len());
+        }
+        let begun = Instant::now();
+        let read = self.text.prompt(prompt, || self.progress.cancelled())?;
+        let prompt_time = begun.elapsed();
+        let begun = Instant::now();
+        let mut stream = self.tokenizer.stream();
+        let (mut ids, mut text) = (Vec::new(), String::new());
+        let ended = loop {
+            if self.progress.cancelled() {
+                break Ended::Interrupted;
+            }
+            if ids.len() >= self.limit {
+                break Ended::MaxTokens;
+            }
+            let id = self.text.next(&mut self.sampler)?;
+            ids.push(id);
+            if self.stops.contains(&id) {
+                break Ended::StopToken;
+            }
+            let piece = stream.push(id)?;
+            text += &piece;
+            if !self.show(&piece) {
+                break Ended::OutputClosed;
+            }
+        };
+        let rest = stream.finish()?;
+        self.show(&rest);
+        text += &rest;
+        Ok(Written { ids, text, ended, read, prompt_time, generation_time: begun.elapsed() })
+    }
+
+    /// Whether anybody reads it. What could command a terminal does not reach one.
+    fn show(&self, piece: &str) -> bool {
+        if self.silent || piece.is_empty() {
+            return true;
+        }
+        let mut out = std::io::stdout().lock();
+        let written = if out.is_terminal() {
+            out.write_all(piece.split('\t').map(clean_lines).collect::<Vec<_>>().join("\t").as_bytes())
+        } else {
+            out.write_all(piece.as_bytes())
+        };
+        written.and_then(|()| out.flush()).is_ok()
+    }
+}
+
+/// Answers line by line; the conversation so far stands before each.
+fn chat(
+    writer: &mut Writer<'_>,
+    template: &ChatTemplate,
+    mut lines: impl BufRead,
+) -> anyhow::Result<Outcome> {
+    eprintln!("a line is a message; Ctrl-D ends");
+    let mut conversation = Conversation::default();
+    loop {
+        output::print("> ");
+        std::io::stdout().flush().context("cannot write")?;
+        let mut line = String::new();
+        writer.progress.set_idle(true);
+        let bytes = lines.read_line(&mut line).context("cannot read the message")?;
+        writer.progress.set_idle(false);
+        if bytes == 0 {
+            output::print("\n");
+            return Ok(Outcome::Ok);
+        }
+        if line.trim().is_empty() {
+            continue;
+        }
+        conversation.say("user", line.trim_end_matches(['\n', '\r']));
+        let text = template.render(&conversation, &writer.tokenizer.special, true)?;
+        let written = writer.write(&writer.tokenizer.encode(&text, false)?)?;
+        output::print("\n");
+        written.summary();
+        if written.ended == Ended::Interrupted {
+            return Ok(written.outcome());
+        }
+        conversation.say("assistant", &written.text);
+    }
+}

@@ -1,0 +1,49 @@
+//! What the commands that run a model share.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use ballast_model::precision::PRESETS;
+use ballast_model::{Model, Precision};
+use clap::Args;
+use clap::builder::{PossibleValue, PossibleValuesParser};
+
+use super::open;
+use crate::output::bytes;
+
+/// `--precision`.
+#[derive(Args)]
+pub(crate) struct PrecisionArg {
+    /// What is stored and computed in which type [default: bf16 when most weights are stored in 16 bits, else f32].
+    #[arg(long, value_name = "PRECISION", value_parser = presets())]
+    precision: Option<String>,
+}
+
+fn presets() -> PossibleValuesParser {
+    PRESETS.map(|(name, what)| PossibleValue::new(name).help(what)).into()
+}
+
+impl PrecisionArg {
+    /// The preset that was asked for, or that suits the checkpoint at `path`, which is looked at either way.
+    pub(crate) fn name(&self, path: &Path) -> anyhow::Result<String> {
+        let checkpoint = open(path)?;
+        Ok(self.precision.clone().unwrap_or_else(|| Precision::name_for(&checkpoint).into()))
+    }
+}
+
+/// A model, and the seconds that it took to read.
+pub(crate) fn load(path: &Path, precision: &str) -> anyhow::Result<(Model, f64)> {
+    let begun = Instant::now();
+    let model = Model::load(path, |config| Precision::preset(precision, config))?;
+    Ok((model, begun.elapsed().as_secs_f64()))
+}
+
+/// `n` per second.
+pub(crate) fn rate(n: usize, time: Duration) -> f64 {
+    n as f64 / time.as_secs_f64().max(1e-9)
+}
+
+/// The peak of this process's memory in words.
+pub(crate) fn peak() -> String {
+    ballast_model::memory::peak().map_or_else(|| "unknown".into(), bytes)
+}

@@ -1,0 +1,47 @@
+//! Text in, text out: tokenizer, chat template, choice of the next token, generation, perplexity.
+//!
+//! Everything comes from files beside the weights: `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`,
+//! `chat_template.jinja`. Only the first must be there.
+
+pub mod chat;
+mod generate;
+pub mod perplexity;
+mod python;
+mod sample;
+mod settings;
+mod tokenizer;
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+
+pub use chat::{ChatTemplate, Conversation};
+pub use generate::Generation;
+pub use sample::{Sampler, Sampling};
+pub use settings::GenerationSettings;
+pub use tokenizer::{TextStream, Tokenizer};
+
+/// The folder where the files beside a checkpoint are; the checkpoint may be named by one of its own files.
+pub fn folder_of(model: &Path) -> PathBuf {
+    if model.is_dir() { model.to_path_buf() } else { model.with_file_name("") }
+}
+
+fn text_error(file: &Path, problem: impl ToString) -> Error {
+    Error::Text { file: file.into(), problem: problem.to_string() }
+}
+
+/// The object in a JSON file, empty where there is no such file.
+fn read_object(file: &Path) -> Result<Map<String, Value>> {
+    let bytes = match std::fs::read(file) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
+        Err(error) => return Err(text_error(file, format!("cannot read: {error}"))),
+    };
+    match serde_json::from_slice(&bytes) {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(_) => Err(text_error(file, "it is not a JSON object")),
+        Err(error) => Err(text_error(file, format!("not valid JSON: {error}"))),
+    }
+}
