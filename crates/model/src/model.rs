@@ -260,12 +260,12 @@ impl Model {
     }
 
     /// Runs `work` with what all layers share.
-    fn with_run<A: Element, R: Send>(
+    fn with_run<A: Element, R>(
         &self,
         batch: &Batch,
         probe: Option<&mut dyn Probe>,
         indexer: Option<IndexerLoss>,
-        work: impl FnOnce(&Run<'_>) -> Result<R> + Send,
+        work: impl FnOnce(&Run<'_>) -> Result<R>,
     ) -> Result<R> {
         batch.check(self.config.vocabulary)?;
         if indexer.is_some() && !self.config.has_indexer() {
@@ -274,19 +274,16 @@ impl Model {
         }
         let tables = self.tables(&batch.positions);
         let scratch = Scratch::new(self.scratch_len::<A>(batch.tokens()));
-        // On a thread of the pool: from outside, every kernel's call would wake one and wait for it.
-        rayon::scope(|_| {
-            work(&Run {
-                config: &self.config,
-                params: &self.params,
-                precision: &self.precision,
-                batch,
-                tables: &tables,
-                scratch: &scratch,
-                ties: self.ties,
-                probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
-                indexer: indexer.map(|loss| IndexerTraining { loss, sum: Cell::new(0.0) }),
-            })
+        work(&Run {
+            config: &self.config,
+            params: &self.params,
+            precision: &self.precision,
+            batch,
+            tables: &tables,
+            scratch: &scratch,
+            ties: self.ties,
+            probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
+            indexer: indexer.map(|loss| IndexerTraining { loss, sum: Cell::new(0.0) }),
         })
     }
 
