@@ -48,14 +48,8 @@ impl Model {
         let precision = precision(&config)?;
         let mut model = Model::build(config, precision.clone())?;
         let source_layout = Layout::detect(&checkpoint);
-        let canonical = Layout {
-            naming: Naming::Hf,
-            projections: source_layout.projections.map(|_| Form::Split),
-            experts: source_layout.experts.map(|_| Form::Fused),
-            ranks: 1,
-            ..source_layout.clone()
-        };
-        let views: Vec<View> = layout::relayout(&checkpoint, &source_layout, &canonical)?.concat();
+        let views: Vec<View> =
+            layout::relayout(&checkpoint, &source_layout, &canonical(&source_layout))?.concat();
         let (views, source) = sort(&model, views, checkpoint, source_layout)?;
         memory::check("the model's parameters", model.specs.bytes(precision.params) as u64)?;
         let (weights, protected) = views.split_at(model.specs.weights.len());
@@ -106,6 +100,17 @@ fn sort(
         return Err(Error::Tensors { root: checkpoint.root.clone(), problems });
     }
     Ok((found, Source { checkpoint, layout, prefix, carried }))
+}
+
+/// The layout that parameters have in memory, of a checkpoint in `layout`.
+pub(crate) fn canonical(layout: &Layout) -> Layout {
+    Layout {
+        naming: Naming::Hf,
+        projections: layout.projections.map(|_| Form::Split),
+        experts: layout.experts.map(|_| Form::Fused),
+        ranks: 1,
+        ..layout.clone()
+    }
 }
 
 /// The name in the Hugging Face layout.

@@ -14,7 +14,7 @@ use ballast_checkpoint::{Checkpoint, View};
 use ballast_contract::Dtype;
 
 use crate::error::{Error, Result};
-use crate::load::{Source, full_name, read_f32};
+use crate::load::{Source, canonical, full_name, read_f32};
 use crate::model::Model;
 use crate::params::{Grads, Spec, Weight};
 
@@ -42,7 +42,7 @@ impl Model {
         let checkpoint = Arc::new(Checkpoint::in_memory(&source.checkpoint, memory.collect(), &[])?);
         let to =
             Layout { experts: source.layout.experts.and(experts).or(source.layout.experts), ..hf(source) };
-        let views: Vec<View> = layout::relayout(&checkpoint, &canonical(source), &to)?.concat();
+        let views: Vec<View> = layout::relayout(&checkpoint, &canonical(&source.layout), &to)?.concat();
         let named = |view: &View| {
             let shape = view.shape.iter().map(|d| *d as usize).collect();
             Ok(NamedTensor { name: view.name.clone(), shape, values: read_f32(view)? })
@@ -94,17 +94,6 @@ impl Model {
         let prefix = self.source.as_ref().map_or("model.", |source| &source.prefix);
         let shape = spec.shape.iter().map(|d| *d as u64).collect();
         MemoryTensor { name: full_name(prefix, spec), dtype, shape, data }
-    }
-}
-
-/// The layout that this crate has in memory.
-fn canonical(source: &Source) -> Layout {
-    Layout {
-        naming: Naming::Hf,
-        projections: source.layout.projections.map(|_| Form::Split),
-        experts: source.layout.experts.map(|_| Form::Fused),
-        ranks: 1,
-        ..source.layout.clone()
     }
 }
 

@@ -4,10 +4,10 @@ mod common;
 
 use std::sync::Arc;
 
+use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::convert::{self, ConvertOptions};
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
-use ballast_checkpoint::{Checkpoint, tensor_file::TensorFile};
 use ballast_contract::{Architecture, Dtype, Registry};
 use ballast_model::precision::{PRESETS, Storage};
 use ballast_model::{Model, Precision};
@@ -67,7 +67,7 @@ fn protected_bits_survive_every_preset_cast_save_and_load_but_the_ones_meant_to_
 }
 
 #[test]
-fn a_whole_model_cast_changes_the_logits_more_than_ours() {
+fn a_whole_model_cast_gives_other_logits_than_ours() {
     let (name, batch) = ("qwen3_5", batch("qwen3_5"));
     let exact = load(name, "f32").logits(&batch, None).unwrap();
     let logits = |preset| load(name, preset).logits(&batch, None).unwrap();
@@ -164,11 +164,4 @@ fn tensors_that_do_not_fit_are_all_listed() {
     });
     let error = Model::load(folder.path(), |_| Ok(Precision::f32())).unwrap_err().to_string();
     assert!(error.contains("extra") && error.contains("model.layers.3.self_attn.q_proj.weight"), "{error}");
-}
-
-#[test]
-fn a_golden_file_is_there_for_every_model() {
-    for name in MODELS {
-        assert!(TensorFile::open(&folder(name).join("golden.safetensors")).unwrap().has("logits"));
-    }
 }

@@ -92,11 +92,7 @@ pub fn linear_backward_input<X: Element, Y: Element, W: Element>(
     dims: Dims,
     scratch: &Scratch,
 ) -> Result {
-    let tokens = check_dims(dx, w, dims)?;
-    check_len("dy", dy, tokens * dims.outputs)?;
-    let (a, b) = (Operand::new(dy, dims.outputs), Operand::new(w, dims.inputs));
-    product(dx, false, a, b, (tokens, dims.inputs, dims.outputs), None, scratch);
-    Ok(())
+    backward_input(dx, false, dy, w, dims, scratch)
 }
 
 /// dx [tokens, inputs] += dy W: where several layers read one x, the sum of their gradients is kept in f32.
@@ -107,10 +103,21 @@ pub fn linear_backward_input_add<Y: Element, W: Element>(
     dims: Dims,
     scratch: &Scratch,
 ) -> Result {
+    backward_input(dx, true, dy, w, dims, scratch)
+}
+
+fn backward_input<X: Element, Y: Element, W: Element>(
+    dx: &mut [X],
+    accumulate: bool,
+    dy: &[Y],
+    w: &[W],
+    dims: Dims,
+    scratch: &Scratch,
+) -> Result {
     let tokens = check_dims(dx, w, dims)?;
     check_len("dy", dy, tokens * dims.outputs)?;
     let (a, b) = (Operand::new(dy, dims.outputs), Operand::new(w, dims.inputs));
-    product(dx, true, a, b, (tokens, dims.inputs, dims.outputs), None, scratch);
+    product(dx, accumulate, a, b, (tokens, dims.inputs, dims.outputs), None, scratch);
     Ok(())
 }
 
