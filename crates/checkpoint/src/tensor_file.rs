@@ -1,6 +1,8 @@
 //! One safetensors file as a bag of named arrays: for commands that take inputs and give results, not for
 //! checkpoints.
 
+use std::fs::File;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use ballast_contract::Dtype;
@@ -90,30 +92,29 @@ impl TensorFile {
     }
 }
 
+/// A tensor to be written: name, shape, values.
+pub type Named<'a> = (&'a str, &'a [usize], &'a [f32]);
+
 /// Writes F32 tensors into the new file `path`: whole, or not at all.
-pub fn write_f32(
-    path: &Path,
-    tensors: &[(&str, &Array<f32>)],
-    metadata: &[(String, String)],
-    force: bool,
-) -> Result<()> {
+pub fn write_f32(path: &Path, tensors: &[Named<'_>], metadata: &[(String, String)], force: bool) -> Result<()> {
     let staging = Staging::new(path, true, force, &[])?;
     let mut header = Header { metadata: metadata.to_vec(), tensors: Vec::new() };
     let mut begin = 0;
-    for (name, array) in tensors {
-        let bytes = 4 * array.values.len() as u64;
-        let shape = array.shape.iter().map(|d| *d as u64).collect();
+    for (name, shape, values) in tensors {
+        let bytes = 4 * values.len() as u64;
+        let shape = shape.iter().map(|d| *d as u64).collect();
         header.tensors.push(TensorInfo { name: name.to_string(), dtype: Dtype::F32, shape, begin, bytes });
         begin += bytes;
     }
     let staged = staging.staged();
-    let mut data = header.to_bytes();
-    staging.check_space(data.len() as u64 + begin)?;
-    for (_, array) in tensors {
-        data.extend_from_slice(bytemuck::cast_slice(&array.values));
+    let header = header.to_bytes();
+    staging.check_space(header.len() as u64 + begin)?;
+    let mut file = File::create(&staged).map_err(Error::io(&staged, "create"))?;
+    let parts = tensors.iter().map(|(_, _, values)| bytemuck::cast_slice(values));
+    for part in std::iter::once(&header[..]).chain(parts) {
+        file.write_all(part).map_err(Error::io(&staged, "write"))?;
     }
-    std::fs::write(&staged, data).map_err(Error::io(&staged, "write"))?;
-    std::fs::File::open(&staged).and_then(|f| f.sync_all()).map_err(Error::io(&staged, "flush"))?;
+    file.sync_all().map_err(Error::io(&staged, "flush"))?;
     staging.commit()
 }
 
@@ -126,7 +127,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.safetensors");
         let array = Array { shape: vec![2, 3], values: vec![1.0, 2.5, -3.0, 0.0, 1e-30, f32::MAX] };
-        write_f32(&path, &[("a", &array)], &[("scale".into(), "2".into())], false).unwrap();
+        write_f32(&path, &[("a", &array.shape, &array.values)], &[("scale".into(), "2".into())], false).unwrap();
         let file = TensorFile::open(&path).unwrap();
         assert_eq!(file.f32("a").unwrap(), array);
         assert_eq!(file.metadata("scale"), Some("2"));

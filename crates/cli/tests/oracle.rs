@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use ballast_checkpoint::tensor_file::{Array, TensorFile, write_f32};
+use ballast_checkpoint::tensor_file::{Array, Named, TensorFile, write_f32};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/gdn").join(name).with_extension("safetensors")
@@ -94,8 +94,8 @@ fn changed(path: &Path, change: Change<'_>) {
         .filter(|name| *name != "cu_seqlens")
         .filter_map(|name| Some((name.to_string(), change(name, file.f32(name).unwrap())?)))
         .collect();
-    let tensors: Vec<(&str, &Array<f32>)> =
-        arrays.iter().map(|(name, array)| (name.as_str(), array)).collect();
+    let named = arrays.iter().map(|(name, array)| (name.as_str(), &array.shape[..], &array.values[..]));
+    let tensors: Vec<Named<'_>> = named.collect();
     write_f32(path, &tensors, &[], false).unwrap();
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use ballast_checkpoint::layout::Form;
-use ballast_checkpoint::tensor_file::{Array, TensorFile, write_f32};
+use ballast_checkpoint::tensor_file::{Array, Named, TensorFile, write_f32};
 use ballast_model::probe::Recorder;
 use ballast_model::{Batch, Error, LossOptions, Model, Precision, Probe, Recompute, Ties};
 use clap::{Args, ValueEnum};
@@ -86,8 +86,8 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
     }
     let results = trace(&args, &model, &batch, &rows)?;
     if let Some(out) = &args.out {
-        let tensors: Vec<(&str, &Array<f32>)> =
-            results.iter().map(|(name, array)| (name.as_str(), array)).collect();
+        let named = results.iter().map(|(name, array)| (name.as_str(), &array.shape[..], &array.values[..]));
+        let tensors: Vec<Named<'_>> = named.collect();
         let metadata = [("precision".to_string(), args.precision.clone())];
         write_f32(out, &tensors, &metadata, args.force)?;
     }

@@ -59,6 +59,8 @@ pub struct Loss {
     pub z_sum: f64,
     /// Tokens that count.
     pub tokens: usize,
+    /// Those of them for which no logit is larger than the target's.
+    pub right: usize,
 }
 
 /// Where gradients go.
@@ -111,7 +113,7 @@ pub fn linear_cross_entropy<T: Element, W: Element>(
         let logits = &mut logits[..targets.len() * outputs];
         linear_forward(logits, hidden, w, None, dims, scratch)?;
         // In the order of the tokens, each row by one task.
-        let losses: Vec<Option<(f64, f64)>> = logits
+        let losses: Vec<Option<RowLoss>> = logits
             .par_chunks_mut(outputs)
             .zip(targets)
             .map(|(row, target)| {
@@ -122,10 +124,11 @@ pub fn linear_cross_entropy<T: Element, W: Element>(
                 Some(row_loss(row, *target as usize, options, scale))
             })
             .collect();
-        for (token, z) in losses.into_iter().flatten() {
-            loss.sum += token;
-            loss.z_sum += z;
+        for row in losses.into_iter().flatten() {
+            loss.sum += row.loss;
+            loss.z_sum += row.z_loss;
             loss.tokens += 1;
+            loss.right += usize::from(row.right);
         }
         if let Some(grads) = &mut grads {
             linear_backward_input(&mut grads.dhidden[rows], logits, w, dims, scratch)?;
@@ -169,14 +172,22 @@ fn check_input<T, W>(
     }
 }
 
-/// (loss, z-loss) of one token; with `scale`, its logits become their gradient.
-fn row_loss(row: &mut [f32], target: usize, options: &Options, scale: Option<f32>) -> (f64, f64) {
+/// Of one token.
+struct RowLoss {
+    loss: f64,
+    z_loss: f64,
+    right: bool,
+}
+
+/// The loss of one token; with `scale`, its logits become their gradient.
+fn row_loss(row: &mut [f32], target: usize, options: &Options, scale: Option<f32>) -> RowLoss {
     let count = row.len() as f64;
     if let Some(cap) = options.soft_cap {
         cap_row(row, cap);
     }
     options.logits.round_all(row);
     let max = row_max(row);
+    let right = row[target] >= max;
     let (mut exps, mut sum) = (0f64, 0f64);
     // f64 across blocks: a vocabulary is long enough for f32 to lose digits.
     for block in row.chunks(4096) {
@@ -200,7 +211,7 @@ fn row_loss(row: &mut [f32], target: usize, options: &Options, scale: Option<f32
         }
         row[target] -= on_target;
     }
-    (loss, z_loss)
+    RowLoss { loss, z_loss, right }
 }
 
 simd_fn! {

@@ -135,7 +135,7 @@ fn huge_logits_do_not_overflow() {
     let (options, scratch) = (Options::default(), Scratch::new(0));
     let mut logits = [0.0; 3];
     let loss = linear_cross_entropy(Some(grads), &hidden, &w, &[1], dims, &options, &mut logits, &scratch);
-    assert_eq!(loss.unwrap(), Loss { sum: 2e4, z_sum: 0.0, tokens: 1 });
+    assert_eq!(loss.unwrap(), Loss { sum: 2e4, z_sum: 0.0, tokens: 1, right: 0 });
     assert_eq!((dhidden, dw), ([2.0], [1e4, -1e4, 0.0]));
 }
 
@@ -184,4 +184,14 @@ fn targets_and_settings_that_make_no_sense_are_refused() {
     assert!(run(&[0, 1], &Options { slice: 0, ..usual }).is_err());
     assert!(run(&[0, 1], &Options { soft_cap: Some(0.0), ..usual }).is_err());
     assert!(run(&[0, 1], &Options { label_smoothing: 1.0, ..usual }).is_err());
+}
+
+#[test]
+fn right_predictions_are_counted() {
+    let dims = Dims { inputs: 1, outputs: 3 };
+    let (hidden, w) = ([1f32, -1.0, 1.0, 1.0], [1.0f32, -1.0, 0.5]);
+    let (options, scratch, mut logits) = (Options::default(), Scratch::new(0), [0.0; 12]);
+    let targets = [0, 1, 2, options.ignore_index];
+    let loss = linear_cross_entropy(None, &hidden, &w, &targets, dims, &options, &mut logits, &scratch).unwrap();
+    assert_eq!((loss.tokens, loss.right), (3, 2));
 }

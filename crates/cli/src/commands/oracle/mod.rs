@@ -6,7 +6,7 @@ mod indexer;
 
 use std::path::PathBuf;
 
-use ballast_checkpoint::tensor_file::{Array, TensorFile, write_f32};
+use ballast_checkpoint::tensor_file::{Array, Named, TensorFile, write_f32};
 use ballast_kernels::Precision;
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -123,7 +123,8 @@ fn finish(
         comparison.add(name, result, expected.as_ref());
     }
     if let Some(out) = &common.out {
-        let tensors: Vec<(&str, &Array<f32>)> = results.iter().map(|(name, array)| (*name, array)).collect();
+        let named = results.iter().map(|(name, array)| (*name, &array.shape[..], &array.values[..]));
+        let tensors: Vec<Named<'_>> = named.collect();
         write_f32(out, &tensors, &[], common.force)?;
     }
     Ok(comparison.report("oracle", notes, global.json))

@@ -1,0 +1,662 @@
+//! What a run does: a TOML file, `--set a.b=c`, flags, in that order; what is not said has a default.
+//!
+//! [`KEYS`] is the schema: every key with what it means. Keys that are not in it are errors that name the nearest one.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use ballast_model::{IndexerLoss, IndexerStage, LossOptions, Recompute};
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+use crate::data::{DataConfig, Packing};
+use crate::error::{Error, Result};
+
+/// Every key and what it means.
+pub const KEYS: &[(&str, &str)] = &[
+    ("out", "folder of the run: checkpoints, model, metrics.jsonl, report.html"),
+    ("seed", "of everything that is drawn: weights, order of documents, task"),
+    ("steps", "steps of the optimiser"),
+    ("model.preset", "an embedded architecture with random weights: see `ballast train --help`"),
+    ("model.config", "a config.json: that architecture with random weights"),
+    ("model.checkpoint", "a checkpoint in any layout to start from"),
+    ("model.tokenizer", "folder with tokenizer.json, where it is not beside the model"),
+    ("model.freeze", "patterns (* for any characters) of parameters that are not learned"),
+    ("lora.rank", "train adapters of this rank instead of the weights"),
+    ("lora.alpha", "their scale is alpha / rank"),
+    ("lora.targets", "the modules that get one, by the end of their names"),
+    ("precision.preset", "f32, bf16, megatron, nemo, maxtext-default, hf-bf16"),
+    ("precision.sites", "table of sites that compute in another type: logits = \"f16\""),
+    ("precision.recompute", "none, selective, full: what is made anew in backward instead of kept"),
+    ("data.task", "an embedded task instead of files: recall"),
+    ("data.files", "list of { path, weight }: .txt, or .jsonl with text, messages or prompt and completion"),
+    ("data.validation", "file of held-out documents"),
+    ("data.validation_fraction", "else this share of the documents is held out"),
+    ("data.sequence_length", "longest sequence; longer documents are cut"),
+    ("data.packing", "packed: documents end to end, state reset between them; padded: a document per sequence"),
+    ("data.train_roles", "whose messages are trained on"),
+    ("data.shuffle", "documents in another order in each epoch"),
+    ("data.add_eos", "end every document with the tokenizer's end token"),
+    ("data.document_separator", "a line that separates the documents of a .txt file"),
+    ("batch.sequences", "sequences of a micro-batch"),
+    ("batch.accumulation", "micro-batches of a step; their gradients are weighted by tokens"),
+    ("optimizer.learning_rate", "the largest of the schedule"),
+    ("optimizer.beta1", "of AdamW"),
+    ("optimizer.beta2", "of AdamW"),
+    ("optimizer.eps", "of AdamW"),
+    ("optimizer.weight_decay", "of matrices; never of norms, biases and protected tensors"),
+    ("optimizer.clip", "largest norm of all gradients; 0: any"),
+    ("optimizer.masters", "f32 masters of bf16 weights; false rounds every update to bf16"),
+    ("schedule.kind", "after the warm-up: cosine, linear, constant"),
+    ("schedule.warmup", "steps from 0 to the learning rate"),
+    ("schedule.floor", "the last learning rate, as a share of the largest"),
+    ("loss.z_loss", "coefficient of the squared log-sum of the logits"),
+    ("loss.label_smoothing", "share of the target that is spread over the vocabulary"),
+    ("loss.balance", "coefficient of the routers' balance loss"),
+    ("loss.indexer_scale", "factor of the indexers' loss; 0: they are not trained"),
+    ("loss.indexer_stage", "dense (warm-up: nothing else learns) or sparse"),
+    ("evaluation.every", "steps between measurements on held-out data; 0: only at the end"),
+    ("evaluation.batches", "micro-batches that are measured; 0: none at all"),
+    ("samples.every", "steps between samples; 0: only at the end"),
+    ("samples.count", "samples each time; 0: none"),
+    ("samples.tokens", "longest answer"),
+    ("checkpoints.every", "steps between checkpoints; 0: only at the end"),
+    ("checkpoints.keep_last", "how many of the newest stay"),
+    ("checkpoints.keep_best", "the one with the lowest held-out loss stays"),
+    ("checkpoints.keep_every", "those of every so many steps stay; 0: none"),
+    ("ledger.every", "steps between proofs that forward reads the f32 tensors; 0: only at the beginning and the end"),
+    ("sentinel.on_fault", "something is not finite: abort, skip, rollback, escalate"),
+    ("sentinel.fault_limit", "after so many faults the run stops, whatever on_fault says"),
+    ("sentinel.spike_sigma", "loss or gradient norm so many deviations above the mean is a spike; 0: never"),
+    ("sentinel.on_spike", "report, skip"),
+    ("tensorboard", "write event files for TensorBoard"),
+];
+
+/// A whole run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)] // KEYS says it
+pub struct TrainConfig {
+    pub out: PathBuf,
+    pub seed: u64,
+    pub steps: u64,
+    pub tensorboard: bool,
+    pub model: ModelConfig,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lora: Option<LoraConfig>,
+    pub precision: PrecisionConfig,
+    pub data: DataConfig,
+    pub batch: BatchConfig,
+    pub optimizer: OptimizerConfig,
+    pub schedule: ScheduleConfig,
+    pub loss: LossConfig,
+    pub evaluation: EvaluationConfig,
+    pub samples: SamplesConfig,
+    pub checkpoints: CheckpointsConfig,
+    pub ledger: LedgerConfig,
+    pub sentinel: SentinelConfig,
+}
+
+/// Which model.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct ModelConfig {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub preset: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub config: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokenizer: Option<PathBuf>,
+    pub freeze: Vec<String>,
+}
+
+/// Adapters.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct LoraConfig {
+    pub rank: usize,
+    pub alpha: f32,
+    pub targets: Vec<String>,
+}
+
+/// What is stored, computed and kept.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct PrecisionConfig {
+    pub preset: String,
+    pub recompute: RecomputeLevel,
+    pub sites: BTreeMap<String, String>,
+}
+
+/// See [`Recompute`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum RecomputeLevel {
+    #[default]
+    None,
+    Selective,
+    Full,
+}
+
+impl From<RecomputeLevel> for Recompute {
+    fn from(level: RecomputeLevel) -> Recompute {
+        match level {
+            RecomputeLevel::None => Recompute::None,
+            RecomputeLevel::Selective => Recompute::Selective,
+            RecomputeLevel::Full => Recompute::Full,
+        }
+    }
+}
+
+/// The size of a step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct BatchConfig {
+    pub sequences: usize,
+    pub accumulation: usize,
+}
+
+/// AdamW and clipping.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct OptimizerConfig {
+    pub learning_rate: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub weight_decay: f64,
+    pub clip: f64,
+    pub masters: bool,
+}
+
+/// How the learning rate changes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct ScheduleConfig {
+    pub kind: ScheduleKind,
+    pub warmup: u64,
+    pub floor: f64,
+}
+
+/// The schedule after the warm-up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum ScheduleKind {
+    Cosine,
+    Linear,
+    Constant,
+}
+
+/// What is minimised.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct LossConfig {
+    pub z_loss: f32,
+    pub label_smoothing: f32,
+    pub balance: f32,
+    pub indexer_scale: f32,
+    pub indexer_stage: Stage,
+}
+
+/// See [`IndexerStage`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum Stage {
+    Dense,
+    Sparse,
+}
+
+/// Measurements on held-out data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct EvaluationConfig {
+    pub every: u64,
+    pub batches: usize,
+}
+
+/// What the model answers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct SamplesConfig {
+    pub every: u64,
+    pub count: usize,
+    pub tokens: usize,
+}
+
+/// Which checkpoints are written and kept.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct CheckpointsConfig {
+    pub every: u64,
+    pub keep_last: usize,
+    pub keep_best: bool,
+    pub keep_every: u64,
+}
+
+/// When protected tensors are proved.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct LedgerConfig {
+    pub every: u64,
+}
+
+/// What is done about faults.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct SentinelConfig {
+    pub on_fault: OnFault,
+    pub fault_limit: u64,
+    pub spike_sigma: f64,
+    pub on_spike: OnSpike,
+}
+
+/// What is done about a value that is not finite. The update is never applied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnFault {
+    /// Stop with exit code 5.
+    Abort,
+    /// Leave the batch out.
+    Skip,
+    /// Go back to the last checkpoint, and leave the batch out.
+    Rollback,
+    /// Repeat the step with the site in f32, and keep it there.
+    Escalate,
+}
+
+/// What is done about a spike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnSpike {
+    /// Say so.
+    Report,
+    /// Say so and leave the batch out.
+    Skip,
+}
+
+/// The run without any arguments: the embedded hybrid learns the embedded task.
+impl Default for TrainConfig {
+    fn default() -> TrainConfig {
+        TrainConfig {
+            out: "runs/default".into(),
+            seed: 1,
+            steps: 300,
+            tensorboard: false,
+            model: ModelConfig::default(),
+            lora: None,
+            precision: PrecisionConfig::default(),
+            data: DataConfig::default(),
+            batch: BatchConfig::default(),
+            optimizer: OptimizerConfig::default(),
+            schedule: ScheduleConfig::default(),
+            loss: LossConfig::default(),
+            evaluation: EvaluationConfig::default(),
+            samples: SamplesConfig::default(),
+            checkpoints: CheckpointsConfig::default(),
+            ledger: LedgerConfig::default(),
+            sentinel: SentinelConfig::default(),
+        }
+    }
+}
+
+impl Default for LoraConfig {
+    fn default() -> LoraConfig {
+        let targets = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"];
+        LoraConfig { rank: 16, alpha: 32.0, targets: targets.map(String::from).to_vec() }
+    }
+}
+
+impl Default for PrecisionConfig {
+    fn default() -> PrecisionConfig {
+        PrecisionConfig {
+            preset: "bf16".into(),
+            recompute: RecomputeLevel::default(),
+            sites: BTreeMap::new(),
+        }
+    }
+}
+
+impl Default for BatchConfig {
+    fn default() -> BatchConfig {
+        BatchConfig { sequences: 16, accumulation: 1 }
+    }
+}
+
+impl Default for OptimizerConfig {
+    fn default() -> OptimizerConfig {
+        OptimizerConfig {
+            learning_rate: 3e-3,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            clip: 1.0,
+            masters: true,
+        }
+    }
+}
+
+impl Default for ScheduleConfig {
+    fn default() -> ScheduleConfig {
+        ScheduleConfig { kind: ScheduleKind::Cosine, warmup: 20, floor: 0.1 }
+    }
+}
+
+impl Default for LossConfig {
+    fn default() -> LossConfig {
+        LossConfig {
+            z_loss: 0.0,
+            label_smoothing: 0.0,
+            balance: 0.0,
+            indexer_scale: 0.0,
+            indexer_stage: Stage::Sparse,
+        }
+    }
+}
+
+impl Default for EvaluationConfig {
+    fn default() -> EvaluationConfig {
+        EvaluationConfig { every: 50, batches: 4 }
+    }
+}
+
+impl Default for SamplesConfig {
+    fn default() -> SamplesConfig {
+        SamplesConfig { every: 0, count: 6, tokens: 32 }
+    }
+}
+
+impl Default for CheckpointsConfig {
+    fn default() -> CheckpointsConfig {
+        CheckpointsConfig { every: 100, keep_last: 2, keep_best: false, keep_every: 0 }
+    }
+}
+
+impl Default for LedgerConfig {
+    fn default() -> LedgerConfig {
+        LedgerConfig { every: 10 }
+    }
+}
+
+impl Default for SentinelConfig {
+    fn default() -> SentinelConfig {
+        SentinelConfig {
+            on_fault: OnFault::Abort,
+            fault_limit: 10,
+            spike_sigma: 8.0,
+            on_spike: OnSpike::Report,
+        }
+    }
+}
+
+impl LossConfig {
+    /// As the model takes them, without the scale of a step.
+    pub fn options(&self) -> LossOptions {
+        let stage = match self.indexer_stage {
+            Stage::Dense => IndexerStage::Dense,
+            Stage::Sparse => IndexerStage::Sparse,
+        };
+        LossOptions {
+            z_loss: self.z_loss,
+            label_smoothing: self.label_smoothing,
+            indexer: (self.indexer_scale > 0.0).then_some(IndexerLoss { scale: self.indexer_scale, stage }),
+            balance: (self.balance > 0.0).then_some(self.balance),
+            ..LossOptions::default()
+        }
+    }
+}
+
+impl TrainConfig {
+    /// From a file, if there is one, and `a.b=c` settings that come after it.
+    pub fn load(file: Option<&Path>, settings: &[String]) -> Result<TrainConfig> {
+        let mut table = Table::new();
+        if let Some(file) = file {
+            let text = std::fs::read_to_string(file).map_err(Error::io(file, "read"))?;
+            table = text
+                .parse()
+                .map_err(|error| Error::Config(format!("{}: {error}", file.display())))?;
+        }
+        TrainConfig::from_table(table, settings, file)
+    }
+
+    /// From a table that was read from `file`, and settings that come after it.
+    pub fn from_table(mut table: Table, settings: &[String], file: Option<&Path>) -> Result<TrainConfig> {
+        let place = file.map(|file| format!("{}: ", file.display())).unwrap_or_default();
+        check_keys(&table, "", &place)?;
+        for setting in settings {
+            apply(&mut table, setting)?;
+        }
+        check_keys(&table, "", "--set ")?;
+        let config: TrainConfig =
+            Value::Table(table).try_into().map_err(|error| Error::Config(format!("{place}{error}")))?;
+        config.check()?;
+        Ok(config)
+    }
+
+    /// As TOML that [`TrainConfig::load`] reads back.
+    pub fn to_toml(&self) -> Result<String> {
+        toml::to_string(self).map_err(|error| Error::Config(format!("the configuration as TOML: {error}")))
+    }
+
+    /// Refuses values that make no sense, by their keys.
+    pub fn check(&self) -> Result {
+        let refuse = |key: &str, problem: String| Err(Error::Config(format!("`{key}` {problem}")));
+        let at_least_one = [
+            ("steps", self.steps),
+            ("batch.sequences", self.batch.sequences as u64),
+            ("batch.accumulation", self.batch.accumulation as u64),
+            ("checkpoints.keep_last", self.checkpoints.keep_last as u64),
+            ("lora.rank", self.lora.as_ref().map_or(1, |lora| lora.rank as u64)),
+        ];
+        if let Some((key, _)) = at_least_one.iter().find(|(_, value)| *value == 0) {
+            return refuse(key, "must be at least 1".into());
+        }
+        let o = &self.optimizer;
+        for (key, value, valid) in [
+            ("optimizer.learning_rate", o.learning_rate, o.learning_rate > 0.0),
+            ("optimizer.beta1", o.beta1, (0.0..1.0).contains(&o.beta1)),
+            ("optimizer.beta2", o.beta2, (0.0..1.0).contains(&o.beta2)),
+            ("optimizer.eps", o.eps, o.eps > 0.0),
+            ("optimizer.weight_decay", o.weight_decay, o.weight_decay >= 0.0),
+            ("optimizer.clip", o.clip, o.clip >= 0.0),
+            ("schedule.floor", self.schedule.floor, (0.0..=1.0).contains(&self.schedule.floor)),
+            ("loss.z_loss", self.loss.z_loss as f64, self.loss.z_loss >= 0.0),
+            (
+                "loss.label_smoothing",
+                self.loss.label_smoothing as f64,
+                (0.0..1.0).contains(&self.loss.label_smoothing),
+            ),
+            ("loss.balance", self.loss.balance as f64, self.loss.balance >= 0.0),
+            ("loss.indexer_scale", self.loss.indexer_scale as f64, self.loss.indexer_scale >= 0.0),
+            ("sentinel.spike_sigma", self.sentinel.spike_sigma, self.sentinel.spike_sigma >= 0.0),
+        ] {
+            if !valid || !value.is_finite() {
+                return refuse(key, format!("cannot be {value}"));
+            }
+        }
+        if self.data.sequence_length < 2 {
+            return refuse("data.sequence_length", "must be at least 2: one token to read, one to predict".into());
+        }
+        let m = &self.model;
+        let sources = [m.preset.is_some(), m.config.is_some(), m.checkpoint.is_some()];
+        if sources.iter().filter(|given| **given).count() > 1 {
+            return refuse("model", "has more than one of preset, config and checkpoint; give one".into());
+        }
+        if self.lora.is_some() && m.checkpoint.is_none() && !cfg!(test) {
+            return refuse("lora", "adapts a trained model, and `model.checkpoint` names none".into());
+        }
+        if self.data.packing == Packing::Padded && self.data.task.is_some() && !self.data.files.is_empty() {
+            return refuse("data", "has both a task and files; give one".into());
+        }
+        Ok(())
+    }
+}
+
+/// An error for the first key that is not in [`KEYS`].
+fn check_keys(table: &Table, above: &str, place: &str) -> Result {
+    for (key, value) in table {
+        let path = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
+        let known = KEYS.iter().any(|(name, _)| *name == path);
+        let section = KEYS.iter().any(|(name, _)| name.strip_prefix(path.as_str()).is_some_and(|rest| rest.starts_with('.')));
+        match value {
+            Value::Table(inner) if section => check_keys(inner, &path, place)?,
+            _ if known => {}
+            _ if section => {
+                return Err(Error::Config(format!("{place}`{path}` is a section; what it holds is `{path}.<key>`")));
+            }
+            _ => {
+                return Err(Error::Config(format!(
+                    "{place}`{path}` is not known; the nearest key is `{}`",
+                    nearest(&path)
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The known key with the fewest changes.
+fn nearest(path: &str) -> &'static str {
+    let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_string();
+    // A key in the wrong section is found by its last part.
+    let distance = |key: &str| changes(path, key).min(1 + changes(&last(path), &last(key)));
+    KEYS.iter().map(|(key, _)| *key).min_by_key(|key| distance(key)).unwrap_or("steps")
+}
+
+/// Insertions, deletions and replacements between two words.
+fn changes(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+/// Puts `a.b=c` into the table; c is TOML, or a bare word.
+fn apply(table: &mut Table, setting: &str) -> Result {
+    let Some((path, text)) = setting.split_once('=') else {
+        return Err(Error::Config(format!("--set {setting:?}: a key, `=`, and a value were expected")));
+    };
+    let parsed = format!("value = {text}").parse::<Table>().ok();
+    let value = parsed.and_then(|mut table| table.remove("value")).unwrap_or(Value::String(text.into()));
+    let mut keys: Vec<&str> = path.trim().split('.').collect();
+    let last = keys.pop().unwrap_or_default();
+    let mut inner = table;
+    for key in keys {
+        let entry = inner.entry(key).or_insert_with(|| Value::Table(Table::new()));
+        inner = entry
+            .as_table_mut()
+            .ok_or_else(|| Error::Config(format!("--set {setting:?}: `{key}` is not a section")))?;
+    }
+    inner.insert(last.into(), value);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(settings: &[&str]) -> Result<TrainConfig> {
+        let settings: Vec<String> = settings.iter().map(|s| s.to_string()).collect();
+        TrainConfig::from_table(Table::new(), &settings, None)
+    }
+
+    /// Every path of a table whose value is no table.
+    fn leaves(table: &Table, above: &str, found: &mut Vec<String>) {
+        for (key, value) in table {
+            let path = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
+            match value {
+                Value::Table(inner) if path != "precision.sites" => leaves(inner, &path, found),
+                _ => found.push(path),
+            }
+        }
+    }
+
+    #[test]
+    fn the_schema_has_every_field_and_no_other() {
+        let path = Some(PathBuf::from("x"));
+        let mut config = TrainConfig { lora: Some(LoraConfig::default()), ..TrainConfig::default() };
+        config.model = ModelConfig {
+            preset: Some("x".into()),
+            config: path.clone(),
+            checkpoint: path.clone(),
+            tokenizer: path.clone(),
+            freeze: vec![],
+        };
+        config.data.validation = path;
+        config.data.document_separator = Some("x".into());
+        config.data.task = Some("recall".into());
+        let mut found = Vec::new();
+        leaves(&config.to_toml().unwrap().parse().unwrap(), "", &mut found);
+        let mut known: Vec<String> = KEYS.iter().map(|(key, _)| key.to_string()).collect();
+        found.sort();
+        known.sort();
+        assert_eq!(found, known);
+    }
+
+    #[test]
+    fn settings_come_after_the_file_and_bare_words_are_text() {
+        let file: Table = "steps = 5\n[optimizer]\nlearning_rate = 1e-4".parse().unwrap();
+        let settings = ["steps=7".into(), "precision.preset=f32".into(), "precision.sites.logits=f16".into()];
+        let config = TrainConfig::from_table(file, &settings, None).unwrap();
+        assert_eq!((config.steps, config.optimizer.learning_rate), (7, 1e-4));
+        assert_eq!(config.precision.preset, "f32");
+        assert_eq!(config.precision.sites["logits"], "f16");
+        let again: Table = config.to_toml().unwrap().parse().unwrap();
+        assert_eq!(TrainConfig::from_table(again, &[], None).unwrap(), config);
+    }
+
+    #[test]
+    fn an_unknown_key_names_the_nearest_one() {
+        for (setting, expected) in [
+            ("optimiser.learning_rate=1", "`optimizer.learning_rate`"),
+            ("learning_rate=1", "`optimizer.learning_rate`"),
+            ("step=1", "`steps`"),
+            ("checkpoints.evry=1", "`checkpoints.every`"),
+        ] {
+            let error = load(&[setting]).unwrap_err().to_string();
+            assert!(error.contains("is not known") && error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn values_that_make_no_sense_are_refused_by_key() {
+        for (setting, key) in [
+            ("steps=0", "`steps`"),
+            ("optimizer.learning_rate=nan", "`optimizer.learning_rate`"),
+            ("optimizer.beta2=1.0", "`optimizer.beta2`"),
+            ("data.sequence_length=1", "`data.sequence_length`"),
+            ("optimizer=3", "`optimizer` is a section"),
+            ("steps=many", "steps"),
+            ("sentinel.on_fault=pray", "pray"),
+        ] {
+            let error = load(&[setting]).unwrap_err().to_string();
+            assert!(error.contains(key), "{setting}: {error}");
+        }
+        assert!(load(&["model.preset=a", "model.checkpoint=b"]).unwrap_err().to_string().contains("more than one"));
+    }
+}

@@ -1,0 +1,284 @@
+//! The first value that is not finite: noticed before an update, found by replay, named.
+//!
+//! A step is deterministic, so the same micro-batches with a probe at every site show where the value came to be. The
+//! probe sees parameters as layers read them, activations as they are made, and gradients of activations on the way
+//! back; the first that is not finite is the fault. Where none of them is, it is the gradient of a parameter itself.
+//!
+//! Spikes are judged by running statistics of the loss and of the gradients' norm:
+//! ```text
+//! mean += a (x - mean)        var = (1 - a) (var + a (x - mean)^2)        a = 0.05
+//! spike: x > mean + sigma sqrt(var), after 20 values
+//! ```
+
+use std::collections::VecDeque;
+use std::fmt;
+
+use ballast_model::{LossOptions, Model, Probe, Recompute};
+use ballast_model::params::Grads;
+use serde::{Deserialize, Serialize};
+
+use crate::data::MicroBatch;
+use crate::error::Result;
+use crate::optimizer::{Optimizer, gradient};
+
+/// A site that was seen while everything was still finite.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Range {
+    /// Its name.
+    pub site: String,
+    /// What it is stored in.
+    pub dtype: String,
+    /// Smallest value.
+    pub min: f32,
+    /// Largest value.
+    pub max: f32,
+}
+
+/// The first value that is not finite.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Fault {
+    /// The step that was not taken.
+    pub step: u64,
+    /// Micro-batch of the step, from 0 on.
+    pub micro_batch: usize,
+    /// The document of the first such value, where the site belongs to tokens.
+    pub document: Option<String>,
+    /// Token of the micro-batch.
+    pub token: Option<usize>,
+    /// The site: `layers.3.self_attn.logits`; `param.` for a parameter, `d.` for a gradient, `grad.` for a parameter's.
+    pub site: String,
+    /// `forward` or `backward`.
+    pub direction: String,
+    /// Layer, unless outside of them.
+    pub layer: Option<usize>,
+    /// What the site is stored in.
+    pub dtype: String,
+    /// Values that are not finite.
+    pub count: usize,
+    /// Values.
+    pub of: usize,
+    /// NaN among them.
+    pub nan: usize,
+    /// What was seen just before, in the same layer.
+    pub inputs: Vec<Range>,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Fault { step, micro_batch, site, direction, dtype, count, of, nan, .. } = self;
+        write!(f, "step {step}, micro-batch {micro_batch}: {site} is the first site that is not finite: ")?;
+        write!(f, "{count} of {of} values ({nan} NaN, {} infinite), {dtype}, {direction}", count - nan)?;
+        if let Some(layer) = self.layer {
+            write!(f, ", layer {layer}")?;
+        }
+        if let (Some(token), Some(document)) = (self.token, &self.document) {
+            write!(f, ", from token {token} on, document {document}")?;
+        }
+        for Range { site, dtype, min, max } in &self.inputs {
+            write!(f, "; before it {site} ({dtype}) lies in [{min:.4e}, {max:.4e}]")?;
+        }
+        Ok(())
+    }
+}
+
+/// How many sites before the fault are reported.
+const INPUTS: usize = 3;
+
+/// Attention logits are made for the probe, [heads, tokens, tokens]: not for sequences where that is too much.
+const LOGITS_TOKENS: usize = 4096;
+
+/// Looks for the first value that is not finite.
+struct Finder<'a> {
+    batch: &'a MicroBatch,
+    before: VecDeque<Range>,
+    found: Option<Fault>,
+}
+
+impl Finder<'_> {
+    fn document(&self, token: usize) -> Option<String> {
+        let ends = &self.batch.batch.cu_seqlens;
+        let sequence = ends.windows(2).position(|ends| (ends[0]..ends[1]).contains(&token))?;
+        Some(self.batch.origins.get(sequence)?.to_string())
+    }
+}
+
+impl Probe for Finder<'_> {
+    fn wants(&self, site: &str) -> bool {
+        let squares = site.ends_with("self_attn.logits") || site.ends_with("indexer.scores");
+        self.found.is_none() && !(squares && self.batch.batch.tokens() > LOGITS_TOKENS)
+    }
+
+    fn see(&mut self, site: &str, dtype: &'static str, shape: &[usize], values: &[f32]) {
+        let layer = layer_of(site);
+        let Some(at) = values.iter().position(|x| !x.is_finite()) else {
+            let (min, max) =
+                values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(a, b), x| (a.min(*x), b.max(*x)));
+            self.before.push_back(Range { site: site.into(), dtype: dtype.into(), min, max });
+            if self.before.len() > 8 {
+                self.before.pop_front();
+            }
+            return;
+        };
+        let tokens = self.batch.batch.tokens();
+        let of_tokens = !site.starts_with("param.") && shape.len() == 2 && shape[0] == tokens;
+        let token = of_tokens.then(|| at / shape[1].max(1));
+        let same_layer = |range: &&Range| layer.is_none() || layer_of(&range.site) == layer;
+        let mut inputs: Vec<Range> = self.before.iter().rev().filter(same_layer).take(INPUTS).cloned().collect();
+        inputs.reverse();
+        self.found = Some(Fault {
+            step: 0,
+            micro_batch: 0,
+            document: token.and_then(|token| self.document(token)),
+            token,
+            site: site.into(),
+            direction: if site.starts_with("d.") { "backward" } else { "forward" }.into(),
+            layer,
+            dtype: dtype.into(),
+            count: values.iter().filter(|x| !x.is_finite()).count(),
+            of: values.len(),
+            nan: values.iter().filter(|x| x.is_nan()).count(),
+            inputs,
+        });
+    }
+}
+
+/// `layers.3.` anywhere in a name.
+fn layer_of(site: &str) -> Option<usize> {
+    site.split_once("layers.")?.1.split('.').next()?.parse().ok()
+}
+
+/// Replays micro-batches of a step in which something was not finite, and names the first such site. `None` if the replay
+/// is finite throughout: then the step was disturbed from outside.
+pub fn find(
+    model: &Model,
+    optimizer: &Optimizer,
+    grads: &mut Grads,
+    batches: &[MicroBatch],
+    options: impl Fn(&MicroBatch) -> LossOptions,
+    recompute: Recompute,
+    step: u64,
+) -> Result<Option<Fault>> {
+    for (micro_batch, batch) in batches.iter().enumerate() {
+        grads.clear();
+        let mut finder = Finder { batch, before: VecDeque::new(), found: None };
+        model.backward(grads, &batch.batch, &options(batch), recompute, Some(&mut finder))?;
+        let fault = finder.found.or_else(|| faulty_gradient(optimizer, grads));
+        if let Some(fault) = fault {
+            return Ok(Some(Fault { step, micro_batch, ..fault }));
+        }
+    }
+    Ok(None)
+}
+
+/// The first parameter whose gradient is not finite though no site was.
+fn faulty_gradient(optimizer: &Optimizer, grads: &Grads) -> Option<Fault> {
+    optimizer.slots.iter().find_map(|slot| {
+        let values = gradient(grads, slot.place);
+        let count = values.iter().filter(|x| !x.is_finite()).count();
+        (count > 0).then(|| Fault {
+            step: 0,
+            micro_batch: 0,
+            document: None,
+            token: None,
+            site: format!("grad.{}", slot.name),
+            direction: "backward".into(),
+            layer: layer_of(&slot.name),
+            dtype: "f32".into(),
+            count,
+            of: values.len(),
+            nan: values.iter().filter(|x| x.is_nan()).count(),
+            inputs: Vec::new(),
+        })
+    })
+}
+
+/// Running mean and variance of a quantity.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Statistics {
+    mean: f64,
+    variance: f64,
+    count: u64,
+}
+
+impl Statistics {
+    /// How many deviations above the mean `x` is, once enough was seen.
+    pub fn deviations(&self, x: f64) -> Option<f64> {
+        const ENOUGH: u64 = 20;
+        // What never varied has no scale; a thousandth of the mean is a small one.
+        let scale = self.variance.sqrt().max(1e-3 * self.mean.abs()).max(1e-12);
+        (self.count >= ENOUGH).then(|| (x - self.mean) / scale)
+    }
+
+    /// Takes `x` into account.
+    pub fn add(&mut self, x: f64) {
+        const SHARE: f64 = 0.05;
+        let share = SHARE.max(1.0 / (self.count + 1) as f64);
+        let off = x - self.mean;
+        self.mean += share * off;
+        self.variance = (1.0 - share) * (self.variance + share * off * off);
+        self.count += 1;
+    }
+}
+
+/// What the sentinel remembers from step to step.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sentinel {
+    /// Of the loss.
+    pub loss: Statistics,
+    /// Of the gradients' norm.
+    pub norm: Statistics,
+    /// Faults so far.
+    pub faults: u64,
+    /// Batches that were left out.
+    pub skipped: u64,
+}
+
+impl Sentinel {
+    /// In words, if loss or norm is far above what it was; else both are taken into account.
+    pub fn spike(&mut self, loss: f64, norm: f64, sigma: f64) -> Option<String> {
+        if sigma > 0.0 {
+            for (what, statistics, value) in [("loss", &self.loss, loss), ("gradient norm", &self.norm, norm)] {
+                if let Some(off) = statistics.deviations(value).filter(|off| *off > sigma) {
+                    let mean = statistics.mean;
+                    return Some(format!("{what} {value:.4} is {off:.1} deviations above its mean {mean:.4}"));
+                }
+            }
+        }
+        self.loss.add(loss);
+        self.norm.add(norm);
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statistics_follow_and_spikes_stand_out() {
+        let mut sentinel = Sentinel::default();
+        for i in 0..200 {
+            let wobble = (i as f64).sin() * 0.1;
+            assert_eq!(sentinel.spike(2.0 + wobble, 1.0 + wobble, 8.0), None, "{i}");
+        }
+        assert!(sentinel.loss.deviations(2.3).unwrap() < 8.0);
+        assert!(sentinel.spike(4.0, 1.0, 8.0).unwrap().contains("loss 4.0000"));
+        assert!(sentinel.spike(2.0, 30.0, 8.0).unwrap().contains("gradient norm"));
+        assert_eq!(sentinel.spike(4.0, 30.0, 0.0), None, "0 turns it off");
+    }
+
+    #[test]
+    fn the_first_values_are_never_spikes() {
+        let mut sentinel = Sentinel::default();
+        for i in 0..19 {
+            assert_eq!(sentinel.spike(10f64.powi(i % 4), 1.0, 1.0), None);
+        }
+    }
+
+    #[test]
+    fn a_layer_is_read_from_a_name() {
+        assert_eq!(layer_of("d.layers.12.self_attn.q"), Some(12));
+        assert_eq!(layer_of("param.layers.0.mlp.gate_proj.weight"), Some(0));
+        assert_eq!(layer_of("embed"), None);
+    }
+}

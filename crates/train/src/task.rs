@@ -1,0 +1,270 @@
+//! The embedded task: associative recall beside a small formal language, in bytes.
+//!
+//! ```text
+//! recall      aQ kT cX ? kT aQ\n      pairs of a key and a value, then queries: only the value after a queried key is trained
+//! brackets    ([]{()})\n              well-nested brackets: everything is trained
+//! ```
+//! To answer a query, the value has to be stored under its key when the pair is read, and fetched long after: that is what the
+//! delta rule's state is for. Brackets need a stack. Every document follows from the seed and its number alone.
+
+use crate::data::{Cursor, Document, Documents, Origin, Split};
+use crate::data::shuffle::{Purpose, below, hash};
+use crate::error::Result;
+
+/// Bytes, then the token that ends a document.
+pub const VOCABULARY: usize = 257;
+
+/// The token that ends a document.
+pub const END: u32 = 256;
+
+/// Its name.
+pub const END_TOKEN: &str = "<|endoftext|>";
+
+/// Fewest and most pairs of a recall document.
+const PAIRS: [u64; 2] = [8, 20];
+
+/// Most queries.
+const QUERIES: u64 = 10;
+
+/// Deepest nesting, and most brackets.
+const DEPTH: usize = 6;
+const BRACKETS: usize = 40;
+
+/// An endless stream of documents of the task.
+pub struct Task {
+    seed: u64,
+    split: Split,
+    drawn: u64,
+}
+
+impl Task {
+    /// Training and validation are streams of different seeds.
+    pub fn new(split: Split, seed: u64) -> Task {
+        Task { seed, split, drawn: 0 }
+    }
+}
+
+impl Documents for Task {
+    fn next(&mut self) -> Result<Document> {
+        self.drawn += 1;
+        let mut draws = Draws { seed: self.seed, stream: 2 * self.drawn + (self.split == Split::Validation) as u64, count: 0 };
+        let document = if draws.below(4) > 0 { recall(&mut draws) } else { brackets(&mut draws) };
+        Ok(Document { origin: Origin { number: self.drawn, ..document.origin }, ..document })
+    }
+
+    fn cursor(&self) -> Cursor {
+        Cursor { drawn: self.drawn, ..Cursor::default() }
+    }
+
+    fn seek(&mut self, cursor: &Cursor) -> Result {
+        self.drawn = cursor.drawn;
+        Ok(())
+    }
+}
+
+/// Draws for one document.
+struct Draws {
+    seed: u64,
+    stream: u64,
+    count: u64,
+}
+
+impl Draws {
+    fn below(&mut self, n: u64) -> u64 {
+        self.count += 1;
+        below(hash(self.seed, Purpose::Task, [self.stream, self.count]), n)
+    }
+}
+
+/// Bytes with a mask.
+struct Bytes {
+    ids: Vec<u32>,
+    trained: Vec<bool>,
+}
+
+impl Bytes {
+    fn push(&mut self, text: &[u8], trained: bool) {
+        self.ids.extend(text.iter().map(|byte| *byte as u32));
+        self.trained.resize(self.ids.len(), trained);
+    }
+
+    fn finish(mut self, source: &str, trained: bool) -> Document {
+        self.push(b"\n", trained);
+        self.ids.push(END);
+        self.trained.push(trained);
+        Document { ids: self.ids, trained: self.trained, origin: Origin { source: source.into(), number: 0 } }
+    }
+}
+
+fn recall(draws: &mut Draws) -> Document {
+    let pairs = PAIRS[0] + draws.below(PAIRS[1] - PAIRS[0] + 1);
+    let mut keys: Vec<u8> = (b'a'..=b'z').collect();
+    let mut bytes = Bytes { ids: Vec::new(), trained: Vec::new() };
+    let mut known = Vec::new();
+    for _ in 0..pairs {
+        let key = keys.swap_remove(draws.below(keys.len() as u64) as usize);
+        let value = b'A' + draws.below(26) as u8;
+        bytes.push(&[key, value, b' '], false);
+        known.push((key, value));
+    }
+    bytes.push(b"?", false);
+    for _ in 0..QUERIES.min(pairs) {
+        let (key, value) = known.swap_remove(draws.below(known.len() as u64) as usize);
+        bytes.push(&[b' ', key], false);
+        bytes.push(&[value], true);
+    }
+    bytes.finish("recall", false)
+}
+
+fn brackets(draws: &mut Draws) -> Document {
+    const PAIRS: [[u8; 2]; 3] = [*b"()", *b"[]", *b"{}"];
+    let mut bytes = Bytes { ids: Vec::new(), trained: Vec::new() };
+    let mut open = Vec::new();
+    let length = 8 + draws.below(BRACKETS as u64 - 8) as usize;
+    while bytes.ids.len() + open.len() < length || !open.is_empty() {
+        let full = open.len() == DEPTH || bytes.ids.len() + open.len() >= length;
+        if full || !open.is_empty() && draws.below(2) == 0 {
+            let close = open.pop().unwrap_or(b')');
+            bytes.push(&[close], true);
+        } else {
+            let [begin, end] = PAIRS[draws.below(3) as usize];
+            bytes.push(&[begin], true);
+            open.push(end);
+        }
+    }
+    bytes.finish("brackets", true)
+}
+
+/// tokenizer.json of the bytes, as the `tokenizers` library reads it.
+pub fn tokenizer_json() -> String {
+    let mut vocabulary = serde_json::Map::new();
+    for (id, symbol) in byte_symbols().into_iter().enumerate() {
+        vocabulary.insert(symbol.to_string(), id.into());
+    }
+    let byte_level = serde_json::json!({
+        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false
+    });
+    let tokenizer = serde_json::json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": [{
+            "id": END, "content": END_TOKEN, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true
+        }],
+        "normalizer": null,
+        "pre_tokenizer": byte_level,
+        "post_processor": null,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            "vocab": vocabulary, "merges": []
+        }
+    });
+    format!("{tokenizer:#}\n")
+}
+
+/// tokenizer_config.json that goes with it.
+pub fn tokenizer_config_json() -> String {
+    let config = serde_json::json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_TOKEN,
+        "clean_up_tokenization_spaces": false,
+        "model_max_length": 32768
+    });
+    format!("{config:#}\n")
+}
+
+/// The character that stands for each byte in a byte-level vocabulary: itself where it can be printed, else one from 256 on.
+fn byte_symbols() -> [char; 256] {
+    let mut next = 256;
+    std::array::from_fn(|byte| {
+        if matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) {
+            return byte as u8 as char;
+        }
+        next += 1;
+        char::from_u32(next - 1).unwrap_or(char::REPLACEMENT_CHARACTER)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn documents(split: Split, count: usize) -> Vec<Document> {
+        let mut task = Task::new(split, 7);
+        (0..count).map(|_| task.next().unwrap()).collect()
+    }
+
+    fn text(ids: &[u32]) -> String {
+        ids.iter().filter(|id| **id < 256).map(|id| *id as u8 as char).collect()
+    }
+
+    #[test]
+    fn every_trained_value_of_recall_stands_behind_its_key_in_the_pairs() {
+        let (mut answers, mut recalls) = (0, 0);
+        for document in documents(Split::Train, 400) {
+            if document.origin.source != "recall" {
+                continue;
+            }
+            recalls += 1;
+            let text = text(&document.ids);
+            let (pairs, _) = text.split_once('?').unwrap();
+            for t in (0..document.ids.len()).filter(|t| document.trained[*t]) {
+                let pair = &text[t - 1..=t];
+                assert!(pairs.split(' ').any(|known| known == pair), "{text}: {pair}");
+                answers += 1;
+            }
+        }
+        assert!(recalls > 250 && answers > 2000, "{recalls} {answers}");
+    }
+
+    #[test]
+    fn brackets_are_well_nested() {
+        let mut seen = 0;
+        for document in documents(Split::Train, 400).iter().filter(|d| d.origin.source == "brackets") {
+            let mut open = Vec::new();
+            for c in text(&document.ids).trim_end().chars() {
+                match c {
+                    '(' => open.push(')'),
+                    '[' => open.push(']'),
+                    '{' => open.push('}'),
+                    close => assert_eq!(open.pop(), Some(close)),
+                }
+            }
+            assert!(open.is_empty() && document.trained.iter().all(|t| *t));
+            seen += 1;
+        }
+        assert!(seen > 50);
+    }
+
+    #[test]
+    fn held_out_documents_are_others_and_a_cursor_brings_the_stream_back() {
+        let (train, held_out) = (documents(Split::Train, 300), documents(Split::Validation, 300));
+        assert!(held_out.iter().all(|document| train.iter().all(|other| other.ids != document.ids)));
+        let mut task = Task::new(Split::Train, 7);
+        task.seek(&Cursor { drawn: 100, ..Cursor::default() }).unwrap();
+        assert_eq!(task.next().unwrap(), train[100]);
+    }
+
+    #[test]
+    fn every_byte_has_a_symbol_of_its_own() {
+        let symbols = byte_symbols();
+        let different: std::collections::HashSet<char> = symbols.into_iter().collect();
+        assert_eq!((different.len(), symbols[b' ' as usize], symbols[b'a' as usize]), (256, 'Ġ', 'a'));
+    }
+
+    #[test]
+    fn the_tokenizer_gives_bytes() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("tokenizer.json"), tokenizer_json()).unwrap();
+        std::fs::write(folder.path().join("tokenizer_config.json"), tokenizer_config_json()).unwrap();
+        let tokenizer = ballast_model::text::Tokenizer::load(folder.path()).unwrap();
+        let text = "aQ ?\n\u{e9}\u{0}";
+        let ids: Vec<u32> = text.bytes().map(u32::from).collect();
+        assert_eq!(tokenizer.encode(text, false).unwrap(), ids);
+        assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
+        assert_eq!(tokenizer.special_id("eos_token"), Some(END));
+    }
+}
