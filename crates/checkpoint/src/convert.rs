@@ -298,10 +298,14 @@ pub(crate) fn copy_sidecars(source: &Checkpoint, folder: &Path, dtype: Option<Dt
     for name in &source.sidecars {
         let (from, to) = (source.root.join(name), folder.join(name));
         if name.as_os_str() == "config.json"
-            && let (Some(config), Some(dtype)) = (&source.config, dtype)
+            && let Some(config) = source.config.clone()
+            && (dtype.is_some() || source.is_in_memory())
         {
-            let text = format!("{:#}\n", config_with_dtype(config.clone(), dtype));
-            fs::write(&to, text).map_err(Error::io(&to, "write"))?;
+            let config = match dtype {
+                Some(dtype) => config_with_dtype(config, dtype),
+                None => config,
+            };
+            fs::write(&to, format!("{config:#}\n")).map_err(Error::io(&to, "write"))?;
         } else {
             fs::copy(&from, &to).map_err(Error::io(&from, "copy"))?;
         }
@@ -310,7 +314,8 @@ pub(crate) fn copy_sidecars(source: &Checkpoint, folder: &Path, dtype: Option<Dt
     Ok(source.sidecars.len())
 }
 
-fn config_with_dtype(mut config: Value, dtype: Dtype) -> Value {
+/// config.json that names `dtype` wherever it names one.
+pub fn config_with_dtype(mut config: Value, dtype: Dtype) -> Value {
     let name = match dtype {
         Dtype::Bf16 => "bfloat16",
         Dtype::F16 => "float16",

@@ -197,6 +197,21 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
+    /// Nothing but a config.json: what [`Checkpoint::in_memory`] takes the place of where no file came before.
+    pub fn blank(config: Value) -> Checkpoint {
+        Checkpoint {
+            root: PathBuf::new(),
+            files: Vec::new(),
+            tensors: Vec::new(),
+            metadata: vec![("format".into(), "pt".into())],
+            config: Some(config),
+            sidecars: vec!["config.json".into()],
+            ignored: Vec::new(),
+            ranks: 1,
+            issues: Vec::new(),
+        }
+    }
+
     /// Tensors in memory as a checkpoint that takes the place of `like`: its config, its metadata, the files beside its
     /// weights, and those of its own tensors that `carried` names.
     pub fn in_memory(like: &Checkpoint, tensors: Vec<MemoryTensor>, carried: &[&str]) -> Result<Checkpoint> {
@@ -254,8 +269,16 @@ impl Checkpoint {
         self.files.len() == 1 && self.files[0].path == self.root
     }
 
-    /// The root and every file; a file may be a link to elsewhere.
+    /// Whether some of its tensors are in memory; config.json is then what [`Checkpoint::config`] says, not a file.
+    pub fn is_in_memory(&self) -> bool {
+        self.files.iter().any(|file| file.handle().is_none())
+    }
+
+    /// The root and every file on disk; a file may be a link to elsewhere.
     pub fn paths(&self) -> Vec<PathBuf> {
+        if self.root.as_os_str().is_empty() {
+            return Vec::new();
+        }
         let sidecars = self.sidecars.iter().map(|name| self.root.join(name));
         let files = self.files.iter().filter(|f| f.handle().is_some()).map(|f| f.path.clone());
         std::iter::once(self.root.clone()).chain(files).chain(sidecars).collect()

@@ -19,7 +19,7 @@ use crate::config::{Config, Mixer, Rope};
 use crate::error::{Error, Result};
 use crate::layers::{InputsSaved, Keep, Layer, Linear, Links, Norm, OwnInputs, Saved};
 use crate::load::Source;
-use crate::params::{Grads, Id, Init, Params, Protected, Specs, Weight};
+use crate::params::{Grads, Id, Init, Params, Specs, Weight};
 use crate::precision::{Precision, Storage};
 use crate::probe::Probe;
 use crate::run::{IndexerTraining, Run, lower, zeros};
@@ -135,7 +135,7 @@ impl Model {
     pub(crate) fn build(config: Config, precision: Precision) -> Result<Model> {
         let mut specs = Specs::default();
         let embedding =
-            specs.weight("embed_tokens.weight".into(), &[config.vocabulary, config.hidden], Init::Normal);
+            specs.weight("embed_tokens.weight".into(), &[config.vocabulary, config.hidden], Init::Embedding);
         let own_inputs = config.per_layer_inputs.map(|shape| OwnInputs::new(&mut specs, &config, shape));
         let mut ropes: Vec<Rope> = Vec::new();
         for layer in &config.layers {
@@ -202,11 +202,6 @@ impl Model {
     /// Takes other ones of several equal indexer scores: to compare with another framework.
     pub fn set_ties(&mut self, ties: Ties) {
         self.ties = ties;
-    }
-
-    /// The protected tensors, in the order of [`Specs::protected`].
-    pub fn protected(&self) -> &[Protected] {
-        &self.params.protected
     }
 
     /// Zero gradients for all parameters that are learned.

@@ -129,8 +129,10 @@ impl Protected {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub enum Init {
-    /// Normal with the standard deviation of the configuration, 0.02.
+    /// Normal with the configuration's standard deviation.
     Normal,
+    /// The same, with zeros for the padding token.
+    Embedding,
     Zeros,
     Ones,
     /// The logarithm of a decay rate drawn from U(0.01, 16).
@@ -225,6 +227,22 @@ impl Specs {
     }
 }
 
+impl Index<Id<Weight>> for Specs {
+    type Output = Spec;
+
+    fn index(&self, id: Id<Weight>) -> &Spec {
+        &self.weights[id.index]
+    }
+}
+
+impl Index<Id<Protected>> for Specs {
+    type Output = Spec;
+
+    fn index(&self, id: Id<Protected>) -> &Spec {
+        &self.protected[id.index]
+    }
+}
+
 /// The parameters of a model.
 #[derive(Clone, Debug, Default)]
 pub struct Params {
@@ -233,6 +251,27 @@ pub struct Params {
 }
 
 impl Params {
+    /// The ordinary weights, in the order of [`Specs::weights`].
+    pub fn weights(&self) -> &[Weight] {
+        &self.weights
+    }
+
+    /// The ordinary weights, for the optimiser, which works on their values in place; all of them have one type, and stay
+    /// as long as they are.
+    pub fn weights_mut(&mut self) -> &mut [Weight] {
+        &mut self.weights
+    }
+
+    /// The protected tensors, in the order of [`Specs::protected`].
+    pub fn protected(&self) -> &[Protected] {
+        &self.protected
+    }
+
+    /// The protected tensors, for the optimiser: see [`Protected::values_mut`].
+    pub fn protected_mut(&mut self) -> &mut [Protected] {
+        &mut self.protected
+    }
+
     /// Every ordinary weight in `storage`. Protected tensors are out of its reach.
     pub fn cast(&mut self, storage: Storage) {
         for weight in &mut self.weights {

@@ -6,17 +6,20 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ballast_checkpoint::convert::{self, ConvertOptions, ConvertReport};
+use ballast_checkpoint::convert::{self, ConvertOptions, ConvertReport, config_with_dtype};
 use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::layout::{self, Form, Layout, LayoutRequest, Naming};
 use ballast_checkpoint::open::MemoryTensor;
 use ballast_checkpoint::{Checkpoint, View};
 use ballast_contract::Dtype;
+use serde_json::Value;
 
+use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::load::{Source, canonical, full_name, read_f32};
 use crate::model::Model;
 use crate::params::{Grads, Spec, Weight};
+use crate::precision::Storage;
 
 /// A tensor with its name and shape.
 #[derive(Clone, Debug, PartialEq)]
@@ -52,9 +55,37 @@ impl Model {
         Ok(all)
     }
 
-    /// Writes the model in the layout that it was read from, with what that checkpoint carries beside it. Whole, or
-    /// not at all.
+    /// The name of a parameter in the Hugging Face layout, with split projections and fused experts, as they are in
+    /// memory.
+    pub fn parameter_name(&self, spec: &Spec) -> String {
+        full_name(self.source.as_ref().map_or("model.", |source| &source.prefix), spec)
+    }
+
+    /// config.json of the model: that of its checkpoint, with the type that weights are stored in now.
+    pub fn config_json(&self) -> Result<Value> {
+        let config = self.source()?.checkpoint.config.clone().unwrap_or_default();
+        Ok(config_with_dtype(config, self.dtype()))
+    }
+
+    /// Writes the model in the layout that it was read from, with what that checkpoint carries beside it; a new model in
+    /// that of transformers. Whole, or not at all. Adapters are not part of it.
     pub fn save(&self, destination: &Path, force: bool, observer: &dyn Observer) -> Result<ConvertReport> {
+        self.save_with_config(&self.config_json()?, destination, force, observer)
+    }
+
+    /// [`Model::save`] with another config.json, which must describe the same model.
+    pub fn save_with_config(
+        &self,
+        config: &Value,
+        destination: &Path,
+        force: bool,
+        observer: &dyn Observer,
+    ) -> Result<ConvertReport> {
+        let file = Path::new("config.json");
+        if Config::parse(config, file)? != self.config {
+            let problem = "describes another model than the one that is to be saved".into();
+            return Err(Error::Config { file: file.into(), field: "config.json".into(), problem });
+        }
         let source = self.source()?;
         let weights =
             self.specs.weights.iter().zip(&self.params.weights).map(|(spec, weight)| match weight {
@@ -70,7 +101,9 @@ impl Model {
         });
         let carried: Vec<&str> = source.carried.iter().map(|view| view.name.as_str()).collect();
         let memory = weights.chain(protected).collect();
-        let checkpoint = Arc::new(Checkpoint::in_memory(&source.checkpoint, memory, &carried)?);
+        let mut checkpoint = Checkpoint::in_memory(&source.checkpoint, memory, &carried)?;
+        checkpoint.config = Some(config.clone());
+        let checkpoint = Arc::new(checkpoint);
         let options = ConvertOptions {
             layout: LayoutRequest {
                 naming: Some(source.layout.naming),
@@ -86,14 +119,20 @@ impl Model {
         Ok(convert::execute(&checkpoint, plan, destination, &options, observer)?)
     }
 
+    fn dtype(&self) -> Dtype {
+        match self.precision().params {
+            Storage::F32 => Dtype::F32,
+            Storage::Bf16 => Dtype::Bf16,
+        }
+    }
+
     fn source(&self) -> Result<&Source> {
         self.source.as_ref().ok_or_else(|| Error::Input("the model was not read from a checkpoint".into()))
     }
 
     fn memory_tensor(&self, spec: &Spec, dtype: Dtype, data: Vec<u8>) -> MemoryTensor {
-        let prefix = self.source.as_ref().map_or("model.", |source| &source.prefix);
         let shape = spec.shape.iter().map(|d| *d as u64).collect();
-        MemoryTensor { name: full_name(prefix, spec), dtype, shape, data }
+        MemoryTensor { name: self.parameter_name(spec), dtype, shape, data }
     }
 }
 

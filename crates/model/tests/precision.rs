@@ -14,7 +14,7 @@ use ballast_model::{Model, Precision};
 use common::{MODELS, batch, error, fixture, folder, load};
 
 fn bits(model: &Model) -> Vec<u32> {
-    let tensors = model.specs.protected.iter().zip(model.protected());
+    let tensors = model.specs.protected.iter().zip(model.params.protected());
     tensors.flat_map(|(_, tensor)| tensor.values().iter().map(|x| x.to_bits())).collect()
 }
 

@@ -102,6 +102,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<Config> {
         layer_scalar: false,
         per_layer_inputs: None,
         router_aux_loss: 0.0,
+        initializer_range: super::initializer_range(fields)?,
         layers: (0..layers).map(layer).collect::<Result<_>>()?,
     })
 }

@@ -83,6 +83,7 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
             })
             .transpose()?,
         router_aux_loss: 0.0,
+        initializer_range: super::initializer_range(fields)?,
         layers: (0..layers).map(layer).collect::<Result<_>>()?,
     })
 }

@@ -53,6 +53,8 @@ pub struct Config {
     pub per_layer_inputs: Option<PerLayerInputs>,
     /// Coefficient of the experts' balance loss, for training.
     pub router_aux_loss: f32,
+    /// Standard deviation of a new model's matrices.
+    pub initializer_range: f32,
     /// The layers.
     pub layers: Vec<Layer>,
 }
@@ -272,6 +274,12 @@ impl Layer {
             Mixer::Softmax(_) | Mixer::Latent(_) => "self_attn",
         }
     }
+}
+
+/// 0 stands for the default there, as in transformers.
+fn initializer_range(fields: Fields<'_>) -> Result<f32> {
+    let range = fields.number("initializer_range")?.filter(|range| *range != 0.0);
+    Ok(range.unwrap_or(0.02) as f32)
 }
 
 /// `part` heads must divide `whole` heads.

@@ -100,6 +100,7 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
         layer_scalar: false,
         per_layer_inputs: None,
         router_aux_loss: fields.number("router_aux_loss_coef")?.unwrap_or(0.001) as f32,
+        initializer_range: super::initializer_range(fields)?,
         layers: (0..layers).map(layer).collect::<Result<_>>()?,
     })
 }

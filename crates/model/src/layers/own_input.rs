@@ -60,7 +60,7 @@ impl OwnInputs {
             embedding: specs.weight(
                 "embed_tokens_per_layer.weight".into(),
                 &[shape.vocabulary, all],
-                Init::Normal,
+                Init::Embedding,
             ),
             projection: Linear::new(specs, "per_layer_model_projection", hidden, all, false),
             norm: Norm::new(specs, "per_layer_projection_norm", width, config),

@@ -10,6 +10,7 @@
 //! Then one is drawn from the softmax of what is left. Probabilities are f64.
 
 use crate::error::{Error, Result};
+use crate::random::Rng;
 
 /// How the next token is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
@@ -149,39 +150,6 @@ fn softmax(candidates: &[Candidate]) -> Vec<f64> {
     let sum: f64 = values.iter().sum();
     values.iter_mut().for_each(|value| *value /= sum);
     values
-}
-
-/// xoshiro256++ of Blackman and Vigna, seeded with splitmix64.
-struct Rng([u64; 4]);
-
-impl Rng {
-    fn new(mut seed: u64) -> Rng {
-        Rng([(); 4].map(|()| {
-            seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut z = seed;
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            z ^ (z >> 31)
-        }))
-    }
-
-    fn next(&mut self) -> u64 {
-        let s = &mut self.0;
-        let result = s[0].wrapping_add(s[3]).rotate_left(23).wrapping_add(s[0]);
-        let t = s[1] << 17;
-        s[2] ^= s[0];
-        s[3] ^= s[1];
-        s[1] ^= s[2];
-        s[0] ^= s[3];
-        s[2] ^= t;
-        s[3] = s[3].rotate_left(45);
-        result
-    }
-
-    /// Uniform in [0, 1).
-    fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
 }
 
 #[cfg(test)]
