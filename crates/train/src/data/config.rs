@@ -1,0 +1,189 @@
+//! What a configuration says about the data.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// The files, how they are split, and how their documents become sequences.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DataConfig {
+    /// Files to train on: `.jsonl` with `text`, `messages` or `prompt` and `completion` on every line, else plain text.
+    pub files: Vec<DataFile>,
+    /// A file of held-out documents.
+    pub validation: Option<PathBuf>,
+    /// Without such a file: the part of every training file's documents that is held out instead; 0 for none.
+    pub validation_fraction: f64,
+    /// Tokens of a sequence at most.
+    pub sequence_length: usize,
+    /// How documents become sequences.
+    pub packing: Packing,
+    /// Roles of a conversation whose messages are trained on.
+    pub train_roles: Vec<String>,
+    /// Whether each epoch has its documents in an order of its own; without, they come in the order of the file.
+    pub shuffle: bool,
+    /// Whether a text and a completion end with the end-of-text token. Conversations end as their template says.
+    pub add_eos: bool,
+    /// Splits plain text into documents: a line that is equal to it stands between two. Without, a file is one document.
+    pub document_separator: Option<String>,
+}
+
+impl Default for DataConfig {
+    fn default() -> DataConfig {
+        DataConfig {
+            files: Vec::new(),
+            validation: None,
+            validation_fraction: 0.05,
+            sequence_length: 2048,
+            packing: Packing::Packed,
+            train_roles: vec!["assistant".into()],
+            shuffle: true,
+            add_eos: true,
+            document_separator: None,
+        }
+    }
+}
+
+/// A file to train on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// How often a document is drawn from this file, in proportion to the other files' weights; its size does not matter.
+    #[serde(default = "one")]
+    pub weight: f64,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+/// How documents become sequences.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Packing {
+    /// Documents end to end, each a sequence of its own: state, convolution and attention begin anew. What does not fit
+    /// is cut and goes on in the next sequence.
+    #[default]
+    Packed,
+    /// A document is a sequence; what is longer than a sequence may be is left out.
+    Padded,
+}
+
+impl DataConfig {
+    /// Whether there is anything to validate on.
+    pub fn has_validation(&self) -> bool {
+        self.validation.is_some() || self.validation_fraction > 0.0
+    }
+
+    /// The part of every training file's documents that is held out.
+    pub(crate) fn held_out(&self) -> f64 {
+        if self.validation.is_some() { 0.0 } else { self.validation_fraction }
+    }
+
+    /// An error where the settings contradict themselves or the files cannot be told apart.
+    pub fn check(&self) -> Result {
+        let bad = |problem: String| Err(Error::Config(problem));
+        if self.files.is_empty() {
+            return bad("data.files: there are none; name one to train on".into());
+        }
+        let weights = || self.files.iter().map(|file| file.weight);
+        if let Some(file) = self.files.iter().find(|file| !file.weight.is_finite() || file.weight < 0.0) {
+            let path = file.path.display();
+            return bad(format!("data.files: the weight of {path} is {}, not a number from 0", file.weight));
+        }
+        if weights().all(|weight| weight == 0.0) {
+            return bad("data.files: all weights are 0; one must be above".into());
+        }
+        if !weights().sum::<f64>().is_finite() {
+            return bad("data.files: the weights add up to infinity; use smaller ones".into());
+        }
+        if !(0.0..1.0).contains(&self.validation_fraction) {
+            let fraction = self.validation_fraction;
+            return bad(format!("data.validation_fraction is {fraction}, not a number from 0 and below 1"));
+        }
+        if self.sequence_length < 2 {
+            return bad(format!("data.sequence_length is {}; two tokens are needed", self.sequence_length));
+        }
+        if self.document_separator.as_ref().is_some_and(|line| line.contains(['\n', '\r'])) {
+            return bad("data.document_separator is more than one line".into());
+        }
+        self.check_validation()
+    }
+
+    fn check_validation(&self) -> Result {
+        let Some(validation) = &self.validation else { return Ok(()) };
+        // A path that leads nowhere is reported when the file is opened.
+        let Ok(place) = validation.canonicalize() else { return Ok(()) };
+        match self.files.iter().find(|file| file.path.canonicalize().is_ok_and(|other| other == place)) {
+            None => Ok(()),
+            Some(file) => Err(Error::Config(format!(
+                "data.validation: {} is a training file too; name another, or leave it out and set \
+                 data.validation_fraction",
+                file.path.display()
+            ))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(text: &str) -> DataConfig {
+        toml::from_str(text).unwrap()
+    }
+
+    fn refused(text: &str) -> String {
+        config(text).check().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_path_alone_is_a_configuration() {
+        let config = config("files = [{ path = 'a.jsonl' }]");
+        config.check().unwrap();
+        assert_eq!((config.files[0].weight, config.validation_fraction), (1.0, 0.05));
+        assert_eq!(
+            (config.packing, config.train_roles.as_slice()),
+            (Packing::Packed, &["assistant".into()][..])
+        );
+        assert!(config.shuffle && config.add_eos && config.has_validation());
+    }
+
+    #[test]
+    fn unknown_names_are_refused() {
+        assert!(toml::from_str::<DataConfig>("file = 'a'").is_err());
+        assert!(toml::from_str::<DataConfig>("files = [{ path = 'a', wight = 2 }]").is_err());
+        assert!(toml::from_str::<DataConfig>("packing = 'pack'").is_err());
+    }
+
+    #[test]
+    fn settings_without_sense_are_refused_by_name() {
+        assert!(refused("").contains("data.files: there are none"));
+        assert!(refused("files = [{ path = 'a', weight = -1 }]").contains("weight of a is -1"));
+        assert!(refused("files = [{ path = 'a', weight = nan }]").contains("weight of a is NaN"));
+        assert!(refused("files = [{ path = 'a', weight = 0 }]").contains("all weights are 0"));
+        let huge = "files = [{ path = 'a', weight = 1e308 }, { path = 'b', weight = 1e308 }]";
+        assert!(refused(huge).contains("add up to infinity"));
+        assert!(
+            refused("files = [{ path = 'a' }]\nvalidation_fraction = 1").contains("validation_fraction is 1")
+        );
+        assert!(refused("files = [{ path = 'a' }]\nsequence_length = 1").contains("sequence_length is 1"));
+        assert!(refused("files = [{ path = 'a' }]\ndocument_separator = \"a\\nb\"").contains("one line"));
+    }
+
+    #[test]
+    fn a_validation_file_that_is_trained_on_is_refused_under_any_of_its_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.txt");
+        std::fs::write(&path, "a").unwrap();
+        let other = folder.path().join(".").join("a.txt");
+        let file = |path: &PathBuf| DataFile { path: path.clone(), weight: 1.0 };
+        let config =
+            DataConfig { files: vec![file(&path)], validation: Some(other), ..DataConfig::default() };
+        assert!(config.check().unwrap_err().to_string().contains("is a training file too"));
+    }
+}

@@ -1,0 +1,216 @@
+//! The documents of several files, in an order that follows from the seed.
+//!
+//! To train on: the file of the d-th document is drawn by weight with a hash of (seed, d); the k-th document that is drawn
+//! from a file of n is number p(k mod n) of it, p being the permutation of epoch k / n. Held out: all files end to end, in
+//! one order that stays, so that the first documents are the same sample every time.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::index::{Form, Index, Passage};
+use super::record::Record;
+use super::shuffle::{Permutation, Purpose, hash, unit};
+use super::split::{HeldOut, Split};
+use super::{Cursor, DataConfig, Document, Documents, FileCursor, Text};
+use crate::error::{Error, Result};
+
+/// Files by weight, shuffled in every epoch.
+pub struct Files {
+    sources: Vec<Source>,
+    role: Split,
+    config: DataConfig,
+    text: Arc<Text>,
+    seed: u64,
+    drawn: u64,
+    skipped: u64,
+}
+
+struct Source {
+    index: Index,
+    weight: f64,
+    held_out: HeldOut,
+    /// Which of its documents are used.
+    part: Split,
+    /// Documents that were drawn, over all epochs.
+    taken: u64,
+    /// Documents in a row that nothing is learned from.
+    barren: u64,
+}
+
+impl Source {
+    fn len(&self) -> u64 {
+        self.held_out.len(self.part)
+    }
+}
+
+impl Files {
+    /// Indexes the files of a part of the data; files of weight 0 are left out.
+    pub fn open(config: &DataConfig, role: Split, text: Arc<Text>, seed: u64) -> Result<Files> {
+        config.check()?;
+        text.check(config)?;
+        let separator = config.document_separator.as_deref();
+        let source = |path: &Path, weight, held_out, part| -> Result<Source> {
+            let index = Index::open(path, separator)?;
+            let held_out = HeldOut::new(index.len(), held_out, seed);
+            Ok(Source { index, weight, held_out, part, taken: 0, barren: 0 })
+        };
+        let sources = match (role, &config.validation) {
+            (Split::Validation, Some(path)) => vec![source(path, 1.0, 0.0, Split::Train)?],
+            _ => {
+                let files = config.files.iter().filter(|file| file.weight > 0.0);
+                let open = |file: &super::DataFile| source(&file.path, file.weight, config.held_out(), role);
+                files.map(open).collect::<Result<_>>()?
+            }
+        };
+        let files = Files { sources, role, config: config.clone(), text, seed, drawn: 0, skipped: 0 };
+        if files.is_empty() {
+            return Err(Error::Config(
+                "data.validation_fraction: too few documents to hold any out; name a file as data.validation, or \
+                 do without: data.validation_fraction = 0"
+                    .into(),
+            ));
+        }
+        Ok(files)
+    }
+
+    /// Documents of this part.
+    pub fn len(&self) -> usize {
+        self.sources.iter().map(Source::len).sum::<u64>() as usize
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Documents that were passed over because nothing in them is trained on.
+    pub fn skipped(&self) -> u64 {
+        self.skipped
+    }
+
+    /// A document by its number in this part, below [`Files::len`]: files in their order, each from its begin to its end.
+    pub fn document(&self, number: usize) -> Result<Document> {
+        let (source, number) = self.locate(number as u64);
+        self.read(source, number)
+    }
+
+    fn locate(&self, mut number: u64) -> (usize, u64) {
+        let mut source = 0;
+        while source + 1 < self.sources.len() && number >= self.sources[source].len() {
+            number -= self.sources[source].len();
+            source += 1;
+        }
+        (source, number)
+    }
+
+    fn read(&self, source: usize, number: u64) -> Result<Document> {
+        let Source { index, held_out, part, .. } = &self.sources[source];
+        let Passage { text, origin, form } = index.read(held_out.document(*part, number))?;
+        let (ids, trained) = match form {
+            Form::Line => Record::parse(&text).and_then(|record| self.text.record(&record, &self.config)),
+            Form::Piece { begins, ends } => {
+                self.text.plain(&text, begins, ends && self.config.add_eos).map_err(|error| error.to_string())
+            }
+        }
+        .map_err(|problem| origin.error(problem))?;
+        Ok(Document { ids, trained, origin })
+    }
+
+    /// The file of the next document, and its number there.
+    fn draw(&self) -> (usize, u64) {
+        let order = |n: u64, k: u64, counters: [u64; 2]| match self.config.shuffle {
+            true => Permutation::new(n, hash(self.seed, Purpose::Epoch, counters)).at(k),
+            false => k,
+        };
+        if self.role == Split::Validation {
+            let n = self.len() as u64;
+            return self.locate(order(n, self.drawn % n, [0, 0]));
+        }
+        let source = self.draw_file();
+        let Source { taken, .. } = self.sources[source];
+        let n = self.sources[source].len();
+        (source, order(n, taken % n, [taken / n, source as u64]))
+    }
+
+    fn draw_file(&self) -> usize {
+        let total: f64 = self.sources.iter().map(|source| source.weight).sum();
+        let mut point = unit(hash(self.seed, Purpose::File, [self.drawn, 0])) * total;
+        let below = |source: &Source| {
+            point -= source.weight;
+            point < 0.0
+        };
+        // Rounding: the weights may fall short of their sum by a hair.
+        self.sources.iter().position(below).unwrap_or(self.sources.len() - 1)
+    }
+
+    /// What is said when a whole epoch of a file has nothing to train on.
+    fn nothing_trained(&self, source: usize) -> Error {
+        let Source { index, .. } = &self.sources[source];
+        Error::Data {
+            file: index.path().into(),
+            line: None,
+            problem: format!(
+                "nothing in it is trained on: no document has two tokens, or a message of the roles in \
+                 data.train_roles ({})",
+                self.config.train_roles.join(", ")
+            ),
+        }
+    }
+}
+
+impl Documents for Files {
+    fn next(&mut self) -> Result<Document> {
+        loop {
+            let (source, number) = self.draw();
+            let document = self.read(source, number)?;
+            self.drawn += 1;
+            let from = &mut self.sources[source];
+            from.taken += 1;
+            if document.trains() {
+                from.barren = 0;
+                return Ok(document);
+            }
+            self.skipped += 1;
+            from.barren += 1;
+            // So many in a row hold a whole epoch.
+            if from.barren >= 2 * from.len() {
+                return Err(self.nothing_trained(source));
+            }
+        }
+    }
+
+    fn cursor(&self) -> Cursor {
+        let file = |source: &Source| FileCursor { taken: source.taken, bytes: source.index.bytes };
+        Cursor { drawn: self.drawn, files: self.sources.iter().map(file).collect(), offset: 0 }
+    }
+
+    fn seek(&mut self, cursor: &Cursor) -> Result {
+        let start = vec![FileCursor::default(); self.sources.len()];
+        let is_start = *cursor == Cursor::default();
+        let files = if is_start { &start } else { &cursor.files };
+        if files.len() != self.sources.len() {
+            return Err(Error::Config(format!(
+                "data.files: {} of them where the run was saved with {}; resume with the same data",
+                self.sources.len(),
+                files.len()
+            )));
+        }
+        for (source, file) in self.sources.iter().zip(files) {
+            if !is_start && source.index.bytes != file.bytes {
+                return Err(Error::Data {
+                    file: source.index.path().into(),
+                    line: None,
+                    problem: format!(
+                        "it has {} bytes, and had {} when the run was saved; resume with the same data",
+                        source.index.bytes, file.bytes
+                    ),
+                });
+            }
+        }
+        self.drawn = cursor.drawn;
+        for (source, file) in self.sources.iter_mut().zip(files) {
+            (source.taken, source.barren) = (file.taken, 0);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,106 @@
+//! From what a line says to token ids.
+
+use std::path::Path;
+
+use ballast_model::text::{ChatTemplate, GenerationSettings, Tokenizer, folder_of};
+
+use super::DataConfig;
+use super::chat::{Rendered, render};
+use super::record::Record;
+use crate::error::{Error, Result};
+
+/// The tokenizer and the chat template that data is turned into tokens with.
+pub struct Text {
+    /// The tokenizer.
+    pub tokenizer: Tokenizer,
+    /// Writes conversations as text.
+    pub template: Option<ChatTemplate>,
+    /// Ends a text.
+    pub eos: Option<u32>,
+}
+
+/// Ids, and which of them are trained on.
+pub(crate) type Tokens = (Vec<u32>, Vec<bool>);
+
+impl Text {
+    /// From the files beside a model. A text ends with the tokenizer's `eos_token`; where it names none, with the one id that
+    /// generation_config.json or config.json has.
+    pub fn load(model: &Path) -> Result<Text> {
+        let folder = folder_of(model);
+        let tokenizer = Tokenizer::load(&folder)?;
+        let template = ChatTemplate::load(&folder)?;
+        let eos = match tokenizer.special_id("eos_token") {
+            Some(eos) => Some(eos),
+            None => match GenerationSettings::load(&folder, &tokenizer)?.stops.as_slice() {
+                [eos] => Some(*eos),
+                _ => None,
+            },
+        };
+        Ok(Text { tokenizer, template, eos })
+    }
+
+    /// An error where a setting asks for what the model's files do not have.
+    pub(crate) fn check(&self, config: &DataConfig) -> Result {
+        if config.add_eos && self.eos.is_none() {
+            return Err(Error::Config(format!(
+                "data.add_eos: no `eos_token` in {}; name one there or set data.add_eos = false",
+                self.tokenizer.file().with_file_name("tokenizer_config.json").display()
+            )));
+        }
+        Ok(())
+    }
+
+    /// The tokens of a line.
+    pub(crate) fn record(&self, record: &Record, config: &DataConfig) -> Result<Tokens, String> {
+        let words = |error: ballast_model::Error| error.to_string();
+        match record {
+            Record::Text(text) => self.plain(text, true, config.add_eos).map_err(words),
+            Record::Completion { prompt, completion } => {
+                let text = format!("{prompt}{completion}");
+                let trained = prompt.len()..text.len();
+                let tokens = self.masked(&Rendered { text, trained: vec![trained] }, true).map_err(words)?;
+                Ok(self.ended(tokens, config.add_eos))
+            }
+            Record::Chat(conversation) => {
+                let template = self.template.as_ref().ok_or_else(|| {
+                    "`messages` need a chat template, and the model has none; put a chat_template.jinja beside its \
+                     tokenizer.json"
+                        .to_string()
+                })?;
+                let special = &self.tokenizer.special;
+                let rendered = render(template, special, conversation, &config.train_roles)?;
+                self.masked(&rendered, false).map_err(words)
+            }
+        }
+    }
+
+    /// The tokens of plain text; one that begins a document has before it what the tokenizer puts there.
+    pub(crate) fn plain(&self, text: &str, begins: bool, add_eos: bool) -> ballast_model::Result<Tokens> {
+        let ids = self.tokenizer.encode(text, begins)?;
+        let trained = vec![true; ids.len()];
+        Ok(self.ended((ids, trained), add_eos))
+    }
+
+    /// A token belongs to where its last byte is.
+    fn masked(&self, rendered: &Rendered, special: bool) -> ballast_model::Result<Tokens> {
+        let (ids, ends) = self.tokenizer.encode_with_ends(&rendered.text, special)?;
+        let inside = |end: &usize| {
+            let span = rendered.trained.partition_point(|span| span.end < *end);
+            rendered.trained.get(span).is_some_and(|span| span.start < *end)
+        };
+        let trained = ends.iter().map(inside).collect();
+        Ok((ids, trained))
+    }
+
+    /// With the end-of-text token, once.
+    fn ended(&self, (mut ids, mut trained): Tokens, add_eos: bool) -> Tokens {
+        if let (true, Some(eos)) = (add_eos, self.eos) {
+            if ids.last() != Some(&eos) {
+                ids.push(eos);
+                trained.push(true);
+            }
+            trained.last_mut().into_iter().for_each(|last| *last = true);
+        }
+        (ids, trained)
+    }
+}
