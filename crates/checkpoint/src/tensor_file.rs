@@ -93,25 +93,45 @@ impl TensorFile {
 }
 
 /// A tensor to be written: name, shape, values.
-pub type Named<'a> = (&'a str, &'a [usize], &'a [f32]);
+pub type Named<'a, T = f32> = (&'a str, &'a [usize], &'a [T]);
 
 /// Writes F32 tensors into the new file `path`: whole, or not at all.
 pub fn write_f32(path: &Path, tensors: &[Named<'_>], metadata: &[(String, String)], force: bool) -> Result<()> {
+    write(path, &raw(tensors, Dtype::F32), metadata, force)
+}
+
+/// Writes I64 tensors into the new file `path`: whole, or not at all.
+pub fn write_integers(path: &Path, tensors: &[Named<'_, i64>]) -> Result<()> {
+    write(path, &raw(tensors, Dtype::I64), &[], false)
+}
+
+/// Name, type, shape, bytes.
+type Raw<'a> = (&'a str, Dtype, &'a [usize], &'a [u8]);
+
+fn raw<'a, T: bytemuck::Pod>(tensors: &[Named<'a, T>], dtype: Dtype) -> Vec<Raw<'a>> {
+    tensors.iter().map(|(name, shape, values)| (*name, dtype, *shape, bytemuck::cast_slice(values))).collect()
+}
+
+fn write(
+    path: &Path,
+    tensors: &[Raw<'_>],
+    metadata: &[(String, String)],
+    force: bool,
+) -> Result<()> {
     let staging = Staging::new(path, true, force, &[])?;
     let mut header = Header { metadata: metadata.to_vec(), tensors: Vec::new() };
     let mut begin = 0;
-    for (name, shape, values) in tensors {
-        let bytes = 4 * values.len() as u64;
+    for (name, dtype, shape, data) in tensors {
+        let bytes = data.len() as u64;
         let shape = shape.iter().map(|d| *d as u64).collect();
-        header.tensors.push(TensorInfo { name: name.to_string(), dtype: Dtype::F32, shape, begin, bytes });
+        header.tensors.push(TensorInfo { name: name.to_string(), dtype: *dtype, shape, begin, bytes });
         begin += bytes;
     }
     let staged = staging.staged();
     let header = header.to_bytes();
     staging.check_space(header.len() as u64 + begin)?;
     let mut file = File::create(&staged).map_err(Error::io(&staged, "create"))?;
-    let parts = tensors.iter().map(|(_, _, values)| bytemuck::cast_slice(values));
-    for part in std::iter::once(&header[..]).chain(parts) {
+    for part in std::iter::once(&header[..]).chain(tensors.iter().map(|(.., data)| *data)) {
         file.write_all(part).map_err(Error::io(&staged, "write"))?;
     }
     file.sync_all().map_err(Error::io(&staged, "flush"))?;
@@ -138,5 +158,8 @@ mod tests {
         );
         assert!(file.integers("a").unwrap_err().to_string().contains("I32 or I64"));
         assert!(write_f32(&path, &[], &[], false).is_err(), "no overwriting");
+        let path = folder.path().join("y.safetensors");
+        write_integers(&path, &[("ids", &[1, 3], &[1, -100, 7])]).unwrap();
+        assert_eq!(TensorFile::open(&path).unwrap().integers("ids").unwrap().values, [1, -100, 7]);
     }
 }

@@ -28,6 +28,11 @@ enum Unit {
     Tokens,
 }
 
+/// Whether a signal has asked to stop.
+pub(crate) fn interrupted() -> bool {
+    INTERRUPTED.load(Ordering::Relaxed)
+}
+
 struct Phase {
     name: &'static str,
     unit: Unit,
@@ -131,7 +136,7 @@ impl Observer for Progress {
     }
 
     fn cancelled(&self) -> bool {
-        INTERRUPTED.load(Ordering::Relaxed)
+        interrupted()
     }
 }
 

@@ -47,19 +47,32 @@ impl Model {
         let config = Config::parse(json, &checkpoint.config_path())?;
         let precision = precision(&config)?;
         let mut model = Model::build(config, precision.clone())?;
+        memory::check("the model's parameters", model.specs.bytes(precision.params) as u64)?;
+        model.source = Some(model.read_params(checkpoint)?);
+        model.set_precision(precision);
+        Ok(model)
+    }
+
+    /// Takes the parameters of another checkpoint of the same model, in the precision that this one has; where it is saved
+    /// and what it carries stay as they are.
+    pub fn reload(&mut self, path: &Path) -> Result {
+        self.read_params(Arc::new(Checkpoint::open_consistent(path)?))?;
+        self.set_precision(self.precision().clone());
+        Ok(())
+    }
+
+    fn read_params(&mut self, checkpoint: Arc<Checkpoint>) -> Result<Source> {
         let source_layout = Layout::detect(&checkpoint);
         let views: Vec<View> =
             layout::relayout(&checkpoint, &source_layout, &canonical(&source_layout))?.concat();
-        let (views, source) = sort(&model, views, checkpoint, source_layout)?;
-        memory::check("the model's parameters", model.specs.bytes(precision.params) as u64)?;
-        let (weights, protected) = views.split_at(model.specs.weights.len());
-        model.params.weights =
-            weights.par_iter().map(|view| read_weight(view, precision.params)).collect::<Result<_>>()?;
-        model.params.protected =
+        let (views, source) = sort(self, views, checkpoint, source_layout)?;
+        let storage = self.precision().params;
+        let (weights, protected) = views.split_at(self.specs.weights.len());
+        self.params.weights =
+            weights.par_iter().map(|view| read_weight(view, storage)).collect::<Result<_>>()?;
+        self.params.protected =
             protected.iter().map(|view| Ok(Protected::new(read_f32(view)?))).collect::<Result<_>>()?;
-        model.source = Some(source);
-        model.set_precision(precision);
-        Ok(model)
+        Ok(source)
     }
 }
 

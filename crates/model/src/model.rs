@@ -19,7 +19,7 @@ use crate::config::{Config, Mixer, Rope};
 use crate::error::{Error, Result};
 use crate::layers::{InputsSaved, Keep, Layer, Linear, Links, Norm, OwnInputs, Saved};
 use crate::load::Source;
-use crate::params::{Grads, Id, Init, Params, Specs, Weight};
+use crate::params::{Grads, Id, Init, Params, Spec, Specs, Weight};
 use crate::precision::{Precision, Storage};
 use crate::probe::Probe;
 use crate::run::{IndexerTraining, Run, lower, zeros};
@@ -68,6 +68,8 @@ pub struct LossOptions {
     pub scale: Option<f32>,
     /// The loss of the indexers, for models that have them; `None`: they learn nothing.
     pub indexer: Option<IndexerLoss>,
+    /// Coefficient of the routers' balance loss; `None`: it is not asked for.
+    pub balance: Option<f32>,
 }
 
 /// The loss that teaches the indexers: see [`ballast_kernels::indexer`].
@@ -96,6 +98,8 @@ pub struct StepLoss {
     pub language: Loss,
     /// Sum over the layers of their indexers' losses, scale included; 0 where they are not trained.
     pub indexer: f64,
+    /// Of the routers' balance, coefficient included.
+    pub balance: f64,
 }
 
 /// What a forward kept.
@@ -207,6 +211,11 @@ impl Model {
     /// Zero gradients for all parameters that are learned.
     pub fn grads(&self) -> Grads {
         Grads::new(&self.specs, |_| true)
+    }
+
+    /// The same for those that `wanted` does not exclude.
+    pub fn grads_for(&self, wanted: impl Fn(&Spec) -> bool) -> Grads {
+        Grads::new(&self.specs, wanted)
     }
 
     /// The logits [tokens, V].
@@ -431,7 +440,7 @@ impl Model {
                 embedding_backward(dw, &dx, &batch.ids, scale, self.config.hidden, &mut Vec::new())?;
             }
             let indexer = run.indexer.as_ref().map_or(0.0, |training| training.sum.get());
-            Ok(StepLoss { language, indexer })
+            Ok(StepLoss { language, indexer, balance: 0.0 })
         })
     }
 

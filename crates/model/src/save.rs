@@ -119,6 +119,13 @@ impl Model {
         Ok(convert::execute(&checkpoint, plan, destination, &options, observer)?)
     }
 
+    /// From now on it is saved in Hugging Face's layout, whatever it was read from.
+    pub fn save_as_hf(&mut self) {
+        if let Some(source) = &mut self.source {
+            source.layout = hf(source);
+        }
+    }
+
     fn dtype(&self) -> Dtype {
         match self.precision().params {
             Storage::F32 => Dtype::F32,

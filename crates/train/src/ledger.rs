@@ -8,7 +8,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use ballast_model::{Batch, Model, Probe};
+use ballast_checkpoint::Checkpoint;
+use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_contract::Dtype;
+use ballast_model::params::{Protected, Spec};
+use ballast_model::{Batch, Model, Precision, Probe};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -60,13 +64,13 @@ fn beyond_bf16(values: &[f32]) -> f64 {
 }
 
 impl Ledger {
-    /// The ledger of a model as it is now.
-    pub fn new(model: &Model) -> Ledger {
-        let entry = |(spec, tensor): (&ballast_model::params::Spec, &ballast_model::params::Protected)| {
+    /// The ledger of a model as it is now, which is to run in `precision`.
+    pub fn new(model: &Model, precision: &Precision) -> Ledger {
+        let entry = |(spec, tensor): (&Spec, &Protected)| {
             let sum = checksum(tensor.values());
             Entry {
                 name: model.parameter_name(spec),
-                dtype: if is_rounded(model, spec) { "bf16 by policy" } else { "f32" }.into(),
+                dtype: dtype_of(precision, spec).into(),
                 first: sum,
                 last: sum,
                 checks: 0,
@@ -77,6 +81,18 @@ impl Ledger {
         };
         let entries = model.specs.protected.iter().zip(model.params.protected()).map(entry).collect();
         Ledger { entries, ..Ledger::default() }
+    }
+
+    /// Notes a cast: tensors that the policy leaves out are rounded, and no other may change.
+    pub fn cast(&mut self, model: &Model) {
+        for ((entry, spec), tensor) in
+            self.entries.iter_mut().zip(&model.specs.protected).zip(model.params.protected())
+        {
+            entry.dtype = dtype_of(model.precision(), spec).into();
+            if entry.dtype != "f32" {
+                (entry.first, entry.last) = (checksum(tensor.values()), checksum(tensor.values()));
+            }
+        }
     }
 
     /// Tensors that are f32.
@@ -137,7 +153,7 @@ impl Ledger {
 
     /// Compares with what a saved model holds.
     pub fn check_saved(&mut self, model: &Path) -> Result {
-        let checkpoint = Arc::new(Checkpoint::open_consistent(model)?);
+        let checkpoint = Checkpoint::open_consistent(model)?;
         for entry in &mut self.entries {
             let Some(stored) = checkpoint.tensors.iter().find(|tensor| tensor.name == entry.name) else {
                 return Err(broken(entry, "save", "the file does not have it".into()));
@@ -145,7 +161,8 @@ impl Ledger {
             if stored.dtype != Dtype::F32 && entry.dtype == "f32" {
                 return Err(broken(entry, "save", format!("the file stores it in {}", stored.dtype)));
             }
-            if checksum(&checkpoint.f32_values(stored)?) != entry.last {
+            let file = TensorFile::open(&checkpoint.files[stored.file].path)?;
+            if checksum(&file.f32(&entry.name)?.values) != entry.last {
                 return Err(broken(entry, "save", "the file has other bits".into()));
             }
             entry.saved += 1;
@@ -161,6 +178,10 @@ impl Ledger {
         }
         self.steps += 1;
     }
+}
+
+fn dtype_of(precision: &Precision, spec: &Spec) -> &'static str {
+    if is_rounded(precision, spec) { "bf16 by policy" } else { "f32" }
 }
 
 fn broken(entry: &Entry, occasion: &str, problem: String) -> Error {

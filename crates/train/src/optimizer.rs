@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 
 use ballast_kernels::adamw::{self, adamw_step, adamw_step_with_copy, global_norm};
 use ballast_kernels::Precision as Rounding;
-use ballast_model::Model;
+use ballast_model::{Model, Precision};
 use ballast_model::params::{Grads, Spec, Weight};
 use ballast_model::precision::Storage;
 use half::bf16;
@@ -92,8 +92,9 @@ fn group_of(name: &str) -> &'static str {
 }
 
 impl Optimizer {
-    /// For all parameters of a model that have a place in `grads`.
-    pub fn new(model: &Model, grads: &Grads, config: &OptimizerConfig) -> Optimizer {
+    /// For all parameters of a model that have a place in `grads`. The model is still in f32, and is to run in `precision`:
+    /// masters begin with all its bits.
+    pub fn new(model: &Model, grads: &Grads, config: &OptimizerConfig, precision: &Precision) -> Optimizer {
         let mut slots = Vec::new();
         let mut add = |spec: &Spec, shape: &[usize], suffix: &str, place: Place, protected: bool, master: Option<Vec<f32>>| {
             let elements = shape.iter().product();
@@ -109,7 +110,7 @@ impl Optimizer {
             });
         };
         let learned = |gradients: &[Vec<f32>], i: usize| !gradients[i].is_empty();
-        let bf16 = model.precision().params == Storage::Bf16;
+        let bf16 = precision.params == Storage::Bf16;
         for (i, (spec, weight)) in model.specs.weights.iter().zip(model.params.weights()).enumerate() {
             if learned(&grads.weights, i) {
                 let master = (bf16 && config.masters).then(|| weight.to_f32());
@@ -118,7 +119,7 @@ impl Optimizer {
         }
         for (i, (spec, tensor)) in model.specs.protected.iter().zip(model.params.protected()).enumerate() {
             if learned(&grads.protected, i) {
-                let rounded = is_rounded(model, spec);
+                let rounded = is_rounded(precision, spec);
                 let master = (rounded && config.masters).then(|| tensor.values().to_vec());
                 add(spec, &spec.shape, "", Place::Protected(i), true, master);
             }
@@ -203,7 +204,7 @@ impl Optimizer {
                 }
             },
             Place::Protected(i) => {
-                let rounded = is_rounded(model, &model.specs.protected[i]);
+                let rounded = is_rounded(model.precision(), &model.specs.protected[i]);
                 let w = model.params.protected_mut()[i].values_mut();
                 match master {
                     None => adamw_step(w, m, v, g, scale, step, &options)?,
@@ -240,8 +241,7 @@ impl Optimizer {
 }
 
 /// Whether a protected tensor runs rounded: the policy leaves it out, and the model runs in bf16.
-pub fn is_rounded(model: &Model, spec: &Spec) -> bool {
-    let precision = model.precision();
+pub fn is_rounded(precision: &Precision, spec: &Spec) -> bool {
     precision.params == Storage::Bf16 && precision.policy().rule_for(&format!("model.{}", spec.name)).is_none()
 }
 

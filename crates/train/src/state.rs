@@ -46,6 +46,9 @@ pub struct State {
     pub sentinel: Sentinel,
     /// Step and loss of the best measurement on held-out data so far.
     pub best: Option<(u64, f64)>,
+    /// Where batches begin that a rollback leaves out.
+    #[serde(default)]
+    pub left_out: Vec<Cursor>,
     /// The resolved configuration, as TOML.
     pub config: String,
     /// Of all that is learned: names and shapes.
@@ -67,6 +70,7 @@ impl State {
             ledger: Ledger::default(),
             sentinel: Sentinel::default(),
             best: None,
+            left_out: Vec::new(),
             config: String::new(),
             parameters: fingerprint(optimizer),
             weights_checksum: weights_checksum(model),
@@ -232,14 +236,15 @@ pub fn read_state(checkpoint: &Path) -> Result<State> {
     Ok(state)
 }
 
-/// Puts masters and moments back, and refuses what is not exactly what was saved.
-pub fn restore(checkpoint: &Path, state: &State, model: &Model, optimizer: &mut Optimizer) -> Result {
+/// Puts weights, masters and moments back, and refuses what is not exactly what was saved.
+pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &mut Optimizer) -> Result {
     let refuse = |path: PathBuf, problem: &str| Err(Error::Resume { path, problem: problem.into() });
     if state.parameters != fingerprint(optimizer) {
         let problem = "it belongs to another model, or to other parameters that are learned; resume with the configuration \
                        that it was made with";
         return refuse(checkpoint.join("state.json"), problem);
     }
+    model.reload(&checkpoint.join("model"))?;
     if state.weights_checksum != weights_checksum(model) {
         return refuse(checkpoint.join("model"), "the weights are not those that were saved; go back to an earlier checkpoint");
     }

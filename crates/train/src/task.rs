@@ -176,6 +176,11 @@ pub fn tokenizer_config_json() -> String {
     format!("{config:#}\n")
 }
 
+/// generation_config.json that goes with it.
+pub fn generation_config_json() -> String {
+    format!("{:#}\n", serde_json::json!({ "eos_token_id": END }))
+}
+
 /// The character that stands for each byte in a byte-level vocabulary: itself where it can be printed, else one from 256 on.
 fn byte_symbols() -> [char; 256] {
     let mut next = 256;

@@ -11,6 +11,7 @@ mod model;
 mod oracle;
 mod repair;
 mod trace;
+mod train;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -64,6 +65,8 @@ enum Command {
     Diff(diff::DiffArgs),
     /// Put the f32 bits of rounded protected tensors back from the original.
     Repair(repair::RepairArgs),
+    /// Train a model; without arguments, a small hybrid on an embedded task.
+    Train(train::TrainArgs),
     /// Write a text: continue a prompt, answer a conversation, or chat.
     Generate(generate::GenerateArgs),
     /// Perplexity of a model on a text, with its standard error.
@@ -97,6 +100,7 @@ impl Cli {
             Command::Generate(args) => generate::run(args, global),
             Command::Eval(args) => eval::run(args, global),
             Command::Oracle(args) => oracle::run(args, global),
+            Command::Train(args) => train::run(args, global),
             Command::Trace(args) => trace::run(args, global),
         }
     }

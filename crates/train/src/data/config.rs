@@ -10,9 +10,13 @@ use crate::error::{Error, Result};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataConfig {
+    /// An embedded task instead of files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub task: Option<String>,
     /// Files to train on: `.jsonl` with `text`, `messages` or `prompt` and `completion` on every line, else plain text.
     pub files: Vec<DataFile>,
     /// A file of held-out documents.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub validation: Option<PathBuf>,
     /// Without such a file: the part of every training file's documents that is held out instead; 0 for none.
     pub validation_fraction: f64,
@@ -27,12 +31,14 @@ pub struct DataConfig {
     /// Whether a text and a completion end with the end-of-text token. Conversations end as their template says.
     pub add_eos: bool,
     /// Splits plain text into documents: a line that is equal to it stands between two. Without, a file is one document.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub document_separator: Option<String>,
 }
 
 impl Default for DataConfig {
     fn default() -> DataConfig {
         DataConfig {
+            task: None,
             files: Vec::new(),
             validation: None,
             validation_fraction: 0.05,

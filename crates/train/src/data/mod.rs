@@ -11,7 +11,7 @@ mod files;
 mod index;
 mod pack;
 mod record;
-mod shuffle;
+pub(crate) mod shuffle;
 mod split;
 mod text;
 

@@ -16,6 +16,8 @@ pub(crate) enum Purpose {
     Epoch,
     /// The documents that are held out.
     Split,
+    /// What a document of the embedded task is made of.
+    Task,
 }
 
 /// A hash of the seed and counters.

@@ -1,0 +1,441 @@
+//! `ballast train`
+
+use std::cell::RefCell;
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use ballast_checkpoint::jobs::Observer;
+use ballast_train::config::KEYS;
+use ballast_train::metrics::{Evaluation, Record, Step};
+use ballast_train::plan::MemoryPlan;
+use ballast_train::report::Sample;
+use ballast_train::setup::PRESETS;
+use ballast_train::{Summary, TrainConfig, Trainer, Watcher};
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
+
+use super::Global;
+use crate::exit::Outcome;
+use crate::output::{self, bytes, clean, count, table};
+use crate::progress::Progress;
+
+/// Train a model. Without arguments: a small hybrid learns an embedded task, in about two minutes.
+///
+/// What a run does is in a TOML file (--config); --set changes single keys of it, and flags come last. --print-config shows
+/// what results, --keys every key with its meaning. A run leaves a folder: model/ (for `ballast generate` and transformers),
+/// checkpoints/, metrics.jsonl and report.html.
+///
+/// Ctrl-C saves and ends with exit code 130; --resume goes on from there, with the same bits.
+#[derive(Args)]
+pub(crate) struct TrainArgs {
+    /// What to do, as TOML.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Change a key: `--set optimizer.learning_rate=1e-3`. Can be repeated.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    settings: Vec<String>,
+    /// Go on with the run in this folder, from its last checkpoint.
+    #[arg(long, value_name = "OUT", conflicts_with = "config")]
+    resume: Option<PathBuf>,
+    /// Folder of the run [default: runs/default, or the next free name].
+    #[arg(long, value_name = "OUT")]
+    out: Option<PathBuf>,
+    /// An embedded architecture with random weights: hybrid, hybrid-moe, gemma, deepseek.
+    #[arg(long, value_name = "NAME")]
+    preset: Option<String>,
+    /// A checkpoint in any layout to start from.
+    #[arg(long, value_name = "CHECKPOINT")]
+    model: Option<PathBuf>,
+    /// Files to train on (.txt, .jsonl). Can be repeated.
+    #[arg(long, value_name = "FILE")]
+    data: Vec<PathBuf>,
+    /// f32, bf16, megatron, nemo, maxtext-default or hf-bf16.
+    #[arg(long, value_name = "PRECISION")]
+    precision: Option<String>,
+    /// Steps of the optimiser.
+    #[arg(long, value_name = "N")]
+    steps: Option<u64>,
+    /// Of everything that is drawn.
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Write event files for TensorBoard.
+    #[arg(long)]
+    tensorboard: bool,
+    /// Show what would be done: samples, types, memory, time of a step. Nothing is trained or written.
+    #[arg(long)]
+    dry_run: bool,
+    /// Print the resolved configuration, and end.
+    #[arg(long)]
+    print_config: bool,
+    /// Print every key of the configuration with its meaning, and end.
+    #[arg(long)]
+    keys: bool,
+}
+
+impl TrainArgs {
+    /// What was typed, as settings in their order.
+    fn settings(&self) -> Vec<String> {
+        let text = |path: &Path| format!("{:?}", path.display().to_string());
+        let mut settings = self.settings.clone();
+        let mut set = |key: &str, value: Option<String>| settings.extend(value.map(|value| format!("{key}={value}")));
+        set("out", self.out.as_deref().map(text));
+        set("model.preset", self.preset.clone());
+        set("model.checkpoint", self.model.as_deref().map(text));
+        set("precision.preset", self.precision.clone());
+        set("steps", self.steps.map(|n| n.to_string()));
+        set("seed", self.seed.map(|n| n.to_string()));
+        set("tensorboard", self.tensorboard.then(|| "true".into()));
+        let files: Vec<String> = self.data.iter().map(|path| format!("{{ path = {} }}", text(path))).collect();
+        set("data.files", (!files.is_empty()).then(|| format!("[{}]", files.join(", "))));
+        settings
+    }
+
+    fn names_out(&self) -> bool {
+        self.out.is_some() || self.config.is_some() || self.settings.iter().any(|s| s.starts_with("out="))
+    }
+}
+
+pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
+    if args.keys {
+        print_keys(global.json);
+        return Ok(Outcome::Ok);
+    }
+    let _signals = Progress::new(true);
+    let mut trainer = match &args.resume {
+        Some(out) => Trainer::resume(out, &args.settings())?,
+        None => {
+            let mut config = TrainConfig::load(args.config.as_deref(), &args.settings())?;
+            if args.print_config {
+                output::print(&config.to_toml()?);
+                return Ok(Outcome::Ok);
+            }
+            if args.dry_run {
+                return dry_run(config, global);
+            }
+            if !args.names_out() {
+                config.out = free_name(&config.out);
+            }
+            Trainer::new(config)?
+        }
+    };
+    let terminal = Terminal::new(global, &trainer);
+    if !global.json && !global.quiet {
+        introduce(&trainer)?;
+    }
+    let summary = trainer.run(&terminal);
+    terminal.finish();
+    let summary = summary?;
+    if global.json {
+        print_json(&trainer, &summary);
+    } else {
+        conclude(&trainer, &summary);
+    }
+    Ok(if summary.stopped { Outcome::Interrupted } else { Outcome::Ok })
+}
+
+/// `runs/default`, `runs/default-2`, ...
+fn free_name(out: &Path) -> PathBuf {
+    let numbered = |n: u32| if n == 1 { out.to_path_buf() } else { format!("{}-{n}", out.display()).into() };
+    (1..).map(numbered).find(|path| !path.exists()).unwrap_or_else(|| out.into())
+}
+
+fn print_keys(json: bool) {
+    if json {
+        let keys: serde_json::Map<String, serde_json::Value> =
+            KEYS.iter().map(|(key, meaning)| (key.to_string(), json!(meaning))).collect();
+        return output::print_json("train-keys", &keys);
+    }
+    let mut rows = table(&["key", "meaning"]);
+    for (key, meaning) in KEYS {
+        rows.add_row([*key, *meaning]);
+    }
+    output::print(&format!("{rows}\n"));
+    let presets: Vec<String> = PRESETS.iter().map(|(name, what, _)| format!("  {name:11} {what}")).collect();
+    output::print(&format!("\nmodel.preset:\n{}\n", presets.join("\n")));
+}
+
+fn introduce(trainer: &Trainer) -> anyhow::Result<()> {
+    let (model, config) = (&trainer.model, &trainer.config);
+    let parameters: usize = model.specs.all().map(|spec| spec.len()).sum();
+    let data = match config.data.files.len() {
+        0 => "the embedded task: associative recall and brackets".to_string(),
+        1 => clean(&config.data.files[0].path.display().to_string()),
+        n => format!("{n} files"),
+    };
+    let tokens = config.batch.sequences * config.batch.accumulation * config.data.sequence_length;
+    eprintln!(
+        "{}: {} parameters, {}, {} protected tensors in f32\n{} steps of up to {} tokens on {data}\nmemory plan {}, run in {}\n",
+        model.config.model_type,
+        count(parameters as u64),
+        model.precision().name,
+        trainer.ledger.f32_tensors(),
+        config.steps,
+        count(tokens as u64),
+        bytes(MemoryPlan::new(trainer)?.total()),
+        clean(&config.out.display().to_string()),
+    );
+    Ok(())
+}
+
+fn conclude(trainer: &Trainer, summary: &Summary) {
+    let mut text = String::new();
+    if !summary.samples.is_empty() {
+        text += &format!("\n{}\n", samples_table(&last_samples(&summary.samples)));
+    }
+    if let Some(evaluation) = &summary.evaluation {
+        text += &format!("\nheld-out loss {:.4}, {:.1} % of {} tokens right", evaluation.loss, 100.0 * evaluation.accuracy, count(evaluation.tokens));
+        for (source, score) in evaluation.by_source.iter().filter(|_| evaluation.by_source.len() > 1) {
+            text += &format!("\n  {}: {:.1} % of {}", clean(source), 100.0 * score.accuracy, count(score.tokens));
+        }
+        text += "\n";
+    }
+    text += &format!("{}\n", summary.ledger);
+    for (step, site) in &trainer.ledger.escalations {
+        text += &format!("{site} was raised to f32 at step {step}\n");
+    }
+    text += &format!(
+        "{} steps, {:.0} s, {} tokens/s, peak memory {}\n\nmodel   {}\nreport  {}\n",
+        summary.step,
+        summary.seconds,
+        count(summary.tokens_per_second as u64),
+        bytes(summary.peak_memory),
+        clean(&summary.model.display().to_string()),
+        clean(&summary.report.display().to_string()),
+    );
+    if summary.stopped {
+        let out = clean(&trainer.config.out.display().to_string());
+        text += &format!("\nstopped after saving step {}; go on with: ballast train --resume {out}\n", summary.step);
+    }
+    output::print(&text);
+}
+
+fn last_samples(samples: &[Sample]) -> Vec<Sample> {
+    let last = samples.last().map_or(0, |sample| sample.step);
+    samples.iter().filter(|sample| sample.step == last).cloned().collect()
+}
+
+fn samples_table(samples: &[Sample]) -> String {
+    let mut rows = table(&["prompt", "expected", "answer", ""]);
+    for sample in samples {
+        let mark = match sample.right {
+            Some(true) => "right",
+            Some(false) => "wrong",
+            None => "",
+        };
+        rows.add_row([
+            clean(&sample.prompt),
+            clean(sample.expected.as_deref().unwrap_or_default()),
+            clean(&sample.answer),
+            mark.into(),
+        ]);
+    }
+    rows.to_string()
+}
+
+fn print_json(trainer: &Trainer, summary: &Summary) {
+    let samples: Vec<_> = summary
+        .samples
+        .iter()
+        .map(|s| json!({ "step": s.step, "prompt": s.prompt, "expected": s.expected, "answer": s.answer, "right": s.right }))
+        .collect();
+    output::print_json(
+        "train",
+        &json!({
+            "out": trainer.config.out,
+            "step": summary.step,
+            "stopped": summary.stopped,
+            "evaluation": summary.evaluation,
+            "samples": samples,
+            "ledger": { "summary": summary.ledger, "entries": trainer.ledger.entries, "escalations": trainer.ledger.escalations,
+                        "occasions": trainer.ledger.occasions },
+            "faults": trainer.sentinel.faults,
+            "skipped": trainer.sentinel.skipped,
+            "model": summary.model,
+            "report": summary.report,
+            "seconds": summary.seconds,
+            "tokens_per_second": summary.tokens_per_second,
+            "peak_memory_bytes": summary.peak_memory,
+        }),
+    );
+}
+
+/// Samples with their masks, types by role, memory, time of a step. Everything happens in a folder that goes again.
+fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
+    let folder = tempfile::tempdir()?;
+    let out = config.out.clone();
+    let mut trainer = Trainer::new(TrainConfig { out: folder.path().into(), ..config })?;
+    let batches = trainer.preview()?;
+    let plan = MemoryPlan::new(&trainer)?;
+    let seconds = trainer.measure_step(&batches)?;
+    let roles = trainer.dtypes_by_role();
+    let tokens: usize = batches.iter().map(|batch| batch.batch.tokens()).sum();
+    let trained: usize = batches.iter().map(|batch| batch.batch.counted()).sum();
+    let all = seconds * trainer.config.steps as f64;
+    if global.json {
+        output::print_json(
+            "train-dry-run",
+            &json!({
+                "out": out,
+                "tokens_per_step": tokens,
+                "trained_tokens_per_step": trained,
+                "dtypes": roles.iter().map(|r| json!({ "role": r.0, "dtype": r.1, "tensors": r.2, "elements": r.3 })).collect::<Vec<_>>(),
+                "memory": plan.rows.iter().map(|(what, bytes)| json!({ "what": what, "bytes": bytes })).collect::<Vec<_>>(),
+                "memory_total_bytes": plan.total(),
+                "memory_available_bytes": ballast_model::memory::available(),
+                "seconds_per_step": seconds,
+                "seconds": all,
+            }),
+        );
+        return Ok(Outcome::Ok);
+    }
+    let mut text = String::new();
+    for (origin, marked) in trainer.marked_samples(&batches, 3)? {
+        text += &format!("{}: {}\n", clean(&origin), clean(&marked));
+    }
+    text += &format!("what stands in ⟦ ⟧ is trained on: {} of {} tokens of a step\n\n", count(trained as u64), count(tokens as u64));
+    let mut rows = table(&["role", "type", "tensors", "elements"]);
+    for (role, dtype, tensors, elements) in &roles {
+        rows.add_row([role.clone(), dtype.clone(), tensors.to_string(), count(*elements as u64)]);
+    }
+    text += &format!("{rows}\n\n");
+    let mut rows = table(&["memory", "bytes"]);
+    for (what, size) in &plan.rows {
+        rows.add_row([what.clone(), bytes(*size)]);
+    }
+    rows.add_row(["all".to_string(), bytes(plan.total())]);
+    text += &format!("{rows}\n\n");
+    if let Some(available) = ballast_model::memory::available() {
+        let fits = if plan.total() <= available { "fits" } else { "does NOT fit" };
+        text += &format!("{} are available: it {fits}\n", bytes(available));
+    }
+    text += &format!(
+        "a step takes {seconds:.2} s here ({} tokens/s), {} steps about {}\n",
+        count((tokens as f64 / seconds) as u64),
+        trainer.config.steps,
+        duration(all)
+    );
+    output::print(&text);
+    Ok(Outcome::Ok)
+}
+
+fn duration(seconds: f64) -> String {
+    let whole = seconds as u64;
+    match whole {
+        0..120 => format!("{seconds:.0} s"),
+        120..7200 => format!("{} min", whole / 60),
+        _ => format!("{:.1} h", seconds / 3600.0),
+    }
+}
+
+/// What the run shows while it goes.
+struct Terminal {
+    quiet: bool,
+    steps: u64,
+    bar: Option<ProgressBar>,
+    shown: Mutex<RefCell<Shown>>,
+}
+
+struct Shown {
+    begun: Instant,
+    first_step: Option<u64>,
+    tokens: u64,
+    last_line: Option<Instant>,
+    evaluation: Option<Evaluation>,
+}
+
+/// Between two plain lines.
+const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
+
+impl Terminal {
+    fn new(global: &Global, trainer: &Trainer) -> Terminal {
+        let quiet = global.quiet;
+        let drawn = !quiet && std::io::stderr().is_terminal();
+        let bar = drawn.then(|| {
+            let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} ETA {eta}\n{msg}").expect("a constant");
+            ProgressBar::new(trainer.config.steps).with_style(style).with_position(trainer.step)
+        });
+        let shown = Shown { begun: Instant::now(), first_step: None, tokens: 0, last_line: None, evaluation: None };
+        Terminal { quiet, steps: trainer.config.steps, bar, shown: Mutex::new(RefCell::new(shown)) }
+    }
+
+    fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn say(&self, line: &str) {
+        match &self.bar {
+            Some(bar) => bar.println(line),
+            None if !self.quiet => eprintln!("{line}"),
+            None => {}
+        }
+    }
+
+    fn step(&self, step: &Step) {
+        let Ok(shown) = self.shown.lock() else { return };
+        let mut shown = shown.borrow_mut();
+        let first = *shown.first_step.get_or_insert(step.step);
+        shown.tokens += step.tokens;
+        let seconds = shown.begun.elapsed().as_secs_f64();
+        let speed = shown.tokens as f64 / seconds.max(1e-9);
+        let eta = seconds / (step.step - first + 1) as f64 * self.steps.saturating_sub(step.step) as f64;
+        let held_out = shown.evaluation.as_ref().map_or(String::new(), |e| {
+            format!(", held-out {:.4} ({:.1} % right)", e.loss, 100.0 * e.accuracy)
+        });
+        let figures = format!(
+            "loss {:.4}{held_out}, {} tokens/s, learning rate {:.2e}, gradient norm {:.3}, {}",
+            step.loss,
+            count(speed as u64),
+            step.learning_rate,
+            step.gradient_norm,
+            bytes(step.peak_memory)
+        );
+        if let Some(bar) = &self.bar {
+            bar.set_position(step.step);
+            bar.set_message(figures);
+        } else if !self.quiet && (step.step == self.steps || shown.last_line.is_none_or(|t| t.elapsed() >= PLAIN_INTERVAL)) {
+            shown.last_line = Some(Instant::now());
+            eprintln!("step {}/{}, ETA {}: {figures}", step.step, self.steps, duration(eta));
+        }
+    }
+}
+
+/// A save is not to be broken off by the signal that asked for it.
+impl Observer for Terminal {}
+
+impl Watcher for Terminal {
+    fn record(&self, record: &Record) {
+        match record {
+            Record::Step(step) => self.step(step),
+            Record::Evaluation(evaluation) => {
+                let line = format!("step {}: held-out loss {:.4}, {:.1} % right", evaluation.step, evaluation.loss, 100.0 * evaluation.accuracy);
+                let sources: Vec<String> = evaluation
+                    .by_source
+                    .iter()
+                    .map(|(source, score)| format!("{} {:.1} %", clean(source), 100.0 * score.accuracy))
+                    .collect();
+                let sources = if sources.len() > 1 { format!(" ({})", sources.join(", ")) } else { String::new() };
+                self.say(&format!("{line}{sources}"));
+                if let Ok(shown) = self.shown.lock() {
+                    shown.borrow_mut().evaluation = Some(evaluation.clone());
+                }
+            }
+            Record::Event(event) => self.say(&format!("{}: {}", event.what, clean(&event.text))),
+        }
+    }
+
+    fn samples(&self, samples: &[Sample]) {
+        // The last ones are in the conclusion.
+        if samples.first().is_some_and(|sample| sample.step < self.steps) {
+            self.say(&samples_table(samples));
+        }
+    }
+
+    fn should_stop(&self) -> bool {
+        crate::progress::interrupted()
+    }
+}

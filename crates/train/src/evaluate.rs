@@ -1,0 +1,130 @@
+//! Held-out data: loss and accuracy, by source; and what the model answers.
+
+use std::collections::BTreeMap;
+
+use ballast_model::text::{Generation, Sampler, Sampling};
+use ballast_model::{Batch, LossOptions, Model};
+
+use crate::data::{Cursor, Document, MicroBatch, Text};
+use crate::error::Result;
+use crate::metrics::{Evaluation, SourceScore};
+use crate::report::Sample;
+use crate::trainer::Trainer;
+
+impl Trainer {
+    /// Loss and accuracy on the first held-out micro-batches; `None` where nothing is held out.
+    pub fn evaluate(&mut self) -> Result<Option<Evaluation>> {
+        let batches = self.config.evaluation.batches;
+        let Some(validation) = self.validation.as_mut().filter(|_| batches > 0) else { return Ok(None) };
+        validation.seek(&Cursor::default())?;
+        let mut sources: BTreeMap<String, (f64, usize, usize)> = BTreeMap::new();
+        for _ in 0..batches {
+            for (source, batch) in by_source(&validation.next()?)? {
+                let loss = self.model.loss(&batch, &LossOptions::default(), None)?;
+                let (sum, tokens, right) = sources.entry(source).or_default();
+                (*sum, *tokens, *right) = (*sum + loss.sum, *tokens + loss.tokens, *right + loss.right);
+            }
+        }
+        let score = |(sum, tokens, right): &(f64, usize, usize)| SourceScore {
+            loss: sum / (*tokens).max(1) as f64,
+            accuracy: *right as f64 / (*tokens).max(1) as f64,
+            tokens: *tokens as u64,
+        };
+        let all = sources.values().fold((0.0, 0, 0), |a, b| (a.0 + b.0, a.1 + b.1, a.2 + b.2));
+        let SourceScore { loss, accuracy, tokens } = score(&all);
+        let by_source = sources.iter().map(|(source, sums)| (source.clone(), score(sums))).collect();
+        Ok(Some(Evaluation { step: self.step, loss, accuracy, tokens, by_source }))
+    }
+
+    /// What the model answers to held-out documents.
+    pub fn sample(&self) -> Result<Vec<Sample>> {
+        let tokens = self.config.samples.tokens;
+        let sample = |document| sample(&self.model, &self.text, document, tokens, self.step);
+        self.sample_documents.iter().map(sample).collect()
+    }
+}
+
+/// The sequences of a micro-batch, apart by where they came from.
+fn by_source(batch: &MicroBatch) -> Result<BTreeMap<String, Batch>> {
+    let all = &batch.batch;
+    let mut sources: BTreeMap<String, Batch> = BTreeMap::new();
+    for (ends, origin) in all.cu_seqlens.windows(2).zip(&batch.origins) {
+        let empty = || Batch { ids: vec![], targets: vec![], cu_seqlens: vec![0], positions: vec![] };
+        let part = sources.entry(origin.source.clone()).or_insert_with(empty);
+        part.ids.extend(&all.ids[ends[0]..ends[1]]);
+        part.targets.extend(&all.targets[ends[0]..ends[1]]);
+        part.positions.extend(&all.positions[ends[0]..ends[1]]);
+        part.cu_seqlens.push(part.ids.len());
+    }
+    Ok(sources)
+}
+
+/// Where a document's prompt ends, and what should follow: a trained stretch in its second half; or, where all of it is
+/// trained, its first half and nothing that could be called right.
+fn question(document: &Document) -> (usize, Option<std::ops::Range<usize>>) {
+    const PROMPT: usize = 64;
+    let trained = |t: usize| document.trained[t];
+    let len = document.ids.len();
+    let begins: Vec<usize> = (1..len).filter(|t| trained(*t) && !trained(*t - 1)).collect();
+    match begins.get(document.origin.number as usize % begins.len().max(1)) {
+        Some(begin) => {
+            let end = (*begin..len).find(|t| !trained(*t)).unwrap_or(len);
+            (*begin, Some(*begin..end))
+        }
+        None => ((len / 2).clamp(1, PROMPT), None),
+    }
+}
+
+fn sample(model: &Model, text: &Text, document: &Document, tokens: usize, step: u64) -> Result<Sample> {
+    let (prompt, expected) = question(document);
+    let mut sampler = Sampler::new(Sampling::GREEDY, 0);
+    let mut generation = Generation::new(model);
+    generation.prompt(&document.ids[..prompt], || false)?;
+    let wanted = expected.as_ref().map_or(tokens, |expected| expected.len().min(tokens));
+    for _ in 0..wanted {
+        if Some(generation.next(&mut sampler)?) == text.eos {
+            break;
+        }
+    }
+    let answer = &generation.ids()[prompt..];
+    let decode = |ids: &[u32]| text.tokenizer.decode(ids, true);
+    let right = expected.as_ref().map(|expected| document.ids[expected.clone()][..wanted] == *answer);
+    Ok(Sample {
+        step,
+        prompt: decode(&document.ids[..prompt])?,
+        expected: expected.map(|expected| decode(&document.ids[expected])).transpose()?,
+        answer: decode(answer)?,
+        right,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::Origin;
+
+    fn document(trained: &[bool]) -> Document {
+        Document {
+            ids: (0..trained.len() as u32).collect(),
+            trained: trained.to_vec(),
+            origin: Origin { source: "x".into(), number: 1 },
+        }
+    }
+
+    #[test]
+    fn a_question_ends_where_an_answer_begins() {
+        let (t, f) = (true, false);
+        assert_eq!(question(&document(&[f, f, t, f, f, t, t, f])), (5, Some(5..7)));
+        assert_eq!(question(&document(&[f, t, t])), (1, Some(1..3)));
+        assert_eq!(question(&document(&[t; 10])), (5, None));
+    }
+
+    #[test]
+    fn sources_are_told_apart_with_their_sequences_whole() {
+        let batch = Batch::packed(vec![1, 2, 3, 4, 5, 6], vec![0, 2, 4, 6]).unwrap();
+        let origins = ["a", "b", "a"].map(|source| Origin { source: source.into(), number: 1 });
+        let parts = by_source(&MicroBatch { batch, origins: origins.to_vec() }).unwrap();
+        assert_eq!(parts["a"], Batch::packed(vec![1, 2, 5, 6], vec![0, 2, 4]).unwrap());
+        assert_eq!(parts["b"], Batch::packed(vec![3, 4], vec![0, 2]).unwrap());
+    }
+}

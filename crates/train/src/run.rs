@@ -1,0 +1,249 @@
+//! The loop: steps, measurements, samples, checkpoints, and the report at the end, whatever the end is.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use ballast_checkpoint::jobs::Observer;
+use ballast_model::memory;
+
+use crate::error::{Error, Result};
+use crate::metrics::{self, Evaluation, Event, MetricsWriter, Record};
+use crate::plan::MemoryPlan;
+use crate::report::{self, LedgerRow, PlanRow, Report, Sample};
+use crate::tensorboard::EventWriter;
+use crate::trainer::{Attempt, Trainer};
+
+/// Who looks on.
+pub trait Watcher: Observer {
+    /// Something happened.
+    fn record(&self, record: &Record);
+
+    /// What the model answers.
+    fn samples(&self, samples: &[Sample]);
+
+    /// Whether somebody asked to stop; the run then saves and ends.
+    fn should_stop(&self) -> bool;
+}
+
+/// How a run ended.
+#[derive(Clone, Debug)]
+pub struct Summary {
+    /// Steps that were taken.
+    pub step: u64,
+    /// Whether it was stopped before its last step.
+    pub stopped: bool,
+    /// The last measurement on held-out data.
+    pub evaluation: Option<Evaluation>,
+    /// What the model answered at the end.
+    pub samples: Vec<Sample>,
+    /// The ledger in a sentence.
+    pub ledger: String,
+    /// The finished model; of a stopped run, its last checkpoint.
+    pub model: PathBuf,
+    /// The report.
+    pub report: PathBuf,
+    /// Seconds that this process trained.
+    pub seconds: f64,
+    /// Tokens per second over that time.
+    pub tokens_per_second: f64,
+    /// Most memory that the process had.
+    pub peak_memory: u64,
+}
+
+/// What a run writes beside checkpoints.
+struct Journal<'a> {
+    metrics: MetricsWriter,
+    tensorboard: Option<EventWriter>,
+    watcher: &'a dyn Watcher,
+}
+
+impl Journal<'_> {
+    fn write(&mut self, record: Record) -> Result {
+        self.watcher.record(&record);
+        self.metrics.write(&record)?;
+        let Some(events) = &mut self.tensorboard else { return Ok(()) };
+        match &record {
+            Record::Step(step) => {
+                let speed = step.tokens as f64 / step.seconds.max(1e-9);
+                events.scalar(step.step, "train/loss", step.loss)?;
+                events.scalar(step.step, "train/learning_rate", step.learning_rate)?;
+                events.scalar(step.step, "train/gradient_norm", step.gradient_norm)?;
+                events.scalar(step.step, "train/tokens_per_second", speed)?;
+                events.scalar(step.step, "memory/peak_bytes", step.peak_memory as f64)?;
+                for (group, norm) in &step.group_norms {
+                    events.scalar(step.step, &format!("gradient_norm/{group}"), *norm)?;
+                }
+            }
+            Record::Evaluation(evaluation) => {
+                events.scalar(evaluation.step, "validation/loss", evaluation.loss)?;
+                events.scalar(evaluation.step, "validation/accuracy", evaluation.accuracy)?;
+            }
+            Record::Event(event) => events.text(event.step, &format!("events/{}", event.what), &event.text)?,
+        }
+        events.flush()
+    }
+}
+
+impl Trainer {
+    /// Trains to the end, or until somebody asks to stop.
+    pub fn run(&mut self, watcher: &dyn Watcher) -> Result<Summary> {
+        let out = self.config.out.clone();
+        let config = out.join("config.toml");
+        std::fs::write(&config, self.config.to_toml()?).map_err(Error::io(&config, "write"))?;
+        let resumed = (self.step > 0).then_some(self.step);
+        let metrics = MetricsWriter::open(&out.join("metrics.jsonl"), resumed.or(Some(0)))?;
+        let tensorboard =
+            self.config.tensorboard.then(|| EventWriter::create(&out.join("tensorboard"))).transpose()?;
+        let mut journal = Journal { metrics, tensorboard, watcher };
+        if let Some(step) = resumed {
+            let text = format!("went on from the checkpoint of step {step}");
+            journal.write(Record::Event(Event { step, what: "resume".into(), text }))?;
+        }
+        let started = Instant::now();
+        let mut samples = Vec::new();
+        let result = self.train(&mut journal, &mut samples, watcher);
+        // A report also of a run that failed: that is when somebody wants to look.
+        let report = self.write_report(&samples)?;
+        let (tokens, stopped, evaluation) = result?;
+        let seconds = started.elapsed().as_secs_f64();
+        let model = if stopped { self.store.path(self.step).join("model") } else { self.publish(watcher)? };
+        Ok(Summary {
+            step: self.step,
+            stopped,
+            evaluation,
+            samples,
+            ledger: self.ledger.summary(),
+            model,
+            report,
+            seconds,
+            tokens_per_second: tokens as f64 / seconds.max(1e-9),
+            peak_memory: memory::peak().unwrap_or(0),
+        })
+    }
+
+    /// Tokens that were read, whether it was stopped, and the last measurement.
+    fn train(
+        &mut self,
+        journal: &mut Journal<'_>,
+        samples: &mut Vec<Sample>,
+        watcher: &dyn Watcher,
+    ) -> Result<(u64, bool, Option<Evaluation>)> {
+        let due = |every: u64, step: u64| every > 0 && step.is_multiple_of(every);
+        let (mut tokens, mut evaluation, steps) = (0, None, self.config.steps);
+        while self.step < steps {
+            if watcher.should_stop() {
+                self.checkpoint(journal, watcher)?;
+                return Ok((tokens, true, evaluation));
+            }
+            let mut events = Vec::new();
+            let attempt = self.attempt(&mut |event| events.push(event));
+            for event in events {
+                journal.write(Record::Event(event))?;
+            }
+            let Attempt::Taken(step) = attempt? else { continue };
+            tokens += step.tokens;
+            journal.write(Record::Step(*step))?;
+            let last = self.step == steps;
+            if last || due(self.config.evaluation.every, self.step) {
+                evaluation = self.evaluate()?;
+                if let Some(evaluation) = &evaluation {
+                    if self.best.is_none_or(|(_, loss)| evaluation.loss < loss) {
+                        self.best = Some((self.step, evaluation.loss));
+                    }
+                    journal.write(Record::Evaluation(evaluation.clone()))?;
+                }
+            }
+            if last || due(self.config.samples.every, self.step) {
+                let new = self.sample()?;
+                watcher.samples(&new);
+                samples.extend(new);
+            }
+            if last || due(self.config.checkpoints.every, self.step) {
+                self.checkpoint(journal, watcher)?;
+            }
+        }
+        self.ledger.check(&self.model, "end")?;
+        self.ledger.check_live(&self.model, "end")?;
+        if evaluation.is_none() {
+            evaluation = self.evaluate()?;
+        }
+        Ok((tokens, false, evaluation))
+    }
+
+    /// Writes a checkpoint. Where that fails, the run goes on and says so: the old ones are intact.
+    fn checkpoint(&mut self, journal: &mut Journal<'_>, watcher: &dyn Watcher) -> Result {
+        let mut state = self.state()?;
+        match self.store.save(&mut state, &self.model, &self.optimizer, &self.sidecars, watcher) {
+            Ok(_) => {
+                self.ledger = state.ledger;
+                self.store.prune(&self.config.checkpoints, self.best.map(|(step, _)| step))
+            }
+            Err(error @ Error::Diverged(_)) => Err(error),
+            Err(error) => {
+                let text = format!("the checkpoint of step {} could not be written: {error}", self.step);
+                journal.write(Record::Event(Event { step: self.step, what: "save failed".into(), text }))
+            }
+        }
+    }
+
+    /// The finished model, in `OUT/model`.
+    fn publish(&self, watcher: &dyn Watcher) -> Result<PathBuf> {
+        let path = self.config.out.join("model");
+        self.model.save(&path, path.exists(), watcher)?;
+        for (name, bytes) in &self.sidecars {
+            let file = path.join(name);
+            std::fs::write(&file, bytes).map_err(Error::io(&file, "write"))?;
+        }
+        Ok(path)
+    }
+
+    fn write_report(&self, samples: &[Sample]) -> Result<PathBuf> {
+        let out = &self.config.out;
+        let path = out.join("report.html");
+        let records = metrics::read(&out.join("metrics.jsonl"))?;
+        let config = self.config.to_toml()?;
+        let plan = MemoryPlan::new(self)?;
+        let ledger = self.ledger.entries.iter().map(|entry| LedgerRow {
+            name: entry.name.clone(),
+            dtype: entry.dtype.clone(),
+            checks: entry.checks,
+            first_checksum: format!("{:016x}", entry.first),
+            last_checksum: format!("{:016x}", entry.last),
+            live: entry.live > 0,
+            fine: entry.dtype == "f32" && self.ledger.clean_steps == self.ledger.steps,
+        });
+        let report = Report {
+            title: &format!("{} \u{2013} {}", out.display(), self.model.config.model_type),
+            summary: self.facts(),
+            records: &records,
+            ledger: ledger.collect(),
+            plan: plan.rows.iter().map(|(what, bytes)| PlanRow { what: what.clone(), bytes: *bytes }).collect(),
+            measured_peak: memory::peak().unwrap_or(0),
+            samples: samples.to_vec(),
+            config: &config,
+        };
+        std::fs::write(&path, report::html(&report)).map_err(Error::io(&path, "write"))?;
+        Ok(path)
+    }
+
+    fn facts(&self) -> Vec<(String, String)> {
+        let fact = |name: &str, value: String| (name.to_string(), value);
+        let parameters: usize = self.model.specs.all().map(|spec| spec.len()).sum();
+        let learned: usize = self.optimizer.slots.iter().map(|slot| slot.m.len()).sum();
+        let mut facts = vec![
+            fact("Model", self.model.config.model_type.clone()),
+            fact("Parameters", format!("{parameters}, {learned} of them learned")),
+            fact("Precision", self.model.precision().name.clone()),
+            fact("Steps", format!("{} of {}", self.step, self.config.steps)),
+            fact("Ledger", self.ledger.summary()),
+            fact("Threads", rayon::current_num_threads().to_string()),
+        ];
+        if let Some((step, loss)) = self.best {
+            facts.push(fact("Best held-out loss", format!("{loss:.4} at step {step}")));
+        }
+        for (step, site) in &self.ledger.escalations {
+            facts.push(fact("Raised to f32", format!("{site} at step {step}")));
+        }
+        facts
+    }
+}

@@ -1,0 +1,202 @@
+//! From a configuration to what a run needs: model, tokenizer, documents.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ballast_model::params::Grads;
+use ballast_model::{Config, Model, Precision};
+use serde_json::Value;
+
+use crate::config::TrainConfig;
+use crate::data::{Document, Documents, Files, Packer, Split, Text};
+use crate::error::{Error, Result};
+use crate::sites;
+use crate::task::{self, Task};
+
+/// Embedded architectures, small enough to try things with; bytes are their vocabulary.
+pub const PRESETS: [(&str, &str, &str); 4] = [
+    ("hybrid", "three linear layers and one full, as Qwen3.5", include_str!("../presets/hybrid.json")),
+    ("hybrid-moe", "the same with experts, as Qwen3.5-MoE", include_str!("../presets/hybrid-moe.json")),
+    ("gemma", "sliding and full attention without soft caps, as Gemma 3", include_str!("../presets/gemma.json")),
+    ("deepseek", "latent attention with a sparse indexer, as DeepSeek-V3.2", include_str!("../presets/deepseek.json")),
+];
+
+/// The precision that a configuration asks for, for a model.
+pub fn precision(config: &TrainConfig, model: &Config) -> Result<Precision> {
+    let mut precision = Precision::preset(&config.precision.preset, model)?;
+    for (site, dtype) in &config.precision.sites {
+        sites::set(&mut precision, site, dtype)?;
+    }
+    Ok(precision)
+}
+
+/// The model in f32, as it was read or drawn; the caller casts it.
+pub fn model(config: &TrainConfig) -> Result<Model> {
+    let f32 = |_: &Config| Ok(Precision::f32());
+    if let Some(path) = &config.model.checkpoint {
+        let mut model = Model::load(path, f32)?;
+        model.save_as_hf();
+        return Ok(model);
+    }
+    Ok(Model::init(&architecture(config)?, f32, config.seed)?)
+}
+
+fn architecture(config: &TrainConfig) -> Result<Value> {
+    if let Some(path) = &config.model.config {
+        let text = std::fs::read_to_string(path).map_err(Error::io(path, "read"))?;
+        let problem = |error| Error::Config(format!("{}: not JSON: {error}", path.display()));
+        return serde_json::from_str(&text).map_err(problem);
+    }
+    let name = config.model.preset.as_deref().unwrap_or("hybrid");
+    let Some((_, _, json)) = PRESETS.iter().find(|(preset, _, _)| *preset == name) else {
+        let known = PRESETS.map(|(preset, _, _)| preset).join(", ");
+        return Err(Error::Config(format!("`model.preset` {name:?} is not known; there are {known}")));
+    };
+    serde_json::from_str(json).map_err(|error| Error::Config(format!("preset {name}: {error}")))
+}
+
+/// Zero gradients for what is learned: not for what is frozen, and with adapters for nothing else.
+pub fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
+    for pattern in &config.model.freeze {
+        if !model.specs.all().any(|spec| matches(pattern, &model.parameter_name(spec))) {
+            return Err(Error::Config(format!("`model.freeze`: no parameter is called {pattern:?}")));
+        }
+    }
+    let frozen = |name: &str| config.model.freeze.iter().any(|pattern| matches(pattern, name));
+    let grads = model.grads_for(|spec| config.lora.is_none() && !frozen(&model.parameter_name(spec)));
+    if grads.bytes() == 0 {
+        return Err(Error::Config("`model.freeze` leaves nothing that could be learned".into()));
+    }
+    Ok(grads)
+}
+
+/// `*` stands for any characters.
+pub fn matches(pattern: &str, name: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == name,
+        Some((begin, rest)) => name.strip_prefix(begin).is_some_and(|name| {
+            let mut ends = name.char_indices().map(|(at, _)| at).chain([name.len()]);
+            ends.any(|at| matches(rest, &name[at..]))
+        }),
+    }
+}
+
+/// Whether the run learns the embedded task.
+pub fn uses_task(config: &TrainConfig) -> bool {
+    config.data.files.is_empty()
+}
+
+/// Files that belong beside the weights where the model has none: those of the tokenizer.
+pub fn sidecars(config: &TrainConfig) -> Result<Vec<(String, Vec<u8>)>> {
+    if config.model.checkpoint.is_some() && config.model.tokenizer.is_none() {
+        return Ok(Vec::new());
+    }
+    if uses_task(config) {
+        return Ok(vec![
+            ("tokenizer.json".into(), task::tokenizer_json().into()),
+            ("tokenizer_config.json".into(), task::tokenizer_config_json().into()),
+            ("generation_config.json".into(), task::generation_config_json().into()),
+        ]);
+    }
+    let folder = tokenizer_folder(config)?;
+    let names = [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ];
+    let mut files = Vec::new();
+    for name in names {
+        let path = folder.join(name);
+        if path.is_file() {
+            files.push((name.to_string(), std::fs::read(&path).map_err(Error::io(&path, "read"))?));
+        }
+    }
+    Ok(files)
+}
+
+fn tokenizer_folder(config: &TrainConfig) -> Result<PathBuf> {
+    let beside = |path: &PathBuf| path.parent().map(Path::to_path_buf);
+    let model = &config.model;
+    let folder = model.tokenizer.clone().or(model.checkpoint.clone()).or(model.config.as_ref().and_then(beside));
+    folder.ok_or_else(|| {
+        Error::Config("`model.tokenizer` is needed: files of text have to become tokens, and a preset has no tokenizer".into())
+    })
+}
+
+/// The tokenizer; that of the embedded task is written into `out` first.
+pub fn text(config: &TrainConfig, out: &Path) -> Result<Text> {
+    if uses_task(config) && config.model.checkpoint.is_none() {
+        let folder = out.join("tokenizer");
+        std::fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
+        for (name, bytes) in sidecars(config)? {
+            let path = folder.join(name);
+            std::fs::write(&path, bytes).map_err(Error::io(&path, "write"))?;
+        }
+        return Text::load(&folder);
+    }
+    Text::load(&tokenizer_folder(config)?)
+}
+
+/// The documents of a split; `None` where nothing is held out.
+pub fn documents(config: &TrainConfig, split: Split, text: &Arc<Text>) -> Result<Option<Box<dyn Documents>>> {
+    if uses_task(config) {
+        if let Some(name) = config.data.task.as_deref().filter(|name| *name != "recall") {
+            return Err(Error::Config(format!("`data.task` {name:?} is not known; there is recall")));
+        }
+        return Ok(Some(Box::new(Task::new(split, config.seed))));
+    }
+    if split == Split::Validation && !config.data.has_validation() {
+        return Ok(None);
+    }
+    let files = Files::open(&config.data, split, text.clone(), config.seed)?;
+    match (split, files.is_empty()) {
+        (Split::Validation, true) => Ok(None),
+        (Split::Train, true) => Err(Error::Config("`data.files` leave no document to train on".into())),
+        _ => Ok(Some(Box::new(files))),
+    }
+}
+
+/// Micro-batches of documents.
+pub fn packer(config: &TrainConfig, documents: Box<dyn Documents>) -> Packer {
+    Packer::new(documents, config.data.packing, config.data.sequence_length, config.batch.sequences)
+}
+
+/// The first documents of a stream that have something to show, at most a few of each source.
+pub fn first_documents(mut documents: Box<dyn Documents>, count: usize) -> Result<Vec<Document>> {
+    let mut found: Vec<Document> = Vec::new();
+    for _ in 0..8 * count {
+        let document = documents.next()?;
+        let of_source = found.iter().filter(|other| other.origin.source == document.origin.source).count();
+        // Three of four of the task's documents are recall: most samples should be.
+        if found.len() < count && of_source < count.div_ceil(2).max(count.saturating_sub(2)) {
+            found.push(document);
+        }
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_have_stars() {
+        assert!(matches("model.layers.*.mlp.*", "model.layers.3.mlp.up_proj.weight"));
+        assert!(matches("*", "") && matches("a*", "a") && matches("*b", "ab"));
+        assert!(!matches("a*c", "ab") && !matches("a", "ab") && !matches("é*", "e"));
+    }
+
+    #[test]
+    fn every_preset_is_a_model_and_an_unknown_one_lists_them() {
+        for (name, _, _) in PRESETS {
+            let mut config = TrainConfig::default();
+            config.model.preset = Some(name.into());
+            assert_eq!(model(&config).unwrap().config.vocabulary, task::VOCABULARY, "{name}");
+        }
+        let mut config = TrainConfig::default();
+        config.model.preset = Some("huge".into());
+        assert!(model(&config).unwrap_err().to_string().contains("hybrid-moe"));
+    }
+}

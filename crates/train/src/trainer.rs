@@ -1,0 +1,455 @@
+//! A step of training, and what happens when it cannot be taken.
+//!
+//! ```text
+//! protected tensors are the noted ones        else stop
+//! micro-batches -> backward each, weighted by tokens
+//! loss, every gradient, the norm are finite   else replay, name the site, and abort, skip, go back or raise the site
+//! loss and norm are no spike                  else report, or skip
+//! clip, AdamW, note the protected tensors
+//! ```
+//! Nothing is changed before the checks have passed.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use ballast_checkpoint::tensor_file::write_integers;
+use ballast_model::params::Grads;
+use ballast_model::{LossOptions, Model, Recompute, memory};
+
+use crate::config::{OnFault, OnSpike, TrainConfig};
+use crate::data::{Cursor, Document, MicroBatch, Packer, Split, Text};
+use crate::error::{Error, Result};
+use crate::ledger::Ledger;
+use crate::metrics::{Event, Step};
+use crate::optimizer::{Norms, Optimizer};
+use crate::schedule::learning_rate;
+use crate::sentinel::{self, Fault, Sentinel};
+use crate::{setup, sites};
+use crate::state::{self, State, Store};
+
+/// A run: everything that the next step depends on.
+pub struct Trainer {
+    /// What it does.
+    pub config: TrainConfig,
+    /// What learns.
+    pub model: Model,
+    /// What teaches it.
+    pub optimizer: Optimizer,
+    /// Of the protected tensors.
+    pub ledger: Ledger,
+    /// Running statistics.
+    pub sentinel: Sentinel,
+    /// Steps that were taken.
+    pub step: u64,
+    /// Step and loss of the best measurement so far.
+    pub best: Option<(u64, f64)>,
+    /// Where its checkpoints are.
+    pub store: Store,
+    /// The tokenizer.
+    pub text: Arc<Text>,
+    /// Files that go beside the weights.
+    pub(crate) sidecars: Vec<(String, Vec<u8>)>,
+    /// Held-out micro-batches, if there are any.
+    pub(crate) validation: Option<Packer>,
+    /// Held-out documents that samples are made of.
+    pub(crate) sample_documents: Vec<Document>,
+    /// Where batches begin that a rollback leaves out.
+    left_out: Vec<Cursor>,
+    train: Packer,
+    grads: Grads,
+}
+
+/// What became of an attempt at a step.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Attempt {
+    /// It was taken.
+    Taken(Box<Step>),
+    /// It was not, and the run goes on.
+    NotTaken,
+}
+
+/// The losses of a step, per token.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Losses {
+    language: f64,
+    indexer: f64,
+    balance: f64,
+}
+
+impl Losses {
+    fn is_finite(&self) -> bool {
+        self.language.is_finite() && self.indexer.is_finite() && self.balance.is_finite()
+    }
+}
+
+impl Trainer {
+    /// A new run.
+    pub fn new(config: TrainConfig) -> Result<Trainer> {
+        config.check()?;
+        let store = Store::open(&config.out)?;
+        if !store.steps().is_empty() {
+            let problem = format!(
+                "{} has checkpoints of a run; resume it, or set another `out`",
+                config.out.display()
+            );
+            return Err(Error::Config(problem));
+        }
+        let model = setup::model(&config)?;
+        Trainer::build(config, store, model)
+    }
+
+    /// The run in `out`, from its last checkpoint on; `settings` change its configuration.
+    pub fn resume(out: &Path, settings: &[String]) -> Result<Trainer> {
+        let store = Store::open(out)?;
+        let Some(step) = store.steps().pop() else {
+            let problem = "there is no checkpoint to resume from; start the run without --resume".into();
+            return Err(Error::Resume { path: out.into(), problem });
+        };
+        let checkpoint = store.path(step);
+        let state = state::read_state(&checkpoint)?;
+        let table = state.config.parse().map_err(|error| Error::Resume {
+            path: checkpoint.join("state.json"),
+            problem: format!("its configuration cannot be read: {error}"),
+        })?;
+        let config = TrainConfig::from_table(table, settings, None)?;
+        let config = TrainConfig { out: out.to_path_buf(), ..config };
+        let mut model = Model::load(&checkpoint.join("model"), |_| Ok(ballast_model::Precision::f32()))?;
+        model.save_as_hf();
+        let mut trainer = Trainer::build(config, store, model)?;
+        trainer.restore(&checkpoint, state)?;
+        Ok(trainer)
+    }
+
+    /// `model` is in f32.
+    fn build(config: TrainConfig, store: Store, mut model: Model) -> Result<Trainer> {
+        refuse_impossible(&model)?;
+        let mut ledger = Ledger::new(&model, model.precision());
+        ledger.check(&model, "build")?;
+        let precision = setup::precision(&config, &model.config)?;
+        if let Some(lora) = &config.lora {
+            let wanted = |name: &str| lora.targets.iter().any(|target| name == target || name.ends_with(&format!(".{target}")));
+            let _ = (&wanted, lora); // model.add_adapters(&wanted, lora.rank, lora.alpha, config.seed)?;
+        }
+        let grads = setup::grads(&config, &model)?;
+        let optimizer = Optimizer::new(&model, &grads, &config.optimizer, &precision);
+        model.set_precision(precision);
+        ledger.cast(&model);
+        ledger.check(&model, "cast")?;
+        ledger.check_live(&model, "cast")?;
+        let text = Arc::new(setup::text(&config, &config.out)?);
+        let Some(documents) = setup::documents(&config, Split::Train, &text)? else {
+            return Err(Error::Config("`data` has nothing to train on".into()));
+        };
+        let train = setup::packer(&config, documents);
+        let held_out = || setup::documents(&config, Split::Validation, &text);
+        let validation = held_out()?.map(|documents| setup::packer(&config, documents));
+        let sample_documents = match held_out()? {
+            Some(documents) => setup::first_documents(documents, config.samples.count)?,
+            None => Vec::new(),
+        };
+        optimizer.check()?;
+        Ok(Trainer {
+            sidecars: setup::sidecars(&config)?,
+            config,
+            model,
+            optimizer,
+            ledger,
+            sentinel: Sentinel::default(),
+            step: 0,
+            best: None,
+            store,
+            text,
+            validation,
+            sample_documents,
+            left_out: Vec::new(),
+            train,
+            grads,
+        })
+    }
+
+    /// Goes to where a checkpoint of this run was; the model already has its weights.
+    fn restore(&mut self, checkpoint: &Path, state: State) -> Result {
+        state::restore(checkpoint, &state, &mut self.model, &mut self.optimizer)?;
+        self.train.seek(&state.cursor)?;
+        let State { step, ledger, sentinel, best, left_out, .. } = state;
+        (self.step, self.ledger, self.sentinel, self.best) = (step, ledger, sentinel, best);
+        self.left_out = left_out;
+        for (_, site) in self.ledger.escalations.clone() {
+            self.raise(&site)?;
+        }
+        self.ledger.check(&self.model, "load")?;
+        self.ledger.check_live(&self.model, "load")
+    }
+
+    /// Everything that is not a tensor, as it is now.
+    pub(crate) fn state(&self) -> Result<State> {
+        Ok(State {
+            step: self.step,
+            cursor: self.train.cursor(),
+            ledger: self.ledger.clone(),
+            sentinel: self.sentinel.clone(),
+            best: self.best,
+            left_out: self.left_out.clone(),
+            config: self.config.to_toml()?,
+            ..State::new(&self.model, &self.optimizer)
+        })
+    }
+
+    /// Bytes of masters, moments and gradients.
+    pub fn optimizer_bytes(&self) -> (usize, usize, usize) {
+        (self.optimizer.master_bytes(), self.optimizer.moment_bytes(), self.grads.bytes())
+    }
+
+    pub(crate) fn recompute(&self) -> Recompute {
+        self.config.precision.recompute.into()
+    }
+
+    /// The micro-batches of the next step.
+    pub(crate) fn next_batches(&mut self) -> Result<Vec<MicroBatch>> {
+        loop {
+            let cursor = self.train.cursor();
+            let batches: Vec<MicroBatch> =
+                (0..self.config.batch.accumulation).map(|_| self.train.next()).collect::<Result<_>>()?;
+            if !self.left_out.contains(&cursor) {
+                return Ok(batches);
+            }
+        }
+    }
+
+    /// Tries a step; `tell` hears what a person should know.
+    pub fn attempt(&mut self, tell: &mut dyn FnMut(Event)) -> Result<Attempt> {
+        let started = Instant::now();
+        self.ledger.check(&self.model, "step")?;
+        let begin = self.train.cursor();
+        let batches = self.next_batches()?;
+        let (losses, norms) = loop {
+            let (losses, norms) = self.gradients(&batches)?;
+            if losses.is_finite() && norms.faulty.is_empty() && norms.global.is_finite() {
+                break (losses, norms);
+            }
+            if !self.handle_fault(&batches, &begin, &losses, &norms, tell)? {
+                return Ok(Attempt::NotTaken);
+            }
+        };
+        let sentinel = &self.config.sentinel;
+        let (on_spike, sigma) = (sentinel.on_spike, sentinel.spike_sigma);
+        if let Some(text) = self.sentinel.spike(losses.language, norms.global, sigma) {
+            tell(Event { step: self.step + 1, what: "spike".into(), text });
+            if on_spike == OnSpike::Skip {
+                self.sentinel.skipped += 1;
+                return Ok(Attempt::NotTaken);
+            }
+        }
+        let lr = learning_rate(
+            &self.config.schedule,
+            self.config.optimizer.learning_rate,
+            self.step + 1,
+            self.config.steps,
+        );
+        self.optimizer.step(&mut self.model, &self.grads, norms.global, lr)?;
+        self.step += 1;
+        self.ledger.note(&self.model);
+        let every = self.config.ledger.every;
+        if every > 0 && self.step.is_multiple_of(every) {
+            self.ledger.check_live(&self.model, "step")?;
+        }
+        let sum = |count: fn(&MicroBatch) -> usize| batches.iter().map(count).sum::<usize>() as u64;
+        Ok(Attempt::Taken(Box::new(Step {
+            step: self.step,
+            loss: losses.language,
+            indexer_loss: (self.config.loss.indexer_scale > 0.0).then_some(losses.indexer),
+            balance_loss: (self.config.loss.balance > 0.0).then_some(losses.balance),
+            learning_rate: lr,
+            gradient_norm: norms.global,
+            group_norms: norms.groups,
+            tokens: sum(|batch| batch.batch.tokens()),
+            trained_tokens: sum(|batch| batch.batch.counted()),
+            seconds: started.elapsed().as_secs_f64(),
+            peak_memory: memory::peak().unwrap_or(0),
+        })))
+    }
+
+    /// Losses and gradients of a step's micro-batches. Nothing but the gradients is changed.
+    pub(crate) fn gradients(&mut self, batches: &[MicroBatch]) -> Result<(Losses, Norms)> {
+        self.grads.clear();
+        let mut losses = Losses::default();
+        let options = step_options(&self.config, batches);
+        let counted: usize = batches.iter().map(|batch| batch.batch.counted()).sum();
+        let recompute = self.recompute();
+        for batch in batches {
+            let loss =
+                self.model.backward(&mut self.grads, &batch.batch, &options(batch), recompute, None)?;
+            losses.language += loss.language.sum / counted.max(1) as f64;
+            losses.indexer += loss.indexer;
+            losses.balance += loss.balance;
+        }
+        Ok((losses, self.optimizer.norms(&self.grads)))
+    }
+
+    /// Finds, reports and handles; whether the same step is to be tried again.
+    fn handle_fault(
+        &mut self,
+        batches: &[MicroBatch],
+        begin: &Cursor,
+        losses: &Losses,
+        norms: &Norms,
+        tell: &mut dyn FnMut(Event),
+    ) -> Result<bool> {
+        let step = self.step + 1;
+        self.sentinel.faults += 1;
+        let options = step_options(&self.config, batches);
+        let fault = sentinel::find(
+            &self.model,
+            &self.optimizer,
+            &mut self.grads,
+            batches,
+            options,
+            self.config.precision.recompute.into(),
+            step,
+        )?;
+        let (saved, micro_batch) = self.save_batch(batches, fault.as_ref(), step)?;
+        let found = match &fault {
+            Some(fault) => fault.to_string(),
+            None => format!(
+                "step {step}: loss {}, gradient norm {}, and the same step again is finite throughout: memory or \
+                 hardware changed a value",
+                losses.language, norms.global
+            ),
+        };
+        let text = format!(
+            "{found}. The update was not applied. Micro-batch {micro_batch} is in {}: `ballast trace` shows every tensor",
+            saved.display()
+        );
+        tell(Event { step, what: "fault".into(), text: text.clone() });
+        if self.sentinel.faults > self.config.sentinel.fault_limit {
+            let limit = self.config.sentinel.fault_limit;
+            return Err(Error::Diverged(format!("{text}. It is the fault after {limit}, the limit")));
+        }
+        let event = |what: &str, text: String| Event { step, what: what.into(), text };
+        match self.config.sentinel.on_fault {
+            OnFault::Abort => Err(Error::Diverged(format!("{text}. The last checkpoint is intact{}", self.last_words()))),
+            OnFault::Skip => {
+                self.sentinel.skipped += 1;
+                tell(event("skip", "the batch is left out".into()));
+                Ok(false)
+            }
+            OnFault::Rollback => {
+                let Some(last) = self.store.steps().pop() else {
+                    return Err(Error::Diverged(format!("{text}. There is no checkpoint to go back to")));
+                };
+                self.roll_back(last, begin.clone())?;
+                tell(event("rollback", format!("back to step {last}; the batch will be left out")));
+                Ok(false)
+            }
+            OnFault::Escalate => {
+                let raised = match &fault {
+                    Some(fault) => self.escalate(fault, step)?,
+                    None => return Ok(true),
+                };
+                if raised.is_empty() {
+                    return Err(Error::Diverged(format!("{text}. No lowered site leads there that could be raised to f32")));
+                }
+                tell(event("escalate", format!("{} in f32 from now on", raised.join(", "))));
+                Ok(true)
+            }
+        }
+    }
+
+    fn last_words(&self) -> String {
+        match self.store.steps().last() {
+            Some(step) => format!(": {}", self.store.path(*step).display()),
+            None => " (none was due yet)".into(),
+        }
+    }
+
+    /// Raises the lowered sites that lead to a fault; their names.
+    fn escalate(&mut self, fault: &Fault, step: u64) -> Result<Vec<String>> {
+        let lowered = sites::lowered_at(self.model.precision(), &fault.site);
+        for site in &lowered {
+            self.raise(site)?;
+            self.ledger.escalations.push((step, site.to_string()));
+        }
+        Ok(lowered.into_iter().map(String::from).collect())
+    }
+
+    fn raise(&mut self, site: &str) -> Result {
+        let mut precision = self.model.precision().clone();
+        sites::set(&mut precision, site, "f32")?;
+        self.model.set_precision(precision);
+        Ok(())
+    }
+
+    fn roll_back(&mut self, step: u64, leave_out: Cursor) -> Result {
+        let checkpoint = self.store.path(step);
+        let (sentinel, mut left_out) = (self.sentinel.clone(), self.left_out.clone());
+        left_out.push(leave_out);
+        let state = state::read_state(&checkpoint)?;
+        self.restore(&checkpoint, state)?;
+        self.left_out = left_out;
+        self.sentinel.faults = sentinel.faults;
+        Ok(())
+    }
+
+    /// Writes the micro-batch of a fault (or the first) as `ballast trace --ids` reads it.
+    fn save_batch(&self, batches: &[MicroBatch], fault: Option<&Fault>, step: u64) -> Result<(PathBuf, usize)> {
+        let micro_batch = fault.map_or(0, |fault| fault.micro_batch);
+        let batch = &batches[micro_batch].batch;
+        let folder = self.config.out.join("faults");
+        std::fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
+        let path = folder.join(format!("step-{step:08}.safetensors"));
+        let ids: Vec<i64> = batch.ids.iter().map(|id| *id as i64).collect();
+        // Labels stand in the places of the ids that they are: one after the token that predicts them.
+        let mut labels = vec![ballast_model::batch::IGNORED; ids.len()];
+        for (t, target) in batch.targets.iter().enumerate().filter(|(t, _)| t + 1 < ids.len()) {
+            if *target != ballast_model::batch::IGNORED {
+                labels[t + 1] = *target;
+            }
+        }
+        let ends: Vec<i64> = batch.cu_seqlens.iter().map(|end| *end as i64).collect();
+        let row = [1, ids.len()];
+        let _ = std::fs::remove_file(&path);
+        write_integers(
+            &path,
+            &[("input_ids", &row, &ids), ("labels", &row, &labels), ("cu_seqlens", &[ends.len()], &ends)],
+        )?;
+        Ok((path, micro_batch))
+    }
+}
+
+/// The loss options of each micro-batch: all weighted so that the step is one mean over its tokens.
+fn step_options<'a>(config: &'a TrainConfig, batches: &[MicroBatch]) -> impl Fn(&MicroBatch) -> LossOptions + use<'a> {
+    let counted: usize = batches.iter().map(|batch| batch.batch.counted()).sum();
+    let tokens: usize = batches.iter().map(|batch| batch.batch.tokens()).sum();
+    let loss = &config.loss;
+    move |batch| {
+        let mut options = loss.options();
+        options.scale = Some(1.0 / counted.max(1) as f32);
+        let share = batch.batch.tokens() as f32 / tokens.max(1) as f32;
+        if let Some(indexer) = &mut options.indexer {
+            indexer.scale *= share;
+        }
+        if let Some(balance) = &mut options.balance {
+            *balance *= share;
+        }
+        options
+    }
+}
+
+/// A decay rate of 0 or infinity is a dead head: it would be found only as a NaN, steps later.
+fn refuse_impossible(model: &Model) -> Result {
+    for (spec, tensor) in model.specs.protected.iter().zip(model.params.protected()) {
+        if let Some(at) = tensor.values().iter().position(|x| !x.is_finite()) {
+            let value = tensor.values()[at];
+            let name = model.parameter_name(spec);
+            let hint = if name.ends_with("A_log") {
+                "its head has no decay rate; `ballast repair` puts it back from the original checkpoint, or set it to a \
+                 finite logarithm such as 0.0"
+            } else {
+                "`ballast repair` puts it back from the original checkpoint"
+            };
+            return Err(Error::Diverged(format!("{name} is {value} at element {at}: {hint}")));
+        }
+    }
+    Ok(())
+}
