@@ -1,8 +1,16 @@
 //! What a run says about itself, a line of JSON for each event: `metrics.jsonl`.
+//!
+//! JSON has no NaN and no infinity, and a run that diverges has both: they are written as the strings `"NaN"`,
+//! `"Infinity"` and `"-Infinity"`.
 
 use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufRead, BufReader, BufWriter, Write};
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
 
 /// One line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -22,24 +30,29 @@ pub struct Step {
     /// From 1 on.
     pub step: u64,
     /// Mean loss per trained token.
+    #[serde(with = "any_float")]
     pub loss: f64,
     /// Of the indexers, where they are trained.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "any_float::option")]
     pub indexer_loss: Option<f64>,
     /// Of the routers' balance, where it is asked for.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "any_float::option")]
     pub balance_loss: Option<f64>,
     /// Learning rate.
+    #[serde(with = "any_float")]
     pub learning_rate: f64,
     /// Norm of all gradients, before clipping.
+    #[serde(with = "any_float")]
     pub gradient_norm: f64,
     /// The same by group of parameters.
+    #[serde(with = "any_float::map")]
     pub group_norms: BTreeMap<String, f64>,
     /// Tokens that the step read.
     pub tokens: u64,
     /// Tokens that it was trained on.
     pub trained_tokens: u64,
     /// Seconds that the step took.
+    #[serde(with = "any_float")]
     pub seconds: f64,
     /// Most memory that the process has had, in bytes.
     pub peak_memory: u64,
@@ -51,8 +64,10 @@ pub struct Evaluation {
     /// After this many steps.
     pub step: u64,
     /// Mean loss per trained token.
+    #[serde(with = "any_float")]
     pub loss: f64,
     /// Share of trained tokens whose most likely prediction was right.
+    #[serde(with = "any_float")]
     pub accuracy: f64,
     /// Tokens that were judged.
     pub tokens: u64,
@@ -67,4 +82,303 @@ pub struct Event {
     pub what: String,
     /// In words.
     pub text: String,
+}
+
+impl Record {
+    /// The step that it belongs to.
+    pub fn step(&self) -> u64 {
+        match self {
+            Record::Step(step) => step.step,
+            Record::Evaluation(evaluation) => evaluation.step,
+            Record::Event(event) => event.step,
+        }
+    }
+}
+
+/// All records of a file. The last line may be torn, as a killed process leaves it; it is then left out.
+pub fn read(path: &Path) -> Result<Vec<Record>> {
+    let mut records = Vec::new();
+    read_lines(path, |_, record| {
+        records.push(record);
+        Ok(())
+    })?;
+    Ok(records)
+}
+
+/// Appends records to a file, each on disk before the next.
+pub struct MetricsWriter {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsWriter {
+    /// Opens the file, or starts it. `resume_at` drops the lines of later steps, which will be run again; a torn
+    /// last line goes in any case. What stays is copied beside the file and renamed, so that a crash loses nothing.
+    pub fn open(path: &Path, resume_at: Option<u64>) -> Result<MetricsWriter> {
+        if path.exists() {
+            drop_later(path, resume_at.unwrap_or(u64::MAX))?;
+        }
+        let file =
+            OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path, "open"))?;
+        Ok(MetricsWriter { path: path.to_path_buf(), file })
+    }
+
+    /// Appends one line, in one call of the system: other readers see it whole.
+    pub fn write(&mut self, record: &Record) -> Result {
+        let mut line = serde_json::to_vec(record)
+            .map_err(std::io::Error::from)
+            .map_err(Error::io(&self.path, "write to it"))?;
+        line.push(b'\n');
+        self.file.write_all(&line).map_err(Error::io(&self.path, "write to it"))
+    }
+}
+
+/// Calls `each` with every whole line, newline included, and its record. Gives whether the end is as a writer that
+/// was not killed leaves it.
+fn read_lines(path: &Path, mut each: impl FnMut(&[u8], Record) -> Result) -> Result<bool> {
+    let mut input = BufReader::new(File::open(path).map_err(Error::io(path, "open"))?);
+    let mut line = Vec::new();
+    for number in 1.. {
+        line.clear();
+        if input.read_until(b'\n', &mut line).map_err(Error::io(path, "read"))? == 0 {
+            break;
+        }
+        if !line.ends_with(b"\n") {
+            return Ok(false);
+        }
+        let record = serde_json::from_slice(&line).map_err(|error| Error::Data {
+            file: path.to_path_buf(),
+            line: Some(number),
+            problem: format!("not a record of a run ({error}); remove the line, or move the file away"),
+        })?;
+        each(&line, record)?;
+    }
+    Ok(true)
+}
+
+fn drop_later(path: &Path, last: u64) -> Result {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let kept_path = path.with_file_name(format!(".{name}.kept"));
+    let mut kept = BufWriter::new(File::create(&kept_path).map_err(Error::io(&kept_path, "create"))?);
+    let mut later = 0_u64;
+    let read = read_lines(path, |line, record| {
+        if record.step() <= last {
+            return kept.write_all(line).map_err(Error::io(&kept_path, "write to it"));
+        }
+        later += 1;
+        Ok(())
+    });
+    if !matches!(read, Ok(false)) && later == 0 {
+        fs::remove_file(&kept_path).map_err(Error::io(&kept_path, "remove"))?;
+        return read.map(|_| ());
+    }
+    let file = kept.into_inner().map_err(|error| error.into_error());
+    file.and_then(|file| file.sync_all()).map_err(Error::io(&kept_path, "write to it"))?;
+    if let Err(error) = read {
+        fs::remove_file(&kept_path).map_err(Error::io(&kept_path, "remove"))?;
+        return Err(error);
+    }
+    fs::rename(&kept_path, path).map_err(Error::io(path, "replace"))
+}
+
+/// Floats that need not be finite.
+mod any_float {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+    /// A float in JSON.
+    pub(super) struct AnyFloat(pub f64);
+
+    impl Serialize for AnyFloat {
+        fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+            match self.0 {
+                value if value.is_nan() => to.serialize_str("NaN"),
+                f64::INFINITY => to.serialize_str("Infinity"),
+                f64::NEG_INFINITY => to.serialize_str("-Infinity"),
+                value => to.serialize_f64(value),
+            }
+        }
+    }
+
+    impl<'de> Deserialize<'de> for AnyFloat {
+        fn deserialize<D: Deserializer<'de>>(from: D) -> Result<AnyFloat, D::Error> {
+            struct Visitor;
+            impl de::Visitor<'_> for Visitor {
+                type Value = f64;
+                fn expecting(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                    to.write_str("a number, \"NaN\", \"Infinity\" or \"-Infinity\"")
+                }
+                fn visit_f64<E: de::Error>(self, value: f64) -> Result<f64, E> {
+                    Ok(value)
+                }
+                fn visit_u64<E: de::Error>(self, value: u64) -> Result<f64, E> {
+                    Ok(value as f64)
+                }
+                fn visit_i64<E: de::Error>(self, value: i64) -> Result<f64, E> {
+                    Ok(value as f64)
+                }
+                fn visit_str<E: de::Error>(self, value: &str) -> Result<f64, E> {
+                    match value {
+                        "NaN" => Ok(f64::NAN),
+                        "Infinity" => Ok(f64::INFINITY),
+                        "-Infinity" => Ok(f64::NEG_INFINITY),
+                        other => Err(E::invalid_value(de::Unexpected::Str(other), &self)),
+                    }
+                }
+            }
+            from.deserialize_any(Visitor).map(AnyFloat)
+        }
+    }
+
+    pub(super) fn serialize<S: Serializer>(value: &f64, to: S) -> Result<S::Ok, S::Error> {
+        AnyFloat(*value).serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+        AnyFloat::deserialize(from).map(|value| value.0)
+    }
+
+    pub(super) mod option {
+        use super::*;
+
+        pub(in super::super) fn serialize<S: Serializer>(
+            value: &Option<f64>,
+            to: S,
+        ) -> Result<S::Ok, S::Error> {
+            value.map(AnyFloat).serialize(to)
+        }
+
+        pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+            from: D,
+        ) -> Result<Option<f64>, D::Error> {
+            Option::<AnyFloat>::deserialize(from).map(|value| value.map(|value| value.0))
+        }
+    }
+
+    pub(super) mod map {
+        use super::*;
+        use std::collections::BTreeMap;
+
+        pub(in super::super) fn serialize<S: Serializer>(
+            values: &BTreeMap<String, f64>,
+            to: S,
+        ) -> Result<S::Ok, S::Error> {
+            to.collect_map(values.iter().map(|(name, value)| (name, AnyFloat(*value))))
+        }
+
+        pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+            from: D,
+        ) -> Result<BTreeMap<String, f64>, D::Error> {
+            let values = BTreeMap::<String, AnyFloat>::deserialize(from)?;
+            Ok(values.into_iter().map(|(name, value)| (name, value.0)).collect())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(step: u64) -> Record {
+        let group_norms = [("embedding".to_string(), 0.25), ("mlp".to_string(), 1.5)].into();
+        Record::Step(Step {
+            step,
+            loss: 2.0 / step as f64,
+            learning_rate: 1e-3,
+            group_norms,
+            ..Step::default()
+        })
+    }
+
+    fn event(step: u64) -> Record {
+        Record::Event(Event { step, what: "spike".into(), text: "twice\nthe median \u{1F6A9}".into() })
+    }
+
+    fn evaluation(step: u64) -> Record {
+        Record::Evaluation(Evaluation { step, loss: 0.5, accuracy: 0.75, tokens: 64 })
+    }
+
+    fn write_all(path: &Path, resume_at: Option<u64>, records: &[Record]) {
+        let mut writer = MetricsWriter::open(path, resume_at).unwrap();
+        records.iter().for_each(|record| writer.write(record).unwrap());
+    }
+
+    fn steps(path: &Path) -> Vec<u64> {
+        read(path).unwrap().iter().map(Record::step).collect()
+    }
+
+    fn tear(path: &Path) {
+        let line = serde_json::to_string(&event(9)).unwrap();
+        let cut = line.find('\u{1F6A9}').unwrap() + 2;
+        OpenOptions::new().append(true).open(path).unwrap().write_all(&line.as_bytes()[..cut]).unwrap();
+    }
+
+    #[test]
+    fn what_is_written_is_read_and_further_runs_append() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let records = [step(1), evaluation(1), event(2)];
+        write_all(&path, None, &records);
+        assert_eq!(read(&path).unwrap(), records);
+        write_all(&path, None, &[step(3)]);
+        assert_eq!(steps(&path), [1, 1, 2, 3]);
+    }
+
+    #[test]
+    fn what_is_not_finite_is_written_and_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let record = Record::Step(Step {
+            step: 1,
+            loss: f64::NAN,
+            indexer_loss: Some(f64::INFINITY),
+            group_norms: [("mlp".to_string(), f64::NEG_INFINITY)].into(),
+            ..Step::default()
+        });
+        write_all(&path, None, &[record]);
+        let [Record::Step(read)] = &read(&path).unwrap()[..] else { panic!() };
+        assert!(read.loss.is_nan());
+        assert_eq!(read.indexer_loss, Some(f64::INFINITY));
+        assert_eq!(read.balance_loss, None);
+        assert_eq!(read.group_norms["mlp"], f64::NEG_INFINITY);
+    }
+
+    #[test]
+    fn a_resumed_run_drops_later_steps_and_the_torn_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        write_all(&path, None, &[step(1), step(2), evaluation(2), step(3), event(3)]);
+        let before = fs::read(&path).unwrap();
+        tear(&path);
+        assert_eq!(steps(&path), [1, 2, 2, 3, 3]);
+        write_all(&path, Some(2), &[step(3)]);
+        assert_eq!(read(&path).unwrap(), [step(1), step(2), evaluation(2), step(3)]);
+        assert!(before.starts_with(&fs::read(&path).unwrap()[..before.len() / 2]));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_torn_line_does_not_swallow_the_next_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        write_all(&path, None, &[step(1)]);
+        tear(&path);
+        write_all(&path, None, &[step(2)]);
+        assert_eq!(steps(&path), [1, 2]);
+    }
+
+    #[test]
+    fn a_malformed_line_is_named_and_the_file_stays_as_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        write_all(&path, None, &[step(1), step(5)]);
+        let mut text = fs::read_to_string(&path).unwrap();
+        text.push_str("{\"kind\":\"step\"}\n");
+        fs::write(&path, &text).unwrap();
+        for error in [read(&path).unwrap_err(), MetricsWriter::open(&path, Some(2)).err().unwrap()] {
+            let message = error.to_string();
+            assert!(message.contains("metrics.jsonl, line 3: not a record"), "{message}");
+        }
+        assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
 }

@@ -1,0 +1,403 @@
+//! What the records say over the steps, each plot with the sentence that says what one sees.
+
+use std::collections::BTreeSet;
+
+use super::plot::{Axis, Band, Histogram, Level, LinePlot, Look, Marker, Scale, Series, grid};
+use super::{Report, events, say};
+use crate::metrics::{Evaluation, Record, Step};
+
+/// Fewer steps than this are not smoothed.
+const SMOOTHED_FROM: usize = 20;
+/// Windows over which the speed's median and spread are taken.
+const WINDOWS: usize = 150;
+/// Groups beyond this many have no plot of their own.
+const GROUPS: usize = 24;
+
+/// A curve's points.
+type Points = Vec<(f64, f64)>;
+
+/// The run in a sentence.
+pub(super) fn lead(report: &Report<'_>) -> String {
+    let steps: Vec<&Step> = steps(report).collect();
+    let Some(last) = steps.last() else { return "<p class=\"lead\">No step was run.</p>\n".into() };
+    let tokens: u64 = steps.iter().fold(0, |sum, step| sum.saturating_add(step.tokens));
+    let seconds: f64 = steps.iter().map(|step| step.seconds).filter(|seconds| seconds.is_finite()).sum();
+    let mut says = format!(
+        "{} on {} in {}",
+        say::counted(steps.len() as u64, "step"),
+        say::counted(tokens, "token"),
+        say::duration(seconds)
+    );
+    says += &match last.loss.is_finite() {
+        true => format!("; the last loss is {}", say::number(last.loss)),
+        false => "; <span class=\"bad\">the last loss is not finite</span>".into(),
+    };
+    if let Some(best) = best_evaluation(report) {
+        says += &format!(", the lowest validation loss {}", say::number(best.loss));
+    }
+    format!("<p class=\"lead\">{says}.</p>\n")
+}
+
+/// Loss, accuracy, learning rate.
+pub(super) fn training(report: &Report<'_>) -> String {
+    if report.records.iter().all(|record| matches!(record, Record::Event(_))) {
+        return String::new();
+    }
+    let mut html = "<h2 id=\"training\">Training</h2>\n".to_string();
+    html += &loss(report);
+    let mut beside = Vec::new();
+    if evaluations(report).next().is_some() {
+        beside.push(accuracy(report));
+    }
+    if steps(report).next().is_some() {
+        beside.push(learning_rate(report));
+    }
+    html += &grid(&beside);
+    html + &other_losses(report)
+}
+
+fn loss(report: &Report<'_>) -> String {
+    let train: Points = points(report, |step| step.loss);
+    let validation: Points = evaluations(report).map(|found| (found.step as f64, found.loss)).collect();
+    let says = [change("The loss", &train), lowest_validation(report)];
+    let scale = Scale::fitting(train.iter().chain(&validation).map(|point| point.1));
+    let mut series = Vec::new();
+    let smoothed = train.len() >= SMOOTHED_FROM;
+    if !train.is_empty() {
+        let look = if smoothed { Look::Pale } else { Look::Line };
+        series.push(Series { name: "train".into(), points: train.clone(), look, colour: 0 });
+    }
+    if smoothed {
+        series.push(Series {
+            name: "train, smoothed".into(),
+            points: smooth(&train),
+            look: Look::Line,
+            colour: 0,
+        });
+    }
+    if !validation.is_empty() {
+        let name = "validation".to_string();
+        series.push(Series { name, points: validation, look: Look::Dots, colour: 1 });
+    }
+    LinePlot { says: sentence(&says), scale, series, ..plot(report, "loss", "Loss") }.html()
+}
+
+fn accuracy(report: &Report<'_>) -> String {
+    let points: Points =
+        evaluations(report).map(|found| (found.step as f64, 100.0 * found.accuracy)).collect();
+    let best = (evaluations(report).filter(|found| found.accuracy.is_finite()))
+        .reduce(|best, found| if found.accuracy > best.accuracy { found } else { best });
+    let says = best.map(|best| {
+        format!(
+            "At best {} of the validation tokens were predicted, at step {}",
+            say::percent(best.accuracy),
+            say::count(best.step)
+        )
+    });
+    LinePlot {
+        unit: "% of validation tokens".into(),
+        says: sentence(&[says]),
+        series: vec![Series { name: "accuracy, %".into(), points, look: Look::Dots, colour: 1 }],
+        ..plot(report, "accuracy", "Accuracy")
+    }
+    .html()
+}
+
+fn learning_rate(report: &Report<'_>) -> String {
+    let points = points(report, |step| step.learning_rate);
+    let says = extreme(&points, f64::gt).zip(points.last().copied()).map(|(top, last)| {
+        format!(
+            "Highest at step {}, {}; {} at the end",
+            say::count(top.0 as u64),
+            say::number(top.1),
+            say::number(last.1)
+        )
+    });
+    LinePlot {
+        says: sentence(&[says]),
+        series: vec![Series { name: "learning rate".into(), points, look: Look::Line, colour: 2 }],
+        ..plot(report, "learning-rate", "Learning rate")
+    }
+    .html()
+}
+
+/// Those that only some models have.
+fn other_losses(report: &Report<'_>) -> String {
+    let losses: [(&str, &str, fn(&Step) -> Option<f64>); 2] = [
+        ("indexer-loss", "Indexer loss", |step| step.indexer_loss),
+        ("balance-loss", "Balance loss", |step| step.balance_loss),
+    ];
+    let plots = losses.into_iter().filter_map(|(id, title, value)| {
+        let points: Points =
+            steps(report).filter_map(|step| Some((step.step as f64, value(step)?))).collect();
+        (!points.is_empty()).then(|| {
+            let scale = Scale::fitting(points.iter().map(|point| point.1));
+            let says = sentence(&[change("It", &points)]);
+            let series = vec![Series { name: title.to_lowercase(), points, look: Look::Line, colour: 6 }];
+            LinePlot { says, scale, series, ..plot(report, id, title) }.html()
+        })
+    });
+    let plots: Vec<String> = plots.collect();
+    if plots.is_empty() { String::new() } else { grid(&plots) }
+}
+
+/// The norm of all gradients, and that of each group on axes they share.
+pub(super) fn gradients(report: &Report<'_>) -> String {
+    let total = points(report, |step| step.gradient_norm);
+    if total.is_empty() {
+        return String::new();
+    }
+    let top = extreme(&total, f64::gt);
+    let says = median(total.iter().map(|point| point.1)).zip(top).map(|(median, top)| {
+        format!(
+            "The median norm is {}; the largest, {}, is at step {}",
+            say::number(median),
+            say::number(top.1),
+            say::count(top.0 as u64)
+        )
+    });
+    let all = LinePlot {
+        unit: "before clipping".into(),
+        says: sentence(&[says]),
+        scale: Scale::Log,
+        series: vec![Series { name: "norm".into(), points: total, look: Look::Line, colour: 0 }],
+        ..plot(report, "gradient-norm", "Gradient norm")
+    };
+    format!("<h2 id=\"gradients\">Gradients</h2>\n{}{}", all.html(), group_norms(report))
+}
+
+fn group_norms(report: &Report<'_>) -> String {
+    let names: BTreeSet<&String> = steps(report).flat_map(|step| step.group_norms.keys()).collect();
+    let groups: Vec<(&String, Points)> = (names.iter().take(GROUPS))
+        .map(|name| {
+            let points = steps(report)
+                .filter_map(|step| Some((step.step as f64, *step.group_norms.get(*name)?)))
+                .collect();
+            (*name, points)
+        })
+        .collect();
+    if groups.is_empty() {
+        return String::new();
+    }
+    let y_axis =
+        Axis::airy(Scale::Log, groups.iter().flat_map(|(_, points)| points.iter().map(|point| point.1)));
+    let plots: Vec<String> = (groups.into_iter())
+        .map(|(name, points)| {
+            let series = vec![Series { name: "norm".into(), points, look: Look::Line, colour: 0 }];
+            let plot = plot(report, "", name);
+            LinePlot { unit: String::new(), series, y_axis: Some(y_axis), small: true, ..plot }.html()
+        })
+        .collect();
+    let more = match names.len().checked_sub(GROUPS + 1) {
+        Some(more) => format!(" {} more are in metrics.jsonl.", say::count(more as u64 + 1)),
+        None => String::new(),
+    };
+    format!(
+        "<h3>By group of parameters</h3>\n<p class=\"soft\">All on the same axes.{more}</p>\n{}",
+        grid(&plots)
+    )
+}
+
+/// Tokens per second, and how long steps took.
+pub(super) fn speed(report: &Report<'_>) -> String {
+    let rate: Points = (steps(report).filter(|step| step.seconds > 0.0 && step.seconds.is_finite()))
+        .map(|step| (step.step as f64, step.tokens as f64 / step.seconds))
+        .collect();
+    let Some(typical) = median(rate.iter().map(|point| point.1)) else { return String::new() };
+    let seconds: Points = points(report, |step| step.seconds);
+    let slowest = extreme(&seconds, f64::gt).zip(median(seconds.iter().map(|point| point.1)));
+    let says = format!("The median speed is {} tokens per second", say::number(typical));
+    let says_slowest = slowest.map(|(slowest, typical)| {
+        format!(
+            "The median step took {}, the slowest, {}, {}",
+            say::duration(typical),
+            say::count(slowest.0 as u64),
+            say::duration(slowest.1)
+        )
+    });
+    let (band, middle) = spread(&rate);
+    let over_time = LinePlot {
+        unit: "tokens per second".into(),
+        says: sentence(&[Some(says)]),
+        bands: vec![Band { name: "10 to 90 % of steps".into(), points: band, colour: 2 }],
+        series: vec![Series { name: "median".into(), points: middle, look: Look::Line, colour: 2 }],
+        ..plot(report, "speed", "Speed")
+    };
+    let values: Vec<f64> = seconds.iter().map(|point| point.1).collect();
+    let times = Histogram {
+        title: "Time per step".into(),
+        unit: "steps by seconds".into(),
+        says: sentence(&[says_slowest]),
+        noun: "step".into(),
+        scale: Scale::fitting(values.iter().copied()),
+        values,
+        bins: 40,
+        colour: 2,
+        small: false,
+    };
+    format!("<h2 id=\"speed-section\">Speed</h2>\n{}", grid(&[over_time.html(), times.html()]))
+}
+
+/// The process's peak so far beside the plan.
+pub(super) fn memory_over_time(report: &Report<'_>) -> String {
+    let most = steps(report).map(|step| step.peak_memory).max().unwrap_or(0);
+    if most == 0 {
+        return String::new();
+    }
+    let planned: u64 = report.plan.iter().map(|row| row.bytes).sum();
+    let (unit, name) = say::byte_unit(most.max(planned));
+    let points: Points = points(report, |step| step.peak_memory as f64 / unit);
+    let reached = (steps(report).find(|step| step.peak_memory == most)).map_or(0, |step| step.step);
+    let says = format!("The peak of {} was reached at step {}", say::bytes(most), say::count(reached));
+    let levels = (planned > 0).then(|| Level { y: planned as f64 / unit, name: "plan".into() });
+    let mut markers = plot(report, "", "").markers;
+    markers.clear();
+    LinePlot {
+        unit: name.into(),
+        says: sentence(&[Some(says)]),
+        series: vec![Series { name: "peak so far".into(), points, look: Look::Line, colour: 6 }],
+        levels: levels.into_iter().collect(),
+        markers,
+        // Memory is compared with nothing at all.
+        y_axis: Some(Axis::airy(Scale::Linear, [0.0, most.max(planned) as f64 / unit])),
+        ..plot(report, "memory-over-time", "Peak so far")
+    }
+    .html()
+}
+
+/// A plot of this run without curves: the steps below, the events as flags.
+fn plot(report: &Report<'_>, id: &str, title: &str) -> LinePlot {
+    let markers = (events(report.records).into_iter().enumerate())
+        .map(|(index, event)| Marker {
+            x: event.step as f64,
+            label: (index + 1).to_string(),
+            text: format!("{}: {}", event.what, event.text),
+        })
+        .collect();
+    let steps = report.records.iter().map(|record| record.step() as f64);
+    LinePlot {
+        id: id.into(),
+        title: title.into(),
+        x_name: "step".into(),
+        x_axis: Some(Axis::tight(Scale::Linear, steps)),
+        markers,
+        ..LinePlot::default()
+    }
+}
+
+fn steps<'a>(report: &Report<'a>) -> impl Iterator<Item = &'a Step> {
+    report.records.iter().filter_map(|record| match record {
+        Record::Step(step) => Some(step),
+        _ => None,
+    })
+}
+
+fn evaluations<'a>(report: &Report<'a>) -> impl Iterator<Item = &'a Evaluation> {
+    report.records.iter().filter_map(|record| match record {
+        Record::Evaluation(evaluation) => Some(evaluation),
+        _ => None,
+    })
+}
+
+fn points(report: &Report<'_>, value: impl Fn(&Step) -> f64) -> Points {
+    steps(report).map(|step| (step.step as f64, value(step))).collect()
+}
+
+fn best_evaluation<'a>(report: &Report<'a>) -> Option<&'a Evaluation> {
+    (evaluations(report).filter(|found| found.loss.is_finite()))
+        .reduce(|best, found| if found.loss < best.loss { found } else { best })
+}
+
+fn lowest_validation(report: &Report<'_>) -> Option<String> {
+    let best = best_evaluation(report)?;
+    Some(format!(
+        "the lowest validation loss, {}, is at step {}",
+        say::number(best.loss),
+        say::count(best.step)
+    ))
+}
+
+/// From the first to the last value, and where it stopped being finite.
+fn change(name: &str, points: &[(f64, f64)]) -> Option<String> {
+    let finite = |point: &&(f64, f64)| point.1.is_finite();
+    let first = points.iter().find(finite);
+    let last = points.iter().rev().find(finite);
+    let (Some(first), Some(last)) = (first, last) else {
+        return points.first().map(|_| format!("{name} was never finite"));
+    };
+    let over = say::counted((last.0 - first.0).abs() as u64, "step");
+    let mut says = match last.1.total_cmp(&first.1) {
+        _ if first.0 == last.0 => format!("{name} is {} at step {}", say::number(first.1), first.0),
+        std::cmp::Ordering::Equal => format!("{name} was {} before and after {over}", say::number(first.1)),
+        order => format!(
+            "{name} {} from {} to {} over {over}",
+            if order.is_lt() { "fell" } else { "rose" },
+            say::number(first.1),
+            say::number(last.1)
+        ),
+    };
+    let ended = points.iter().rposition(|point| point.1.is_finite()).map_or(0, |last| last + 1);
+    if let Some(point) = points.get(ended) {
+        says += &format!(" and is not finite from step {} on", say::count(point.0 as u64));
+    }
+    Some(says)
+}
+
+/// What there is to say, as one sentence.
+fn sentence(parts: &[Option<String>]) -> String {
+    let parts: Vec<&str> = parts.iter().flatten().map(|part| &part[..]).collect();
+    if parts.is_empty() {
+        return String::new();
+    }
+    let text = parts.join("; ");
+    let mut characters = text.chars();
+    let first: String = characters.next().into_iter().flat_map(char::to_uppercase).collect();
+    format!("{first}{}.", characters.as_str())
+}
+
+/// The finite point whose y is furthest in the direction that `further` says; the first of equals.
+fn extreme(points: &[(f64, f64)], further: fn(&f64, &f64) -> bool) -> Option<(f64, f64)> {
+    let finite = points.iter().copied().filter(|point| point.1.is_finite());
+    finite.reduce(|best, point| if further(&point.1, &best.1) { point } else { best })
+}
+
+fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    quantiles(values.collect(), [0.5]).map(|[median]| median)
+}
+
+/// Of the finite values, by nearest rank.
+fn quantiles<const N: usize>(mut values: Vec<f64>, shares: [f64; N]) -> Option<[f64; N]> {
+    values.retain(|value| value.is_finite());
+    values.sort_by(f64::total_cmp);
+    let last = values.len().checked_sub(1)?;
+    Some(shares.map(|share| values[(share * last as f64).round() as usize]))
+}
+
+/// 10th and 90th percentile, and median, of neighbouring points.
+fn spread(points: &[(f64, f64)]) -> (Vec<(f64, f64, f64)>, Points) {
+    let window = points.len().div_ceil(WINDOWS).max(1);
+    (points.chunks(window))
+        .filter_map(|window| {
+            let values = window.iter().map(|point| point.1).collect();
+            let [low, middle, high] = quantiles(values, [0.1, 0.5, 0.9])?;
+            let x = window[window.len() / 2].0;
+            Some(((x, low, high), (x, middle)))
+        })
+        .unzip()
+}
+
+/// Moving average whose weights fall by half over a fortieth of the run, without the pull of its start. Gaps stay gaps.
+fn smooth(points: &[(f64, f64)]) -> Points {
+    let keep = 0.5f64.powf(40.0 / points.len().max(120) as f64);
+    let (mut sum, mut weight) = (0.0, 0.0);
+    (points.iter())
+        .map(|(x, y)| {
+            if !y.is_finite() {
+                return (*x, f64::NAN);
+            }
+            sum = keep * sum + (1.0 - keep) * y;
+            weight = keep * weight + (1.0 - keep);
+            (*x, sum / weight)
+        })
+        .collect()
+}

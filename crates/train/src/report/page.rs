@@ -1,0 +1,65 @@
+//! The page around the sections: one file, its style inside, nothing from elsewhere.
+
+/// A page with this heading, everything below it, and no reference to any other file or host.
+pub fn page(title: &str, body: &str) -> String {
+    let title = inline(title);
+    format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <meta name=\"color-scheme\" content=\"light dark\">\n\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n\
+         <title>{title}</title>\n<style>\n{}</style></head>\n<body><main>\n<h1>{title}</h1>\n{body}</main></body></html>\n",
+        include_str!("page.css")
+    )
+}
+
+/// Text from outside in a line of HTML or in an attribute. What has no shape of its own or changes how others are
+/// read (controls, marks of direction, widths of zero) is shown by name.
+pub fn inline(text: &str) -> String {
+    escape(text, false)
+}
+
+/// The same where line breaks and tabs are kept.
+pub fn block(text: &str) -> String {
+    escape(text, true)
+}
+
+fn escape(text: &str, keep_lines: bool) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\'' => escaped.push_str("&#39;"),
+            '\n' | '\t' if keep_lines => escaped.push(character),
+            // Unicode has pictures of these, in the same order.
+            '\0'..='\u{1f}' => escaped.extend(char::from_u32(0x2400 + character as u32)),
+            '\u{7f}' => escaped.push('\u{2421}'),
+            '\u{80}'..='\u{9f}'
+            | '\u{ad}'
+            | '\u{61c}'
+            | '\u{200b}'..='\u{200f}'
+            | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}'
+            | '\u{feff}' => escaped.push_str(&format!("[U+{:04X}]", character as u32)),
+            _ => escaped.push(character),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_from_outside_stays_text() {
+        assert_eq!(inline("<script>'\"&"), "&lt;script&gt;&#39;&quot;&amp;");
+        assert_eq!(inline("a\nb\tc\0\u{1b}\u{7f}\r"), "a␊b␉c␀␛␡␍");
+        assert_eq!(block("a\nb\tc\r"), "a\nb\tc␍");
+        assert_eq!(inline("\u{202e}\u{85}\u{200b}"), "[U+202E][U+0085][U+200B]");
+        assert_eq!(inline("köln 東京 🚩"), "köln 東京 🚩");
+    }
+}

@@ -1,0 +1,180 @@
+//! Bars: how values are spread, and how a whole is made up.
+
+use super::axis::{Axis, Scale};
+use super::{COLOURS, Figure, at};
+use crate::report::page::inline;
+use crate::report::say;
+
+/// How often values lie where.
+#[derive(Clone, Debug, Default)]
+pub struct Histogram {
+    /// Heading.
+    pub title: String,
+    /// What is measured.
+    pub unit: String,
+    /// What one sees, in a sentence.
+    pub says: String,
+    /// What is counted, in the singular.
+    pub noun: String,
+    /// The values.
+    pub values: Vec<f64>,
+    /// Of the values' axis.
+    pub scale: Scale,
+    /// How many bars.
+    pub bins: usize,
+    /// Which of the colours.
+    pub colour: usize,
+    /// One of several that stand beside each other.
+    pub small: bool,
+}
+
+impl Histogram {
+    /// The figure.
+    pub fn html(&self) -> String {
+        let x = Axis::tight(self.scale, self.values.iter().copied());
+        let bins = self.bins.max(1);
+        let mut counts = vec![0_u64; bins];
+        let mut extents = vec![(f64::INFINITY, f64::NEG_INFINITY); bins];
+        let mut lost = 0;
+        for value in &self.values {
+            let Some(place) = x.place(*value) else {
+                lost += 1;
+                continue;
+            };
+            let bin = ((place * bins as f64) as usize).min(bins - 1);
+            counts[bin] += 1;
+            extents[bin] = (extents[bin].0.min(*value), extents[bin].1.max(*value));
+        }
+        let y = Axis::airy(Scale::Linear, counts.iter().map(|count| *count as f64).chain([0.0]));
+        let notes =
+            (lost > 0).then(|| format!("{} without a place on this axis.", say::counted(lost, "value")));
+        let drawing = if lost as usize == self.values.len() {
+            "<p class=\"empty\">Nothing to draw.</p>".into()
+        } else {
+            self.svg(&x, &y, &counts, &extents)
+        };
+        Figure {
+            id: "",
+            title: &self.title,
+            unit: &self.unit,
+            says: &self.says,
+            legend: String::new(),
+            drawing,
+            notes: notes.into_iter().collect(),
+            small: self.small,
+        }
+        .html()
+    }
+
+    fn svg(&self, x: &Axis, y: &Axis, counts: &[u64], extents: &[(f64, f64)]) -> String {
+        let mut svg = format!(
+            "<div class=\"plot\"><svg class=\"frame\" role=\"img\" aria-label=\"{}\">",
+            inline(if self.says.is_empty() { &self.title } else { &self.says })
+        );
+        for tick in y.ticks(3) {
+            let place = at(1.0 - y.place(tick.value).unwrap_or(0.0));
+            svg += &format!("<line class=\"rule\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
+            svg += &format!("<text class=\"y\" x=\"-8\" y=\"{place}\" dy=\".35em\">{}</text>", tick.label);
+        }
+        for (index, tick) in x.ticks(5).iter().enumerate() {
+            let class = if index % 2 == 1 { "x odd" } else { "x" };
+            let place = at(x.place(tick.value).unwrap_or(0.0));
+            svg +=
+                &format!("<text class=\"{class}\" x=\"{place}\" y=\"100%\" dy=\"18\">{}</text>", tick.label);
+        }
+        let width = 1.0 / counts.len() as f64;
+        for (index, (count, (low, high))) in counts.iter().zip(extents).enumerate() {
+            let height = y.place(*count as f64).unwrap_or(0.0);
+            if *count == 0 {
+                continue;
+            }
+            svg += &format!(
+                "<rect class=\"bar c{}\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"><title>{}\n{} to {}</title></rect>",
+                self.colour % COLOURS,
+                at((index as f64 + 0.06) * width),
+                at(1.0 - height),
+                at(0.88 * width),
+                at(height),
+                say::counted(*count, &inline(&self.noun)),
+                say::number(*low),
+                say::number(*high)
+            );
+        }
+        svg + "</svg></div>"
+    }
+}
+
+/// A whole and its parts, with a mark to compare with.
+#[derive(Clone, Debug, Default)]
+pub struct StackedBar {
+    /// Names and sizes.
+    pub parts: Vec<(String, f64)>,
+    /// Name and size of the mark.
+    pub mark: Option<(String, f64)>,
+}
+
+impl StackedBar {
+    /// The class that colours the part with this number; the colours come again, paler.
+    pub fn class(part: usize) -> String {
+        format!("c{}{}", part % COLOURS, if part / COLOURS % 2 == 1 { " again" } else { "" })
+    }
+
+    /// The bar, without legend: a table beside it says the names. `text` writes a size.
+    pub fn html(&self, text: impl Fn(f64) -> String) -> String {
+        let total: f64 = self.parts.iter().map(|part| part.1.max(0.0)).sum();
+        let whole = self.mark.iter().map(|mark| mark.1).fold(total, f64::max);
+        if !whole.is_finite() || whole <= 0.0 {
+            return String::new();
+        }
+        let mut svg = "<svg class=\"stack\" role=\"img\" aria-label=\"Memory by part\">".to_string();
+        let mut from = 0.0;
+        for (index, (name, size)) in self.parts.iter().enumerate() {
+            svg += &format!(
+                "<rect class=\"bar {}\" x=\"{}\" width=\"{}\" y=\"18\" height=\"30\"><title>{}: {}</title></rect>",
+                StackedBar::class(index),
+                at(from / whole),
+                at(size.max(0.0) / whole),
+                inline(name),
+                text(*size)
+            );
+            from += size.max(0.0);
+        }
+        if let Some((name, size)) = &self.mark {
+            let (place, anchor) = (size / whole, if size / whole > 0.5 { "end" } else { "start" });
+            svg += &format!(
+                "<line class=\"mark\" x1=\"{0}\" x2=\"{0}\" y1=\"14\" y2=\"54\"/>\
+                 <text x=\"{0}\" y=\"10\" text-anchor=\"{anchor}\">{1} {2}</text>",
+                at(place),
+                inline(name),
+                text(*size)
+            );
+        }
+        svg + "</svg>"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_histogram_counts_every_value_that_has_a_place() {
+        let values = vec![1.0, 1.1, 2.0, 9.0, f64::NAN];
+        let html = Histogram { values, bins: 4, noun: "step".into(), ..Histogram::default() }.html();
+        assert!(html.contains("<title>3 steps\n1.00 to 2.00</title>"), "{html}");
+        assert!(html.contains("<title>1 step\n9.00 to 9.00</title>"));
+        assert!(html.contains("1 value without a place"));
+        assert!(Histogram { bins: 4, ..Histogram::default() }.html().contains("Nothing to draw"));
+    }
+
+    #[test]
+    fn a_stacked_bar_makes_room_for_a_mark_beyond_its_parts() {
+        let bar = StackedBar {
+            parts: vec![("a".into(), 1.0), ("b".into(), 2.0)],
+            mark: Some(("peak".into(), 4.0)),
+        };
+        let html = bar.html(|size| format!("{size} B"));
+        assert!(html.contains("x=\"25%\" width=\"50%\"") && html.contains("x=\"100%\" y=\"10\""), "{html}");
+        assert_eq!(StackedBar::default().html(|_| String::new()), "");
+    }
+}

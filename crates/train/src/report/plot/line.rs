@@ -1,0 +1,451 @@
+//! Curves over steps, or over anything else.
+
+use super::axis::{Axis, Scale};
+use super::thin::thin;
+use super::{COLOURS, Figure, at};
+use crate::report::page::inline;
+use crate::report::say;
+
+/// Columns that are told apart at full width, and in a small plot.
+const COLUMNS: usize = 800;
+const SMALL_COLUMNS: usize = 240;
+/// Strips that show their values under the pointer.
+const STRIPS: usize = 120;
+/// The inner drawing's size; coordinates are whole numbers.
+const WIDTH: f64 = 1600.0;
+const HEIGHT: f64 = 1000.0;
+/// Markers nearer than this share a flag.
+const FLAG_WIDTH: f64 = 0.04;
+
+/// How a series is drawn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Look {
+    /// A line.
+    #[default]
+    Line,
+    /// A thin pale line, behind the others: values before they were smoothed.
+    Pale,
+    /// A line with a dot at each value, for values that are few.
+    Dots,
+}
+
+/// One curve.
+#[derive(Clone, Debug, Default)]
+pub struct Series {
+    /// In the legend and under the pointer.
+    pub name: String,
+    /// x and y, in the order of x.
+    pub points: Vec<(f64, f64)>,
+    /// How it is drawn.
+    pub look: Look,
+    /// Which of the colours.
+    pub colour: usize,
+}
+
+/// The area between two curves.
+#[derive(Clone, Debug, Default)]
+pub struct Band {
+    /// In the legend.
+    pub name: String,
+    /// x, lower and upper y, in the order of x.
+    pub points: Vec<(f64, f64, f64)>,
+    /// Which of the colours.
+    pub colour: usize,
+}
+
+/// Something that happened at one x.
+#[derive(Clone, Debug, Default)]
+pub struct Marker {
+    /// Where.
+    pub x: f64,
+    /// A character or two.
+    pub label: String,
+    /// Under the pointer.
+    pub text: String,
+}
+
+/// A y to compare with.
+#[derive(Clone, Debug, Default)]
+pub struct Level {
+    /// Where.
+    pub y: f64,
+    /// In the legend.
+    pub name: String,
+}
+
+/// Curves with what belongs to them.
+#[derive(Clone, Debug, Default)]
+pub struct LinePlot {
+    /// Anchor within the page.
+    pub id: String,
+    /// Heading.
+    pub title: String,
+    /// What is measured, where the heading leaves it open.
+    pub unit: String,
+    /// What one sees, in a sentence.
+    pub says: String,
+    /// What x counts, in the singular.
+    pub x_name: String,
+    /// The curves; later ones lie on top.
+    pub series: Vec<Series>,
+    /// Areas behind the curves.
+    pub bands: Vec<Band>,
+    /// What happened.
+    pub markers: Vec<Marker>,
+    /// What to compare with.
+    pub levels: Vec<Level>,
+    /// Of the y axis.
+    pub scale: Scale,
+    /// The x axis, where several plots share one; else from the first to the last point.
+    pub x_axis: Option<Axis>,
+    /// The y axis, where several plots share one; else what the values need.
+    pub y_axis: Option<Axis>,
+    /// One of several that stand beside each other.
+    pub small: bool,
+}
+
+impl LinePlot {
+    /// The figure.
+    pub fn html(&self) -> String {
+        let xs = self.series.iter().flat_map(|series| series.points.iter().map(|point| point.0));
+        let band_xs = self.bands.iter().flat_map(|band| band.points.iter().map(|point| point.0));
+        let x = self.x_axis.unwrap_or_else(|| Axis::tight(Scale::Linear, xs.chain(band_xs)));
+        let y = self.y_axis.unwrap_or_else(|| Axis::airy(self.scale, self.y_values()));
+        let unit = match (y.scale(), self.unit.is_empty()) {
+            (Scale::Linear, _) => self.unit.clone(),
+            (Scale::Log, true) => "log scale".into(),
+            (Scale::Log, false) => format!("{}, log scale", self.unit),
+        };
+        let drawing = if self.y_values().any(|value| y.place(value).is_some()) {
+            self.svg(&x, &y)
+        } else {
+            "<p class=\"empty\">Nothing to draw.</p>".into()
+        };
+        Figure {
+            id: &self.id,
+            title: &self.title,
+            unit: &unit,
+            says: &self.says,
+            legend: self.legend(),
+            drawing,
+            notes: self.gap_notes(&y),
+            small: self.small,
+        }
+        .html()
+    }
+
+    fn y_values(&self) -> impl Iterator<Item = f64> {
+        let series = self.series.iter().flat_map(|series| series.points.iter().map(|point| point.1));
+        let bands =
+            self.bands.iter().flat_map(|band| band.points.iter().flat_map(|point| [point.1, point.2]));
+        series.chain(bands).chain(self.levels.iter().map(|level| level.y))
+    }
+
+    fn legend(&self) -> String {
+        let entries: Vec<(String, &str)> = (self.bands.iter())
+            .map(|band| (format!("key area c{}", band.colour % COLOURS), &band.name[..]))
+            .chain(self.series.iter().map(|series| {
+                let look = if series.look == Look::Pale { " pale" } else { "" };
+                (format!("key{look} c{}", series.colour % COLOURS), &series.name[..])
+            }))
+            .chain(self.levels.iter().map(|level| ("key level".to_string(), &level.name[..])))
+            .collect();
+        if entries.len() < 2 {
+            return String::new();
+        }
+        let entries: String = (entries.iter())
+            .map(|(class, name)| format!("<li><i class=\"{class}\"></i>{}</li>", inline(name)))
+            .collect();
+        format!("<ul class=\"legend\">{entries}</ul>")
+    }
+
+    fn gap_notes(&self, y: &Axis) -> Vec<String> {
+        (self.series.iter())
+            .filter_map(|series| {
+                let mut lost = series.points.iter().filter(|point| y.place(point.1).is_none());
+                let (first, more) = (lost.next()?, lost.count());
+                let why = match series.points.iter().all(|point| Scale::Linear.has_place_for(point.1)) {
+                    true => "not positive",
+                    false => "not finite",
+                };
+                let name = if series.name.is_empty() { &self.title } else { &series.name };
+                let at = format!("{} {}", self.x_name, x_text(first.0));
+                Some(match more {
+                    0 => format!("{name}: the value at {at} is {why}; the line has a gap there."),
+                    _ => format!(
+                        "{name}: {} values are {why}, the first at {at}; the line has gaps there.",
+                        say::count(more as u64 + 1)
+                    ),
+                })
+            })
+            .collect()
+    }
+
+    fn svg(&self, x: &Axis, y: &Axis) -> String {
+        let label = if self.says.is_empty() { &self.title } else { &self.says };
+        let mut svg = format!(
+            "<div class=\"plot\"><svg class=\"frame\" role=\"img\" aria-label=\"{}\">",
+            inline(label)
+        );
+        svg += &self.axes(x, y);
+        svg += &format!(
+            "<svg width=\"100%\" height=\"100%\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" preserveAspectRatio=\"none\">"
+        );
+        for band in &self.bands {
+            svg += &band_path(band, x, y);
+        }
+        for marker in &self.markers {
+            if let Some(place) = x.place(marker.x).filter(|place| (0.0..=1.0).contains(place)) {
+                let px = (place * WIDTH).round();
+                svg += &format!("<path class=\"event\" d=\"M{px} 0V{HEIGHT}\"/>");
+            }
+        }
+        let columns = if self.small { SMALL_COLUMNS } else { COLUMNS };
+        let mut dots = String::new();
+        for series in &self.series {
+            svg += &series_path(series, x, y, columns);
+            if series.look == Look::Dots {
+                dots += &series_dots(series, x, y);
+            }
+        }
+        svg += &self.strips(x, y);
+        svg += "</svg>";
+        svg += &dots;
+        if !self.small {
+            svg += &self.flags(x);
+        }
+        svg + "</svg></div>"
+    }
+
+    fn axes(&self, x: &Axis, y: &Axis) -> String {
+        let mut svg = String::new();
+        for tick in y.ticks(if self.small { 3 } else { 5 }) {
+            let place = at(1.0 - y.place(tick.value).unwrap_or(0.0));
+            svg += &format!("<line class=\"rule\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
+            svg += &format!("<text class=\"y\" x=\"-8\" y=\"{place}\" dy=\".35em\">{}</text>", tick.label);
+        }
+        for (index, tick) in x.ticks(if self.small { 3 } else { 8 }).iter().enumerate() {
+            let place = at(x.place(tick.value).unwrap_or(0.0));
+            let class = if index % 2 == 1 { "x odd" } else { "x" };
+            svg +=
+                &format!("<text class=\"{class}\" x=\"{place}\" y=\"100%\" dy=\"18\">{}</text>", tick.label);
+        }
+        for level in &self.levels {
+            if let Some(place) = y.place(level.y).map(|place| at(1.0 - place)) {
+                svg += &format!("<line class=\"level\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
+            }
+        }
+        svg
+    }
+
+    /// Strips from top to bottom, each with the values of its steps: min to max where there are several.
+    fn strips(&self, x: &Axis, y: &Axis) -> String {
+        let most = self.series.iter().map(|series| series.points.len()).max().unwrap_or(0);
+        let strips = most.clamp(2, if self.small { STRIPS / 2 } else { STRIPS });
+        let mut said: Vec<Vec<Extent>> = vec![vec![Extent::default(); self.series.len()]; strips];
+        for (number, series) in self.series.iter().enumerate() {
+            for (px, py) in &series.points {
+                if let Some(place) = x.place(*px).filter(|place| (0.0..=1.0).contains(place)) {
+                    let strip = (place * (strips - 1) as f64).round() as usize;
+                    said[strip][number].add(*px, *py, y);
+                }
+            }
+        }
+        let width = WIDTH / (strips - 1) as f64;
+        let mut svg = String::new();
+        for (index, extents) in said.iter().enumerate() {
+            let steps = extents.iter().fold(Extent::default(), |all, extent| all.with_x_of(extent));
+            let Some(steps) = steps.x else { continue };
+            let from = ((index as f64 - 0.5) * width).max(0.0).round();
+            let to = ((index as f64 + 0.5) * width).min(WIDTH).round();
+            let values: Vec<String> = (self.series.iter().zip(extents))
+                .filter(|(_, extent)| extent.x.is_some())
+                .map(|(series, extent)| format!("{}: {}", inline(&series.name), extent.y_text()))
+                .collect();
+            svg += &format!(
+                "<path class=\"strip\" d=\"M{from} 0H{to}V{HEIGHT}H{from}z\"><title>{} {}\n{}</title></path>",
+                inline(&self.x_name),
+                range_text(steps, x_text),
+                values.join("\n")
+            );
+        }
+        svg
+    }
+
+    fn flags(&self, x: &Axis) -> String {
+        let mut markers: Vec<(f64, &Marker)> = (self.markers.iter())
+            .filter_map(|marker| Some((x.place(marker.x)?, marker)))
+            .filter(|(place, _)| (0.0..=1.0).contains(place))
+            .collect();
+        markers.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut svg = String::new();
+        let mut rest = &markers[..];
+        while let Some((place, first)) = rest.first() {
+            let together = rest.partition_point(|(other, _)| *other < place + FLAG_WIDTH);
+            let (flag, others) = rest.split_at(together);
+            let more = if flag.len() > 1 { "+" } else { "" };
+            let texts: Vec<String> = (flag.iter())
+                .map(|(_, marker)| {
+                    format!("{} {}: {}", inline(&self.x_name), x_text(marker.x), inline(&marker.text))
+                })
+                .collect();
+            svg += &format!(
+                "<g class=\"flag\"><title>{}</title><text x=\"{}\" y=\"-5\">{}{more}</text></g>",
+                texts.join("\n"),
+                at(*place),
+                inline(&first.label)
+            );
+            rest = others;
+        }
+        svg
+    }
+}
+
+/// The least and the greatest of some points.
+#[derive(Clone, Copy, Debug, Default)]
+struct Extent {
+    x: Option<(f64, f64)>,
+    y: Option<(f64, f64)>,
+    lost: bool,
+}
+
+impl Extent {
+    fn add(&mut self, x: f64, y: f64, axis: &Axis) {
+        self.x = wider(self.x, (x, x));
+        if axis.place(y).is_some() {
+            self.y = wider(self.y, (y, y));
+        } else {
+            self.lost = true;
+        }
+    }
+
+    fn with_x_of(self, other: &Extent) -> Extent {
+        Extent { x: other.x.map_or(self.x, |x| wider(self.x, x)), ..self }
+    }
+
+    fn y_text(&self) -> String {
+        match (self.y, self.lost) {
+            (Some(y), false) => range_text(y, say::number),
+            (Some(y), true) => format!("{}, and gaps", range_text(y, say::number)),
+            (None, _) => "a gap".into(),
+        }
+    }
+}
+
+fn wider(range: Option<(f64, f64)>, other: (f64, f64)) -> Option<(f64, f64)> {
+    Some(range.map_or(other, |range| (range.0.min(other.0), range.1.max(other.1))))
+}
+
+fn range_text((low, high): (f64, f64), text: impl Fn(f64) -> String) -> String {
+    let (low, high) = (text(low), text(high));
+    if low == high { low } else { format!("{low} to {high}") }
+}
+
+fn x_text(x: f64) -> String {
+    if x >= 0.0 && x.fract() == 0.0 && x < 1e15 { say::count(x as u64) } else { say::number(x) }
+}
+
+fn series_path(series: &Series, x: &Axis, y: &Axis, columns: usize) -> String {
+    let points = series.points.iter().map(|(px, py)| Some((x.place(*px)?, y.place(*py)?)));
+    let mut path = String::new();
+    let places = thin(points, columns);
+    for (index, place) in places.iter().enumerate() {
+        let command = if place.after_gap { "M" } else { "L" };
+        path += &format!("{command}{:.0} {:.0}", place.x * WIDTH, (1.0 - place.y) * HEIGHT);
+        if place.after_gap && places.get(index + 1).is_none_or(|next| next.after_gap) {
+            path += "h0";
+        }
+    }
+    let pale = if series.look == Look::Pale { " pale" } else { "" };
+    let mut svg = format!("<path class=\"line{pale} c{}\" d=\"{path}\"/>", series.colour % COLOURS);
+
+    let lost = series.points.iter().filter(|point| y.place(point.1).is_none());
+    let lost = lost.filter_map(|point| Some((x.place(point.0)?, 0.0)));
+    let ticks: String = (thin(lost.map(Some), columns / 4).iter())
+        .map(|place| format!("M{:.0} 0v40", place.x * WIDTH))
+        .collect();
+    if !ticks.is_empty() {
+        svg += &format!("<path class=\"lost\" d=\"{ticks}\"/>");
+    }
+    svg
+}
+
+fn series_dots(series: &Series, x: &Axis, y: &Axis) -> String {
+    if series.points.len() > COLUMNS / 10 {
+        return String::new();
+    }
+    (series.points.iter())
+        .filter_map(|(px, py)| Some((x.place(*px)?, y.place(*py)?)))
+        .map(|(px, py)| {
+            format!(
+                "<circle class=\"dot c{}\" cx=\"{}\" cy=\"{}\" r=\"2.5\"/>",
+                series.colour % COLOURS,
+                at(px),
+                at(1.0 - py)
+            )
+        })
+        .collect()
+}
+
+/// Each stretch without gaps is a shape of its own.
+fn band_path(band: &Band, x: &Axis, y: &Axis) -> String {
+    let places =
+        band.points.iter().map(|(px, low, high)| Some((x.place(*px)?, y.place(*low)?, y.place(*high)?)));
+    let places: Vec<Option<(f64, f64, f64)>> = places.collect();
+    let mut path = String::new();
+    for stretch in places.split(|place| place.is_none()) {
+        let upper = stretch.iter().flatten().map(|(px, _, high)| (px, high));
+        let lower = stretch.iter().flatten().rev().map(|(px, low, _)| (px, low));
+        for (index, (px, py)) in upper.chain(lower).enumerate() {
+            let command = if index == 0 { "M" } else { "L" };
+            path += &format!("{command}{:.0} {:.0}", px * WIDTH, (1.0 - py) * HEIGHT);
+        }
+        path += if stretch.is_empty() { "" } else { "z" };
+    }
+    format!("<path class=\"band c{}\" d=\"{path}\"/>", band.colour % COLOURS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plot(points: Vec<(f64, f64)>) -> LinePlot {
+        let series = vec![Series { name: "train".into(), points, ..Series::default() }];
+        LinePlot { title: "Loss".into(), x_name: "step".into(), series, ..LinePlot::default() }
+    }
+
+    #[test]
+    fn no_points_one_point_and_points_without_a_place_make_a_figure() {
+        let empty = plot(vec![]).html();
+        assert!(empty.contains("Nothing to draw") && !empty.contains("<svg"));
+        let single = plot(vec![(1.0, 2.0)]).html();
+        assert!(single.contains("<svg") && single.contains("h0") && !single.contains("NaN"));
+        let diverged = plot(vec![(1.0, 2.0), (2.0, f64::NAN), (3.0, f64::INFINITY), (4.0, 1.0)]).html();
+        assert!(diverged.contains("train: 2 values are not finite, the first at step 2"), "{diverged}");
+        assert!(
+            diverged.contains("class=\"lost\"") && !diverged.contains("NaN") && !diverged.contains("inf")
+        );
+        let log = LinePlot { scale: Scale::Log, ..plot(vec![(1.0, 2.0), (2.0, 0.0), (3.0, 9.0)]) }.html();
+        assert!(log.contains("the value at step 2 is not positive") && log.contains("log scale"));
+    }
+
+    #[test]
+    fn events_near_each_other_share_a_flag_and_say_all_they_have() {
+        let marker = |x: f64| Marker { x, label: format!("{x}"), text: "<spike>".into() };
+        let markers = vec![marker(50.0), marker(10.0), marker(11.0), marker(1e9)];
+        let html = LinePlot { markers, ..plot(vec![(1.0, 1.0), (100.0, 2.0)]) }.html();
+        assert_eq!(html.matches("class=\"flag\"").count(), 2);
+        assert!(html.contains(">10+</text>") && html.contains("step 11: &lt;spike&gt;"));
+    }
+
+    #[test]
+    fn bands_break_at_gaps() {
+        let points = vec![(1.0, 1.0, 2.0), (2.0, f64::NAN, 2.0), (3.0, 1.0, 2.0)];
+        let bands = vec![Band { name: "range".into(), points, colour: 1 }];
+        let html = LinePlot { bands, ..plot(vec![(1.0, 1.5), (3.0, 1.5)]) }.html();
+        let path =
+            html.split("class=\"band c1\" d=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
+        assert_eq!(path.matches('M').count(), 2);
+        assert_eq!(path.matches('z').count(), 2);
+    }
+}

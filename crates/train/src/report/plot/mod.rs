@@ -1,0 +1,72 @@
+//! Plots as inline SVG, without a script.
+//!
+//! A plot keeps its letters at their size on every screen: curves lie in an inner SVG that stretches to the room there
+//! is, with lines that keep their width; letters and dots lie around it at percentages. Colours are those of the page's
+//! style, `c0` to `c7`, which tell apart for every kind of colour vision, in the light and in the dark.
+//!
+//! What cannot be drawn (NaN, infinities, and on a log axis what is not positive) is a gap in the line, a red tick at
+//! the upper edge, and a sentence below the plot.
+
+mod axis;
+mod bars;
+mod line;
+mod thin;
+
+pub use axis::{Axis, Scale, Tick};
+pub use bars::{Histogram, StackedBar};
+pub use line::{Band, Level, LinePlot, Look, Marker, Series};
+pub use thin::{Place, thin};
+
+use super::page::inline;
+
+/// How many colours there are before they come again.
+pub const COLOURS: usize = 8;
+
+/// A plot with its heading, a note on its scale, the sentence that says what one sees, and what else belongs to it.
+pub(crate) struct Figure<'a> {
+    pub id: &'a str,
+    pub title: &'a str,
+    pub unit: &'a str,
+    pub says: &'a str,
+    /// HTML.
+    pub legend: String,
+    /// HTML.
+    pub drawing: String,
+    pub notes: Vec<String>,
+    /// One of several that stand beside each other.
+    pub small: bool,
+}
+
+impl Figure<'_> {
+    pub(crate) fn html(&self) -> String {
+        let mut html = format!("<figure{}", if self.small { " class=\"small\"" } else { "" });
+        if !self.id.is_empty() {
+            html += &format!(" id=\"{}\"", inline(self.id));
+        }
+        html += &format!("><figcaption><strong>{}</strong>", inline(self.title));
+        if !self.unit.is_empty() {
+            html += &format!(" <span class=\"unit\">{}</span>", inline(self.unit));
+        }
+        if !self.says.is_empty() {
+            html += &format!("<p>{}</p>", inline(self.says));
+        }
+        html += "</figcaption>";
+        html += &self.legend;
+        html += &self.drawing;
+        for note in &self.notes {
+            html += &format!("<p class=\"note\">{}</p>", inline(note));
+        }
+        html + "</figure>\n"
+    }
+}
+
+/// Figures beside each other, as many as fit.
+pub fn grid(figures: &[String]) -> String {
+    format!("<div class=\"grid\">{}</div>\n", figures.concat())
+}
+
+/// A share of the whole as an SVG percentage.
+fn at(share: f64) -> String {
+    let text = format!("{:.2}", 100.0 * share);
+    format!("{}%", text.trim_end_matches('0').trim_end_matches('.'))
+}

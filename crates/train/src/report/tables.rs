@@ -1,0 +1,213 @@
+//! What is not a curve: events, samples, memory, the ledger.
+
+use std::collections::BTreeMap;
+
+use super::page::{block, inline};
+use super::plot::StackedBar;
+use super::say;
+use super::{LedgerRow, Report, Sample};
+use crate::metrics::Event;
+
+/// Events of one kind beyond this many are counted, not shown.
+const EVENTS: usize = 200;
+
+pub(super) fn events(events: &[&Event]) -> String {
+    if events.is_empty() {
+        return String::new();
+    }
+    let mut kinds: BTreeMap<&str, u64> = BTreeMap::new();
+    events.iter().for_each(|event| *kinds.entry(&event.what).or_default() += 1);
+    let kinds: Vec<String> =
+        kinds.iter().map(|(what, number)| format!("{} {what}", say::count(*number))).collect();
+    let rows: String = (events.iter().take(EVENTS).enumerate())
+        .map(|(index, event)| {
+            format!(
+                "<tr><td>{}</td><td class=\"number\">{}</td><td>{}</td><td>{}</td></tr>\n",
+                index + 1,
+                say::count(event.step),
+                inline(&event.what),
+                block(&event.text)
+            )
+        })
+        .collect();
+    let more = match events.len().checked_sub(EVENTS + 1) {
+        Some(more) => format!("<p class=\"soft\">And {} more.</p>", say::count(more as u64 + 1)),
+        None => String::new(),
+    };
+    format!(
+        "<h2 id=\"events\">Events</h2>\n<p class=\"soft\">{}: {}. The numbers are those of the flags above the plots.</p>\n\
+         <div class=\"scroll\"><table class=\"events\"><thead><tr><th></th><th class=\"number\">step</th><th>what</th>\
+         <th></th></tr></thead><tbody>{rows}</tbody></table></div>{more}\n",
+        say::counted(events.len() as u64, "event"),
+        inline(&kinds.join(", "))
+    )
+}
+
+/// The latest step's samples in the open, earlier ones folded.
+pub(super) fn samples(samples: &[Sample]) -> String {
+    let mut by_step: BTreeMap<u64, Vec<&Sample>> = BTreeMap::new();
+    samples.iter().for_each(|sample| by_step.entry(sample.step).or_default().push(sample));
+    let mut html = String::new();
+    for (index, (step, samples)) in by_step.iter().rev().enumerate() {
+        let cards: String = samples.iter().map(|sample| card(sample)).collect();
+        let judged = samples.iter().filter(|sample| sample.right.is_some()).count();
+        let right = samples.iter().filter(|sample| sample.right == Some(true)).count();
+        let share = if judged > 0 { format!("{right} of {judged} right") } else { String::new() };
+        html += &format!(
+            "<details{}><summary>After step {}<span class=\"soft\">{share}</span></summary>\
+             <div class=\"samples\">{cards}</div></details>\n",
+            if index == 0 { " open" } else { "" },
+            say::count(*step)
+        );
+    }
+    if html.is_empty() { html } else { format!("<h2 id=\"samples\">Samples</h2>\n{html}") }
+}
+
+fn card(sample: &Sample) -> String {
+    let (class, mark) = match sample.right {
+        Some(true) => (" is-right", " <span class=\"good\">✓ right</span>"),
+        Some(false) => (" is-wrong", " <span class=\"bad\">✗ wrong</span>"),
+        None => ("", ""),
+    };
+    let expected = match &sample.expected {
+        Some(expected) if sample.right != Some(true) => {
+            format!("<dt>Expected</dt><dd>{}</dd>", block(expected))
+        }
+        _ => String::new(),
+    };
+    format!(
+        "<dl class=\"sample{class}\"><dt>Prompt</dt><dd>{}</dd><dt>Answer{mark}</dt><dd>{}</dd>{expected}</dl>\n",
+        block(&sample.prompt),
+        block(&sample.answer)
+    )
+}
+
+/// The plan beside what was measured, with `plot` below.
+pub(super) fn memory(report: &Report<'_>, plot: &str) -> String {
+    let planned: u64 = report.plan.iter().map(|row| row.bytes).sum();
+    if planned == 0 && report.measured_peak == 0 {
+        return plot.into();
+    }
+    let says = match (planned, report.measured_peak) {
+        (0, peak) => format!("The process had at most {}.", say::bytes(peak)),
+        (_, 0) => format!("The plan asks for {}.", say::bytes(planned)),
+        (_, peak) => {
+            let more = peak as f64 / planned as f64 - 1.0;
+            format!(
+                "The measured peak, {}, is {} {} the plan of {}.",
+                say::bytes(peak),
+                say::percent(more.abs()),
+                if more > 0.0 { "above" } else { "below" },
+                say::bytes(planned)
+            )
+        }
+    };
+    let bar = StackedBar {
+        parts: report.plan.iter().map(|row| (row.what.clone(), row.bytes as f64)).collect(),
+        mark: (report.measured_peak > 0).then(|| ("measured peak".into(), report.measured_peak as f64)),
+    };
+    let mut html = format!("<h2 id=\"memory\">Memory</h2>\n<p class=\"soft\">{says}</p>\n");
+    if planned > 0 {
+        html += &bar.html(|size| say::bytes(size as u64));
+        html += &plan_table(report, planned);
+    }
+    html + plot
+}
+
+fn plan_table(report: &Report<'_>, planned: u64) -> String {
+    let row = |name: String, bytes: u64| {
+        let share = say::percent(bytes as f64 / planned as f64);
+        format!(
+            "<tr><td>{name}</td><td class=\"number\">{}</td><td class=\"number\">{share}</td></tr>\n",
+            say::bytes(bytes)
+        )
+    };
+    let rows: String = (report.plan.iter().enumerate())
+        .map(|(index, part)| {
+            let swatch = format!("<i class=\"swatch {}\"></i>", StackedBar::class(index));
+            row(swatch + &inline(&part.what), part.bytes)
+        })
+        .collect();
+    let mut foot = row("Planned".into(), planned);
+    if report.measured_peak > 0 {
+        foot += &row("Measured peak".into(), report.measured_peak);
+    }
+    format!(
+        "<div class=\"scroll\"><table><thead><tr><th>part</th><th class=\"number\">bytes</th>\
+         <th class=\"number\">of the plan</th></tr></thead><tbody>{rows}</tbody><tfoot>{foot}</tfoot></table></div>\n"
+    )
+}
+
+/// Rows of one pattern and type folded into one line; those with a fault first, and open.
+pub(super) fn ledger(rows: &[LedgerRow]) -> String {
+    if rows.is_empty() {
+        return String::new();
+    }
+    let mut groups: BTreeMap<(bool, String, &str), Vec<&LedgerRow>> = BTreeMap::new();
+    let mut faulty: BTreeMap<(String, &str), bool> = BTreeMap::new();
+    for row in rows {
+        *faulty.entry((pattern(&row.name), &row.dtype)).or_default() |= !row.fine;
+    }
+    for row in rows {
+        let key = (pattern(&row.name), &row.dtype[..]);
+        groups.entry((!faulty[&key], key.0, key.1)).or_default().push(row);
+    }
+    let groups: String = groups
+        .iter()
+        .map(|((fine, pattern, dtype), rows)| ledger_group(*fine, pattern, dtype, rows))
+        .collect();
+    let checks: u64 = rows.iter().map(|row| row.checks).sum();
+    let wrong = rows.iter().filter(|row| !row.fine).count() as u64;
+    let verdict = match wrong {
+        0 => "<span class=\"good\">every check found what it should</span>".to_string(),
+        _ => format!("<span class=\"bad\">{} not what it should be</span>", say::counted(wrong, "tensor")),
+    };
+    format!(
+        "<h2 id=\"ledger\">Ledger of types</h2>\n<p class=\"soft\">{}, {}: {verdict}. {} of them {} moved by training.</p>\n\
+         {groups}",
+        say::counted(rows.len() as u64, "tensor"),
+        say::counted(checks, "check"),
+        say::count(rows.iter().filter(|row| row.live).count() as u64),
+        if rows.iter().filter(|row| row.live).count() == 1 { "is" } else { "are" },
+    )
+}
+
+fn ledger_group(fine: bool, pattern: &str, dtype: &str, rows: &[&LedgerRow]) -> String {
+    let mark = match rows.iter().filter(|row| !row.fine).count() {
+        0 => "<span class=\"good\">✓</span>".to_string(),
+        wrong => format!("<span class=\"bad\">✗ {wrong} of {}</span>", rows.len()),
+    };
+    let lines: String = (rows.iter())
+        .map(|row| {
+            format!(
+                "<tr><td>{}</td><td><code>{}</code></td><td class=\"number\">{}</td><td><code>{}</code></td>\
+                 <td><code>{}</code></td><td>{}</td></tr>\n",
+                if row.fine { "<span class=\"good\">✓</span>" } else { "<span class=\"bad\">✗</span>" },
+                inline(&row.name),
+                say::count(row.checks),
+                inline(&row.first_checksum),
+                inline(&row.last_checksum),
+                if row.live { "yes" } else { "no" }
+            )
+        })
+        .collect();
+    format!(
+        "<details{}><summary>{mark} <code>{}</code><span class=\"soft\">{}, {}</span></summary><div class=\"scroll\">\
+         <table><thead><tr><th></th><th>tensor</th><th class=\"number\">checks</th><th>first checksum</th>\
+         <th>last checksum</th><th>live</th></tr></thead><tbody>{lines}</tbody></table></div></details>\n",
+        if fine { "" } else { " open" },
+        inline(pattern),
+        inline(dtype),
+        say::counted(rows.len() as u64, "tensor")
+    )
+}
+
+/// The name with a star for every part that is a number.
+fn pattern(name: &str) -> String {
+    let star = |part| match part {
+        "" => part,
+        part if part.bytes().all(|byte| byte.is_ascii_digit()) => "*",
+        part => part,
+    };
+    name.split('.').map(star).collect::<Vec<_>>().join(".")
+}
