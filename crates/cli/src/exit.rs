@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use ballast_checkpoint::{Error, ErrorKind};
 use ballast_contract::rules::PolicyError;
 use ballast_model::Error as ModelError;
+use ballast_train::Error as TrainError;
 
 use crate::output;
 
@@ -51,8 +52,10 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, json: bool) -> ExitCode {
     // The parser of policy files shows the line concerned below its message, and tensors that do not fit a model are
     // listed; all others are one line.
     let lists = |error: &ModelError| matches!(error, ModelError::Tensors { .. });
+    let in_training = |error: &TrainError| matches!(error, TrainError::Model(error) if lists(error));
     let lines = error.downcast_ref::<PolicyError>().is_some()
-        || error.downcast_ref::<ModelError>().is_some_and(lists);
+        || error.downcast_ref::<ModelError>().is_some_and(lists)
+        || error.downcast_ref::<TrainError>().is_some_and(in_training);
     eprintln!("ballast: {}", if lines { output::clean_lines(&message) } else { output::clean(&message) });
     ExitCode::from(code)
 }
@@ -62,16 +65,28 @@ fn code_of(error: &anyhow::Error) -> u8 {
         return code_of_kind(error.kind());
     }
     if let Some(error) = error.downcast_ref::<ModelError>() {
+        return code_of_model(error);
+    }
+    if let Some(error) = error.downcast_ref::<TrainError>() {
         return match error {
-            ModelError::Checkpoint(error) => code_of_kind(error.kind()),
-            ModelError::Precision(_) => 2,
-            ModelError::Memory { .. } => 4,
-            ModelError::NotFinite(_) => 5,
-            _ => 3,
+            TrainError::Config(_) => 2,
+            TrainError::Data { .. } | TrainError::Resume { .. } | TrainError::Io { .. } => 3,
+            TrainError::Diverged(_) => 5,
+            TrainError::Model(error) => code_of_model(error),
         };
     }
     let usage = error.downcast_ref::<PolicyError>().is_some() || error.downcast_ref::<Usage>().is_some();
     if usage { 2 } else { 3 }
+}
+
+fn code_of_model(error: &ModelError) -> u8 {
+    match error {
+        ModelError::Checkpoint(error) => code_of_kind(error.kind()),
+        ModelError::Precision(_) => 2,
+        ModelError::Memory { .. } => 4,
+        ModelError::NotFinite(_) => 5,
+        _ => 3,
+    }
 }
 
 fn code_of_kind(kind: ErrorKind) -> u8 {

@@ -26,6 +26,7 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 enum Unit {
     Bytes,
     Tokens,
+    Documents,
 }
 
 /// Whether a signal has asked to stop.
@@ -67,6 +68,11 @@ impl Progress {
         self.begin(name, total, Unit::Tokens);
     }
 
+    /// Begins a phase that counts documents.
+    pub(crate) fn documents(&self, name: &'static str, total: u64) {
+        self.begin(name, total, Unit::Documents);
+    }
+
     /// Whether a signal may end the process at once: while it waits for input, say.
     pub(crate) fn set_idle(&self, idle: bool) {
         IDLE.store(idle, Ordering::SeqCst);
@@ -98,6 +104,7 @@ fn bar(name: &'static str, unit: Unit, total: u64, begun: Instant) -> ProgressBa
     let template = match unit {
         Unit::Bytes => "{msg:10} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta}",
         Unit::Tokens => "{msg:10} {wide_bar} {human_pos}/{human_len} tokens {per_sec} ETA {eta}",
+        Unit::Documents => "{msg:10} {wide_bar} {human_pos}/{human_len} documents {per_sec} ETA {eta}",
     };
     let style = ProgressStyle::with_template(template).expect("a constant");
     ProgressBar::new(total).with_style(style).with_message(name).with_elapsed(begun.elapsed())
@@ -130,6 +137,7 @@ impl Observer for Progress {
             let rate = match phase.unit {
                 Unit::Bytes => output::bytes(rate as u64),
                 Unit::Tokens => format!("{} tokens", output::count(rate as u64)),
+                Unit::Documents => format!("{} documents", output::count(rate as u64)),
             };
             eprintln!("{}: {percent} %, {rate}/s, ETA {eta:.0} s", phase.name);
         }

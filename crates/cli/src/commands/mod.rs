@@ -2,6 +2,7 @@
 
 mod audit;
 mod convert;
+mod data;
 mod demo;
 mod diff;
 mod eval;
@@ -71,6 +72,8 @@ enum Command {
     Generate(generate::GenerateArgs),
     /// Perplexity of a model on a text, with its standard error.
     Eval(eval::EvalArgs),
+    /// Look at training data: what becomes of it, and which part of it is trained on.
+    Data(data::DataArgs),
     /// Run a kernel on given inputs, and compare with expected results.
     Oracle(oracle::OracleArgs),
     /// Run a model on given tokens: logits, loss, gradients and inner tensors, compared with another framework's.
@@ -99,6 +102,7 @@ impl Cli {
             Command::Repair(args) => repair::run(args, global),
             Command::Generate(args) => generate::run(args, global),
             Command::Eval(args) => eval::run(args, global),
+            Command::Data(args) => data::run(args, global),
             Command::Oracle(args) => oracle::run(args, global),
             Command::Train(args) => train::run(args, global),
             Command::Trace(args) => trace::run(args, global),
