@@ -292,12 +292,14 @@ pub enum OnSpike {
 }
 
 /// The run without any arguments: the embedded hybrid learns the embedded task.
+pub const EMBEDDED: &str = include_str!("../presets/default.toml");
+
 impl Default for TrainConfig {
     fn default() -> TrainConfig {
         TrainConfig {
             out: "runs/default".into(),
             seed: 1,
-            steps: 300,
+            steps: 1000,
             tensorboard: false,
             model: ModelConfig::default(),
             lora: None,
@@ -335,18 +337,18 @@ impl Default for PrecisionConfig {
 
 impl Default for BatchConfig {
     fn default() -> BatchConfig {
-        BatchConfig { sequences: 16, accumulation: 1 }
+        BatchConfig { sequences: 1, accumulation: 8 }
     }
 }
 
 impl Default for OptimizerConfig {
     fn default() -> OptimizerConfig {
         OptimizerConfig {
-            learning_rate: 3e-3,
+            learning_rate: 1e-4,
             beta1: 0.9,
             beta2: 0.95,
             eps: 1e-8,
-            weight_decay: 0.1,
+            weight_decay: 0.01,
             clip: 1.0,
             masters: true,
         }
@@ -424,16 +426,18 @@ impl LossConfig {
 }
 
 impl TrainConfig {
-    /// From a file, if there is one, and `a.b=c` settings that come after it.
-    pub fn load(file: Option<&Path>, settings: &[String]) -> Result<TrainConfig> {
-        let mut table = Table::new();
-        if let Some(file) = file {
-            let text = std::fs::read_to_string(file).map_err(Error::io(file, "read"))?;
-            table = text
-                .parse()
-                .map_err(|error| Error::Config(format!("{}: {error}", file.display())))?;
-        }
-        TrainConfig::from_table(table, settings, file)
+    /// From a file, and `a.b=c` settings that come after it.
+    pub fn load(file: &Path, settings: &[String]) -> Result<TrainConfig> {
+        let text = std::fs::read_to_string(file).map_err(Error::io(file, "read"))?;
+        let table =
+            text.parse().map_err(|error| Error::Config(format!("{}: {error}", file.display())))?;
+        TrainConfig::from_table(table, settings, Some(file))
+    }
+
+    /// [`EMBEDDED`], and settings that come after it.
+    pub fn embedded(settings: &[String]) -> Result<TrainConfig> {
+        let table = EMBEDDED.parse().map_err(|error| Error::Config(format!("the embedded run: {error}")))?;
+        TrainConfig::from_table(table, settings, None)
     }
 
     /// From a table that was read from `file`, and settings that come after it.

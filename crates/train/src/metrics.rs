@@ -71,6 +71,20 @@ pub struct Evaluation {
     pub accuracy: f64,
     /// Tokens that were judged.
     pub tokens: u64,
+    /// The same by where documents came from.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub by_source: BTreeMap<String, SourceScore>,
+}
+
+/// A part of an evaluation.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SourceScore {
+    /// Mean loss per trained token.
+    pub loss: f64,
+    /// Share of trained tokens whose most likely prediction was right.
+    pub accuracy: f64,
+    /// Tokens that were judged.
+    pub tokens: u64,
 }
 
 /// Something that a person should know.

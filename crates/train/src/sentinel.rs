@@ -104,6 +104,10 @@ impl Finder<'_> {
 
 impl Probe for Finder<'_> {
     fn wants(&self, site: &str) -> bool {
+        // Only the rows that are looked up matter: those are `embed`.
+        if site.starts_with("param.embed_tokens") {
+            return false;
+        }
         let squares = site.ends_with("self_attn.logits") || site.ends_with("indexer.scores");
         self.found.is_none() && !(squares && self.batch.batch.tokens() > LOGITS_TOKENS)
     }

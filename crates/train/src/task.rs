@@ -1,8 +1,8 @@
 //! The embedded task: associative recall beside a small formal language, in bytes.
 //!
 //! ```text
-//! recall      aQ kT cX ? kT aQ\n      pairs of a key and a value, then queries: only the value after a queried key is trained
-//! brackets    ([]{()})\n              well-nested brackets: everything is trained
+//! recall      aQkTcX?kTaQkT\n    pairs of a key and a value, then queries: only the value after a queried key is trained
+//! brackets    ([]{()})\n         well-nested brackets: everything is trained
 //! ```
 //! To answer a query, the value has to be stored under its key when the pair is read, and fetched long after: that is what the
 //! delta rule's state is for. Brackets need a stack. Every document follows from the seed and its number alone.
@@ -21,10 +21,10 @@ pub const END: u32 = 256;
 pub const END_TOKEN: &str = "<|endoftext|>";
 
 /// Fewest and most pairs of a recall document.
-const PAIRS: [u64; 2] = [8, 20];
+const PAIRS: [u64; 2] = [4, 16];
 
-/// Most queries.
-const QUERIES: u64 = 10;
+/// Queries; a key may be asked for more than once.
+const QUERIES: u64 = 16;
 
 /// Deepest nesting, and most brackets.
 const DEPTH: usize = 6;
@@ -48,7 +48,7 @@ impl Documents for Task {
     fn next(&mut self) -> Result<Document> {
         self.drawn += 1;
         let mut draws = Draws { seed: self.seed, stream: 2 * self.drawn + (self.split == Split::Validation) as u64, count: 0 };
-        let document = if draws.below(4) > 0 { recall(&mut draws) } else { brackets(&mut draws) };
+        let document = if draws.below(8) > 0 { recall(&mut draws) } else { brackets(&mut draws) };
         Ok(Document { origin: Origin { number: self.drawn, ..document.origin }, ..document })
     }
 
@@ -104,13 +104,13 @@ fn recall(draws: &mut Draws) -> Document {
     for _ in 0..pairs {
         let key = keys.swap_remove(draws.below(keys.len() as u64) as usize);
         let value = b'A' + draws.below(26) as u8;
-        bytes.push(&[key, value, b' '], false);
+        bytes.push(&[key, value], false);
         known.push((key, value));
     }
     bytes.push(b"?", false);
-    for _ in 0..QUERIES.min(pairs) {
-        let (key, value) = known.swap_remove(draws.below(known.len() as u64) as usize);
-        bytes.push(&[b' ', key], false);
+    for _ in 0..QUERIES {
+        let (key, value) = known[draws.below(pairs) as usize];
+        bytes.push(&[key], false);
         bytes.push(&[value], true);
     }
     bytes.finish("recall", false)
@@ -218,11 +218,12 @@ mod tests {
             let (pairs, _) = text.split_once('?').unwrap();
             for t in (0..document.ids.len()).filter(|t| document.trained[*t]) {
                 let pair = &text[t - 1..=t];
-                assert!(pairs.split(' ').any(|known| known == pair), "{text}: {pair}");
+                let known = (0..pairs.len()).step_by(2).any(|at| &pairs[at..at + 2] == pair);
+                assert!(known, "{text}: {pair}");
                 answers += 1;
             }
         }
-        assert!(recalls > 250 && answers > 2000, "{recalls} {answers}");
+        assert!(recalls > 300 && answers == 16 * recalls, "{recalls} {answers}");
     }
 
     #[test]
@@ -241,7 +242,7 @@ mod tests {
             assert!(open.is_empty() && document.trained.iter().all(|t| *t));
             seen += 1;
         }
-        assert!(seen > 50);
+        assert!(seen > 25);
     }
 
     #[test]

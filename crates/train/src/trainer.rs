@@ -448,7 +448,8 @@ fn refuse_impossible(model: &Model) -> Result {
             } else {
                 "`ballast repair` puts it back from the original checkpoint"
             };
-            return Err(Error::Diverged(format!("{name} is {value} at element {at}: {hint}")));
+            let problem = format!("{name} is {value} at element {at}: {hint}");
+            return Err(ballast_model::Error::Input(problem).into());
         }
     }
     Ok(())

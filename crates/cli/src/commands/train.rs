@@ -93,6 +93,19 @@ impl TrainArgs {
         settings
     }
 
+    /// From the file; without one, the embedded run, unless model or data are given.
+    fn load(&self) -> ballast_train::Result<TrainConfig> {
+        let settings = self.settings();
+        let names = |key: &str| settings.iter().any(|setting| setting.starts_with(key));
+        match &self.config {
+            Some(file) => TrainConfig::load(file, &settings),
+            None if names("model.checkpoint=") || names("data.files=") => {
+                TrainConfig::from_table(Default::default(), &settings, None)
+            }
+            None => TrainConfig::embedded(&settings),
+        }
+    }
+
     fn names_out(&self) -> bool {
         self.out.is_some() || self.config.is_some() || self.settings.iter().any(|s| s.starts_with("out="))
     }
@@ -107,7 +120,7 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
     let mut trainer = match &args.resume {
         Some(out) => Trainer::resume(out, &args.settings())?,
         None => {
-            let mut config = TrainConfig::load(args.config.as_deref(), &args.settings())?;
+            let mut config = args.load()?;
             if args.print_config {
                 output::print(&config.to_toml()?);
                 return Ok(Outcome::Ok);

@@ -46,7 +46,7 @@ pub struct LedgerRow {
     pub first_checksum: String,
     /// The same at the last look.
     pub last_checksum: String,
-    /// Whether training moves it.
+    /// Whether a forward was seen to read exactly these bits.
     pub live: bool,
     /// Whether every look found what should be there.
     pub fine: bool,

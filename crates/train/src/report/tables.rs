@@ -163,12 +163,12 @@ pub(super) fn ledger(rows: &[LedgerRow]) -> String {
         _ => format!("<span class=\"bad\">{} not what it should be</span>", say::counted(wrong, "tensor")),
     };
     format!(
-        "<h2 id=\"ledger\">Ledger of types</h2>\n<p class=\"soft\">{}, {}: {verdict}. {} of them {} moved by training.</p>\n\
+        "<h2 id=\"ledger\">Ledger of types</h2>\n<p class=\"soft\">{}, {}: {verdict}. For {} of them a forward was \
+         seen to read exactly these bits.</p>\n\
          {groups}",
         say::counted(rows.len() as u64, "tensor"),
         say::counted(checks, "check"),
         say::count(rows.iter().filter(|row| row.live).count() as u64),
-        if rows.iter().filter(|row| row.live).count() == 1 { "is" } else { "are" },
     )
 }
 
@@ -194,7 +194,7 @@ fn ledger_group(fine: bool, pattern: &str, dtype: &str, rows: &[&LedgerRow]) -> 
     format!(
         "<details{}><summary>{mark} <code>{}</code><span class=\"soft\">{}, {}</span></summary><div class=\"scroll\">\
          <table><thead><tr><th></th><th>tensor</th><th class=\"number\">checks</th><th>first checksum</th>\
-         <th>last checksum</th><th>live</th></tr></thead><tbody>{lines}</tbody></table></div></details>\n",
+         <th>last checksum</th><th>read by forward</th></tr></thead><tbody>{lines}</tbody></table></div></details>\n",
         if fine { "" } else { " open" },
         inline(pattern),
         inline(dtype),

@@ -1,0 +1,79 @@
+//! What the tests of runs share.
+
+#![allow(dead_code)]
+
+use std::cell::RefCell;
+use std::path::Path;
+use std::sync::Mutex;
+
+use ballast_checkpoint::jobs::Observer;
+use ballast_train::metrics::Record;
+use ballast_train::report::Sample;
+use ballast_train::{Summary, TrainConfig, Trainer, Watcher};
+
+/// Keeps what it hears, and stops after a number of steps.
+#[derive(Default)]
+pub struct Listener {
+    pub records: Mutex<RefCell<Vec<Record>>>,
+    pub stop_after: Option<usize>,
+}
+
+impl Listener {
+    pub fn stopping_after(steps: usize) -> Listener {
+        Listener { stop_after: Some(steps), ..Listener::default() }
+    }
+
+    pub fn losses(&self) -> Vec<u64> {
+        let bits = |record: &Record| match record {
+            Record::Step(step) => Some(step.loss.to_bits()),
+            _ => None,
+        };
+        self.records.lock().unwrap().borrow().iter().filter_map(bits).collect()
+    }
+
+    /// What and text of all events.
+    pub fn events(&self) -> Vec<(String, String)> {
+        let event = |record: &Record| match record {
+            Record::Event(event) => Some((event.what.clone(), event.text.clone())),
+            _ => None,
+        };
+        self.records.lock().unwrap().borrow().iter().filter_map(event).collect()
+    }
+}
+
+impl Observer for Listener {}
+
+impl Watcher for Listener {
+    fn record(&self, record: &Record) {
+        self.records.lock().unwrap().borrow_mut().push(record.clone());
+    }
+
+    fn samples(&self, _: &[Sample]) {}
+
+    fn should_stop(&self) -> bool {
+        self.stop_after.is_some_and(|steps| self.losses().len() >= steps)
+    }
+}
+
+/// A run of a few small steps in `out`; settings come after these.
+pub fn config(out: &Path, settings: &[&str]) -> TrainConfig {
+    let small = [
+        format!("out={:?}", out.display().to_string()),
+        "data.sequence_length=64".into(),
+        "batch.sequences=2".into(),
+        "evaluation.batches=1".into(),
+        "samples.count=2".into(),
+        "schedule.warmup=2".into(),
+        "checkpoints.every=0".into(),
+    ];
+    let settings: Vec<String> = small.into_iter().chain(settings.iter().map(|s| s.to_string())).collect();
+    TrainConfig::embedded(&settings).unwrap()
+}
+
+/// Runs to the end.
+pub fn run(config: TrainConfig) -> (Trainer, Listener, Summary) {
+    let mut trainer = Trainer::new(config).unwrap();
+    let listener = Listener::default();
+    let summary = trainer.run(&listener).unwrap();
+    (trainer, listener, summary)
+}
