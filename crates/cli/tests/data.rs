@@ -99,8 +99,8 @@ fn roles_separators_and_ends_can_be_chosen() {
 
 #[test]
 fn nothing_to_train_on_is_a_check_that_failed() {
-    let out = inspect(&with_chats(), &["chats.jsonl", "--train-roles", "tool", "--samples", "1"]);
-    assert!(out.stdout.contains("one,⟦ two"), "a completion is trained on whatever the roles");
+    let out = inspect(&with_chats(), &["chats.jsonl", "--train-roles", "tool"]).exits(0).stdout;
+    assert!(out.contains("one,⟦ two") && !out.contains("⟦Hello"), "a completion has no role: {out}");
     let scratch = Scratch::with_text_model();
     scratch.put("a.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}\n");
     let out = inspect(&scratch, &["a.jsonl"]).exits(1).stdout;
