@@ -190,7 +190,7 @@ mod tests {
     #[test]
     fn log_ticks_are_decades_or_one_two_five() {
         assert_eq!(labels(&Axis::tight(Scale::Log, [0.3, 40.0]), 5), ["0.5", "1", "2", "5", "10", "20"]);
-        assert_eq!(labels(&Axis::tight(Scale::Log, [1e-3, 20.0]), 5), ["1e-3", "0.01", "0.1", "1", "10"]);
+        assert_eq!(labels(&Axis::tight(Scale::Log, [1e-3, 20.0]), 5), ["0.001", "0.01", "0.1", "1", "10"]);
         assert!(labels(&Axis::tight(Scale::Log, [1e-30, 1e30]), 5).len() <= 6);
     }
 
