@@ -170,29 +170,33 @@ fn read_lines(path: &Path, mut each: impl FnMut(&[u8], Record) -> Result) -> Res
     Ok(true)
 }
 
+/// Leaves out what is torn, and what belongs to steps after `last`.
 fn drop_later(path: &Path, last: u64) -> Result {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let kept_path = path.with_file_name(format!(".{name}.kept"));
-    let mut kept = BufWriter::new(File::create(&kept_path).map_err(Error::io(&kept_path, "create"))?);
-    let mut later = 0_u64;
-    let read = read_lines(path, |line, record| {
-        if record.step() <= last {
-            return kept.write_all(line).map_err(Error::io(&kept_path, "write to it"));
+    match copy_kept(path, &kept_path, last) {
+        Ok(true) => fs::rename(&kept_path, path).map_err(Error::io(path, "replace")),
+        nothing_dropped => {
+            let _ = fs::remove_file(&kept_path);
+            nothing_dropped.map(|_| ())
         }
-        later += 1;
+    }
+}
+
+/// Gives whether anything was left out. The copy is on disk then.
+fn copy_kept(path: &Path, kept_path: &Path, last: u64) -> Result<bool> {
+    let mut kept = BufWriter::new(File::create(kept_path).map_err(Error::io(kept_path, "create"))?);
+    let mut later = false;
+    let whole = read_lines(path, |line, record| {
+        if record.step() <= last {
+            return kept.write_all(line).map_err(Error::io(kept_path, "write to it"));
+        }
+        later = true;
         Ok(())
-    });
-    if !matches!(read, Ok(false)) && later == 0 {
-        fs::remove_file(&kept_path).map_err(Error::io(&kept_path, "remove"))?;
-        return read.map(|_| ());
-    }
+    })?;
     let file = kept.into_inner().map_err(|error| error.into_error());
-    file.and_then(|file| file.sync_all()).map_err(Error::io(&kept_path, "write to it"))?;
-    if let Err(error) = read {
-        fs::remove_file(&kept_path).map_err(Error::io(&kept_path, "remove"))?;
-        return Err(error);
-    }
-    fs::rename(&kept_path, path).map_err(Error::io(path, "replace"))
+    file.and_then(|file| file.sync_all()).map_err(Error::io(kept_path, "write to it"))?;
+    Ok(later || !whole)
 }
 
 /// Floats that need not be finite.

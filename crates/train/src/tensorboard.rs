@@ -150,7 +150,7 @@ impl Message {
     }
 
     fn key(self, field: u64, kind: u64) -> Message {
-        self.raw(field << 3 | kind)
+        self.raw((field << 3) | kind)
     }
 
     fn raw(mut self, mut value: u64) -> Message {
@@ -184,7 +184,7 @@ const CRC_TABLE: [u32; 256] = {
         let mut crc = index as u32;
         let mut bit = 0;
         while bit < 8 {
-            crc = if crc & 1 == 1 { crc >> 1 ^ 0x82f6_3b78 } else { crc >> 1 };
+            crc = if crc & 1 == 1 { (crc >> 1) ^ 0x82f6_3b78 } else { crc >> 1 };
             bit += 1;
         }
         table[index] = crc;

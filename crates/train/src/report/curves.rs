@@ -9,7 +9,7 @@ use crate::metrics::{Evaluation, Record, Step};
 /// Fewer steps than this are not smoothed.
 const SMOOTHED_FROM: usize = 20;
 /// Windows over which the speed's median and spread are taken.
-const WINDOWS: usize = 150;
+const WINDOWS: usize = 60;
 /// Groups beyond this many have no plot of their own.
 const GROUPS: usize = 24;
 
@@ -61,20 +61,7 @@ fn loss(report: &Report<'_>) -> String {
     let validation: Points = evaluations(report).map(|found| (found.step as f64, found.loss)).collect();
     let says = [change("The loss", &train), lowest_validation(report)];
     let scale = Scale::fitting(train.iter().chain(&validation).map(|point| point.1));
-    let mut series = Vec::new();
-    let smoothed = train.len() >= SMOOTHED_FROM;
-    if !train.is_empty() {
-        let look = if smoothed { Look::Pale } else { Look::Line };
-        series.push(Series { name: "train".into(), points: train.clone(), look, colour: 0 });
-    }
-    if smoothed {
-        series.push(Series {
-            name: "train, smoothed".into(),
-            points: smooth(&train),
-            look: Look::Line,
-            colour: 0,
-        });
-    }
+    let mut series = with_smoothed("train", train, 0);
     if !validation.is_empty() {
         let name = "validation".to_string();
         series.push(Series { name, points: validation, look: Look::Dots, colour: 1 });
@@ -133,7 +120,7 @@ fn other_losses(report: &Report<'_>) -> String {
         (!points.is_empty()).then(|| {
             let scale = Scale::fitting(points.iter().map(|point| point.1));
             let says = sentence(&[change("It", &points)]);
-            let series = vec![Series { name: title.to_lowercase(), points, look: Look::Line, colour: 6 }];
+            let series = with_smoothed(&title.to_lowercase(), points, 6);
             LinePlot { says, scale, series, ..plot(report, id, title) }.html()
         })
     });
@@ -160,7 +147,7 @@ pub(super) fn gradients(report: &Report<'_>) -> String {
         unit: "before clipping".into(),
         says: sentence(&[says]),
         scale: Scale::Log,
-        series: vec![Series { name: "norm".into(), points: total, look: Look::Line, colour: 0 }],
+        series: with_smoothed("norm", total, 0),
         ..plot(report, "gradient-norm", "Gradient norm")
     };
     format!("<h2 id=\"gradients\">Gradients</h2>\n{}{}", all.html(), group_norms(report))
@@ -183,9 +170,9 @@ fn group_norms(report: &Report<'_>) -> String {
         Axis::airy(Scale::Log, groups.iter().flat_map(|(_, points)| points.iter().map(|point| point.1)));
     let plots: Vec<String> = (groups.into_iter())
         .map(|(name, points)| {
-            let series = vec![Series { name: "norm".into(), points, look: Look::Line, colour: 0 }];
+            let series = with_smoothed("norm", points, 0);
             let plot = plot(report, "", name);
-            LinePlot { unit: String::new(), series, y_axis: Some(y_axis), small: true, ..plot }.html()
+            LinePlot { series, y_axis: Some(y_axis), small: true, ..plot }.html()
         })
         .collect();
     let more = match names.len().checked_sub(GROUPS + 1) {
@@ -193,7 +180,7 @@ fn group_norms(report: &Report<'_>) -> String {
         None => String::new(),
     };
     format!(
-        "<h3>By group of parameters</h3>\n<p class=\"soft\">All on the same axes.{more}</p>\n{}",
+        "<h3>By group of parameters</h3>\n<p class=\"soft\">All on the same axes, log scale.{more}</p>\n{}",
         grid(&plots)
     )
 }
@@ -217,11 +204,10 @@ pub(super) fn speed(report: &Report<'_>) -> String {
     });
     let (band, middle) = spread(&rate);
     let over_time = LinePlot {
-        unit: "tokens per second".into(),
         says: sentence(&[Some(says)]),
         bands: vec![Band { name: "10 to 90 % of steps".into(), points: band, colour: 2 }],
         series: vec![Series { name: "median".into(), points: middle, look: Look::Line, colour: 2 }],
-        ..plot(report, "speed", "Speed")
+        ..plot(report, "tokens-per-second", "Tokens per second")
     };
     let values: Vec<f64> = seconds.iter().map(|point| point.1).collect();
     let times = Histogram {
@@ -235,7 +221,7 @@ pub(super) fn speed(report: &Report<'_>) -> String {
         colour: 2,
         small: false,
     };
-    format!("<h2 id=\"speed-section\">Speed</h2>\n{}", grid(&[over_time.html(), times.html()]))
+    format!("<h2 id=\"speed\">Speed</h2>\n{}", grid(&[over_time.html(), times.html()]))
 }
 
 /// The process's peak so far beside the plan.
@@ -250,15 +236,12 @@ pub(super) fn memory_over_time(report: &Report<'_>) -> String {
     let reached = (steps(report).find(|step| step.peak_memory == most)).map_or(0, |step| step.step);
     let says = format!("The peak of {} was reached at step {}", say::bytes(most), say::count(reached));
     let levels = (planned > 0).then(|| Level { y: planned as f64 / unit, name: "plan".into() });
-    let mut markers = plot(report, "", "").markers;
-    markers.clear();
     LinePlot {
         unit: name.into(),
         says: sentence(&[Some(says)]),
         series: vec![Series { name: "peak so far".into(), points, look: Look::Line, colour: 6 }],
         levels: levels.into_iter().collect(),
-        markers,
-        // Memory is compared with nothing at all.
+        // From nothing on: the bar of the plan above does the same.
         y_axis: Some(Axis::airy(Scale::Linear, [0.0, most.max(planned) as f64 / unit])),
         ..plot(report, "memory-over-time", "Peak so far")
     }
@@ -279,7 +262,7 @@ fn plot(report: &Report<'_>, id: &str, title: &str) -> LinePlot {
         id: id.into(),
         title: title.into(),
         x_name: "step".into(),
-        x_axis: Some(Axis::tight(Scale::Linear, steps)),
+        x_axis: Some(Axis::tight(Scale::Linear, steps).whole()),
         markers,
         ..LinePlot::default()
     }
@@ -386,18 +369,43 @@ fn spread(points: &[(f64, f64)]) -> (Vec<(f64, f64, f64)>, Points) {
         .unzip()
 }
 
-/// Moving average whose weights fall by half over a fortieth of the run, without the pull of its start. Gaps stay gaps.
+/// A noisy curve: its values pale, and smoothed on top where they are many.
+fn with_smoothed(name: &str, points: Points, colour: usize) -> Vec<Series> {
+    if points.is_empty() {
+        return Vec::new();
+    }
+    let many = points.len() >= SMOOTHED_FROM;
+    let smoothed =
+        Series { name: format!("{name}, smoothed"), points: smooth(&points), look: Look::Line, colour };
+    let look = if many { Look::Pale } else { Look::Line };
+    let mut series = vec![Series { name: name.into(), points, look, colour }];
+    series.extend(many.then_some(smoothed));
+    series
+}
+
+/// The mean of two moving averages, one from either end, so that the curve lags behind neither. Weights fall by half
+/// over an eightieth of the run. Gaps stay gaps.
 fn smooth(points: &[(f64, f64)]) -> Points {
-    let keep = 0.5f64.powf(40.0 / points.len().max(120) as f64);
+    let keep = 0.5f64.powf(80.0 / points.len().max(160) as f64);
+    let values = points.iter().map(|point| point.1);
+    let from_left = moving_average(values.clone(), keep);
+    let from_right = moving_average(values.rev(), keep);
+    (points.iter().zip(from_left).zip(from_right.into_iter().rev()))
+        .map(|((point, left), right)| (point.0, left / 2.0 + right / 2.0))
+        .collect()
+}
+
+/// Without the pull of its start.
+fn moving_average(values: impl Iterator<Item = f64>, keep: f64) -> Vec<f64> {
     let (mut sum, mut weight) = (0.0, 0.0);
-    (points.iter())
-        .map(|(x, y)| {
-            if !y.is_finite() {
-                return (*x, f64::NAN);
+    values
+        .map(|value| {
+            if !value.is_finite() {
+                return f64::NAN;
             }
-            sum = keep * sum + (1.0 - keep) * y;
+            sum = keep * sum + (1.0 - keep) * value;
             weight = keep * weight + (1.0 - keep);
-            (*x, sum / weight)
+            sum / weight
         })
         .collect()
 }

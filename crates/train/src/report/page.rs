@@ -34,10 +34,9 @@ fn escape(text: &str, keep_lines: bool) -> String {
             '"' => escaped.push_str("&quot;"),
             '\'' => escaped.push_str("&#39;"),
             '\n' | '\t' if keep_lines => escaped.push(character),
-            // Unicode has pictures of these, in the same order.
-            '\0'..='\u{1f}' => escaped.extend(char::from_u32(0x2400 + character as u32)),
-            '\u{7f}' => escaped.push('\u{2421}'),
-            '\u{80}'..='\u{9f}'
+            '\n' => escaped.push('↵'),
+            '\0'..='\u{1f}'
+            | '\u{7f}'..='\u{9f}'
             | '\u{ad}'
             | '\u{61c}'
             | '\u{200b}'..='\u{200f}'
@@ -57,8 +56,8 @@ mod tests {
     #[test]
     fn text_from_outside_stays_text() {
         assert_eq!(inline("<script>'\"&"), "&lt;script&gt;&#39;&quot;&amp;");
-        assert_eq!(inline("a\nb\tc\0\u{1b}\u{7f}\r"), "a␊b␉c␀␛␡␍");
-        assert_eq!(block("a\nb\tc\r"), "a\nb\tc␍");
+        assert_eq!(inline("a\nb\tc\0\u{1b}\u{7f}\r"), "a↵b[U+0009]c[U+0000][U+001B][U+007F][U+000D]");
+        assert_eq!(block("a\nb\tc\r"), "a\nb\tc[U+000D]");
         assert_eq!(inline("\u{202e}\u{85}\u{200b}"), "[U+202E][U+0085][U+200B]");
         assert_eq!(inline("köln 東京 🚩"), "köln 東京 🚩");
     }

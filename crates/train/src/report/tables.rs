@@ -18,7 +18,7 @@ pub(super) fn events(events: &[&Event]) -> String {
     let mut kinds: BTreeMap<&str, u64> = BTreeMap::new();
     events.iter().for_each(|event| *kinds.entry(&event.what).or_default() += 1);
     let kinds: Vec<String> =
-        kinds.iter().map(|(what, number)| format!("{} {what}", say::count(*number))).collect();
+        kinds.iter().map(|(what, number)| format!("{what} ({})", say::count(*number))).collect();
     let rows: String = (events.iter().take(EVENTS).enumerate())
         .map(|(index, event)| {
             format!(

@@ -49,6 +49,7 @@ pub struct Axis {
     scale: Scale,
     low: f64,
     high: f64,
+    whole: bool,
 }
 
 /// A place on an axis with its name.
@@ -58,6 +59,8 @@ pub struct Tick {
     pub value: f64,
     /// How it is written.
     pub label: String,
+    /// Whether it stays where there is room for half of them.
+    pub stays: bool,
 }
 
 impl Axis {
@@ -67,14 +70,15 @@ impl Axis {
             .into_iter()
             .filter(|value| scale.has_place_for(*value))
             .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
+        let whole = false;
         match (low <= high, low < high, scale) {
-            (true, true, _) => Axis { scale, low, high },
-            (true, false, Scale::Log) => Axis { scale, low: low / 2.0, high: high * 2.0 },
+            (true, true, _) => Axis { scale, low, high, whole },
+            (true, false, Scale::Log) => Axis { scale, low: low / 2.0, high: high * 2.0, whole },
             (true, false, Scale::Linear) => {
                 let around = if low == 0.0 { 1.0 } else { low.abs() / 2.0 };
-                Axis { scale, low: low - around, high: high + around }
+                Axis { scale, low: low - around, high: high + around, whole }
             }
-            (false, ..) => Axis { scale, low: 1.0, high: 2.0 },
+            (false, ..) => Axis { scale, low: 1.0, high: 2.0, whole },
         }
     }
 
@@ -85,7 +89,12 @@ impl Axis {
         let air = (to - from) * 0.06;
         let near_zero = scale == Scale::Linear && low >= 0.0 && low < 0.4 * high;
         let low = if near_zero { 0.0 } else { scale.back(from - air) };
-        Axis { scale, low, high: scale.back(to + air) }
+        Axis { scale, low, high: scale.back(to + air), whole: false }
+    }
+
+    /// The same for things that are counted: ticks at whole numbers only.
+    pub fn whole(self) -> Axis {
+        Axis { whole: true, ..self }
     }
 
     /// How values become places.
@@ -109,11 +118,13 @@ impl Axis {
 
     fn linear_ticks(&self, wanted: usize) -> Vec<Tick> {
         let step = round_step((self.high - self.low) / wanted.max(1) as f64);
+        let step = if self.whole { step.max(1.0) } else { step };
         let (first, last) = ((self.low / step - 1e-9).ceil(), (self.high / step + 1e-9).floor());
         (0..=(last - first).max(0.0) as usize)
             .map(|index| {
                 let value = (first + index as f64) * step;
-                Tick { value, label: say::tick(value, step) }
+                let stays = (first + index as f64) % 2.0 == 0.0;
+                Tick { value, label: say::tick(value, step), stays }
             })
             .collect()
     }
@@ -131,7 +142,7 @@ impl Axis {
             .flat_map(|decade| factors.iter().map(move |factor| (decade, *factor)))
             .map(|(decade, factor)| {
                 let value = factor * 10f64.powi(decade);
-                Tick { value, label: say::tick(value, value) }
+                Tick { value, label: say::tick(value, value), stays: factor == 1.0 }
             })
             .filter(|tick| tick.value >= self.low * (1.0 - 1e-9) && tick.value <= self.high * (1.0 + 1e-9))
             .collect()
@@ -164,6 +175,8 @@ mod tests {
             ["0", "20k", "40k", "60k", "80k", "100k"]
         );
         assert_eq!(labels(&Axis::tight(Scale::Linear, [-0.3, 0.31]), 4), ["-0.2", "0.0", "0.2"]);
+        assert_eq!(labels(&Axis::tight(Scale::Linear, [1.0, 3.0]).whole(), 8), ["1", "2", "3"]);
+        assert_eq!(labels(&Axis::tight(Scale::Linear, [0.0199, 0.021]), 3), ["0.0200", "0.0205", "0.0210"]);
         assert_eq!(labels(&Axis::tight(Scale::Linear, [0.0, 1e-3]), 4), ["0", "5e-4", "1e-3"]);
         for (low, high) in [(0.0, 7.3), (1e-9, 3.7e-8), (-5e4, 12e4), (1234.5, 1234.6)] {
             let ticks = Axis::tight(Scale::Linear, [low, high]).ticks(5);
@@ -177,7 +190,7 @@ mod tests {
     #[test]
     fn log_ticks_are_decades_or_one_two_five() {
         assert_eq!(labels(&Axis::tight(Scale::Log, [0.3, 40.0]), 5), ["0.5", "1", "2", "5", "10", "20"]);
-        assert_eq!(labels(&Axis::tight(Scale::Log, [1e-3, 20.0]), 5), ["1e-3", "0.01", "0.1", "1", "10"]);
+        assert_eq!(labels(&Axis::tight(Scale::Log, [1e-3, 20.0]), 5), ["0.001", "0.01", "0.1", "1", "10"]);
         assert!(labels(&Axis::tight(Scale::Log, [1e-30, 1e30]), 5).len() <= 6);
     }
 

@@ -45,7 +45,7 @@ impl Histogram {
             counts[bin] += 1;
             extents[bin] = (extents[bin].0.min(*value), extents[bin].1.max(*value));
         }
-        let y = Axis::airy(Scale::Linear, counts.iter().map(|count| *count as f64).chain([0.0]));
+        let y = Axis::airy(Scale::Linear, counts.iter().map(|count| *count as f64).chain([0.0])).whole();
         let notes =
             (lost > 0).then(|| format!("{} without a place on this axis.", say::counted(lost, "value")));
         let drawing = if lost as usize == self.values.len() {
@@ -76,8 +76,8 @@ impl Histogram {
             svg += &format!("<line class=\"rule\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
             svg += &format!("<text class=\"y\" x=\"-8\" y=\"{place}\" dy=\".35em\">{}</text>", tick.label);
         }
-        for (index, tick) in x.ticks(5).iter().enumerate() {
-            let class = if index % 2 == 1 { "x odd" } else { "x" };
+        for tick in x.ticks(5) {
+            let class = if tick.stays { "x" } else { "x odd" };
             let place = at(x.place(tick.value).unwrap_or(0.0));
             svg +=
                 &format!("<text class=\"{class}\" x=\"{place}\" y=\"100%\" dy=\"18\">{}</text>", tick.label);

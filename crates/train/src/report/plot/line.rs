@@ -112,6 +112,7 @@ impl LinePlot {
         let x = self.x_axis.unwrap_or_else(|| Axis::tight(Scale::Linear, xs.chain(band_xs)));
         let y = self.y_axis.unwrap_or_else(|| Axis::airy(self.scale, self.y_values()));
         let unit = match (y.scale(), self.unit.is_empty()) {
+            _ if self.small => self.unit.clone(),
             (Scale::Linear, _) => self.unit.clone(),
             (Scale::Log, true) => "log scale".into(),
             (Scale::Log, false) => format!("{}, log scale", self.unit),
@@ -150,7 +151,7 @@ impl LinePlot {
             }))
             .chain(self.levels.iter().map(|level| ("key level".to_string(), &level.name[..])))
             .collect();
-        if entries.len() < 2 {
+        if entries.len() < 2 || self.small {
             return String::new();
         }
         let entries: String = (entries.iter())
@@ -159,11 +160,17 @@ impl LinePlot {
         format!("<ul class=\"legend\">{entries}</ul>")
     }
 
+    /// A curve with the gaps of an earlier one, as a smoothed one has, is not named again.
     fn gap_notes(&self, y: &Axis) -> Vec<String> {
+        let mut named = Vec::new();
         (self.series.iter())
             .filter_map(|series| {
                 let mut lost = series.points.iter().filter(|point| y.place(point.1).is_none());
                 let (first, more) = (lost.next()?, lost.count());
+                if named.contains(&(first.0, more)) {
+                    return None;
+                }
+                named.push((first.0, more));
                 let why = match series.points.iter().all(|point| Scale::Linear.has_place_for(point.1)) {
                     true => "not positive",
                     false => "not finite",
@@ -224,9 +231,9 @@ impl LinePlot {
             svg += &format!("<line class=\"rule\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
             svg += &format!("<text class=\"y\" x=\"-8\" y=\"{place}\" dy=\".35em\">{}</text>", tick.label);
         }
-        for (index, tick) in x.ticks(if self.small { 3 } else { 8 }).iter().enumerate() {
+        for tick in x.ticks(if self.small { 3 } else { 8 }) {
             let place = at(x.place(tick.value).unwrap_or(0.0));
-            let class = if index % 2 == 1 { "x odd" } else { "x" };
+            let class = if tick.stays { "x" } else { "x odd" };
             svg +=
                 &format!("<text class=\"{class}\" x=\"{place}\" y=\"100%\" dy=\"18\">{}</text>", tick.label);
         }
