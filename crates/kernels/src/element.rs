@@ -20,6 +20,8 @@ pub trait Element: Copy + Default + Send + Sync + PartialEq + std::fmt::Debug + 
     fn as_f32(slice: &[Self]) -> Option<&[f32]>;
     /// The slice itself, when it is f32 already.
     fn as_f32_mut(slice: &mut [Self]) -> Option<&mut [f32]>;
+    /// The slice itself, when it is bf16.
+    fn as_bf16(slice: &[Self]) -> Option<&[bf16]>;
 }
 
 impl Element for f32 {
@@ -50,6 +52,10 @@ impl Element for f32 {
     fn as_f32_mut(slice: &mut [f32]) -> Option<&mut [f32]> {
         Some(slice)
     }
+
+    fn as_bf16(_: &[f32]) -> Option<&[bf16]> {
+        None
+    }
 }
 
 impl Element for bf16 {
@@ -79,6 +85,10 @@ impl Element for bf16 {
 
     fn as_f32_mut(_: &mut [bf16]) -> Option<&mut [f32]> {
         None
+    }
+
+    fn as_bf16(slice: &[bf16]) -> Option<&[bf16]> {
+        Some(slice)
     }
 }
 

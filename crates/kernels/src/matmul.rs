@@ -1,10 +1,13 @@
 //! The matrix product of f32 blocks, behind one function so that its implementation can be swapped.
 //!
 //! C = alpha C + beta A B, one thread. A, B and C are strided views; the result depends on shapes and values alone.
-//! Large products go to the `gemm` crate, which packs its operands; `small` has those of blocks that lie in a cache.
+//! Large products go to the `gemm` crate, which packs its operands; `small` has those of blocks that lie in a cache, `bf16`
+//! those whose operands are both stored in bf16.
 
+mod bf16;
 mod small;
 
+pub(crate) use bf16::{SCRATCH as BF16_SCRATCH, Side, dot_bf16, matmul_tile_bf16};
 pub(crate) use small::{By, Onto, matmul_small};
 
 use std::ops::Range;

@@ -2,8 +2,8 @@
 //!
 //! A function declared with `simd_fn!` is an ordinary loop over slices. It is compiled once for any
 //! machine and once with AVX2 and FMA, where the compiler vectorises it; a single test at run time chooses.
-//! Setting `BALLAST_SIMD` to `portable` or `avx2` in the environment asks for no more than that. The two may differ in the last
-//! bit (a fused multiply-add rounds once), each is deterministic.
+//! Setting `BALLAST_SIMD` to `portable`, `avx2` or `avx512` in the environment asks for no more than that. Levels may differ in
+//! the last bit (a fused multiply-add rounds once), each is deterministic.
 //!
 //! The transcendental functions are here because they must vectorise: polynomials without branches.
 //! Errors, measured over all of their range by the tests: exp 1.1 ulp, sigmoid 3, silu 3, tanh 3, ln_1p 2,
@@ -22,6 +22,8 @@ pub enum Level {
     Avx2,
     /// AVX-512F beside them: for the small products only.
     Avx512,
+    /// AVX512-BF16 and AVX-512BW beside them: for products of bf16 only.
+    Avx512Bf16,
 }
 
 /// What this machine has.
@@ -30,7 +32,11 @@ pub(crate) fn detected() -> Level {
     {
         use std::arch::is_x86_feature_detected as has;
         if has!("avx2") && has!("fma") {
-            return if has!("avx512f") { Level::Avx512 } else { Level::Avx2 };
+            return match (has!("avx512f"), has!("avx512bw") && has!("avx512bf16")) {
+                (true, true) => Level::Avx512Bf16,
+                (true, false) => Level::Avx512,
+                (false, _) => Level::Avx2,
+            };
         }
     }
     Level::Portable
@@ -42,6 +48,7 @@ pub fn level() -> Level {
     *CHOICE.get_or_init(|| match std::env::var("BALLAST_SIMD").as_deref() {
         Ok("portable") => Level::Portable,
         Ok("avx2") => detected().min(Level::Avx2),
+        Ok("avx512") => detected().min(Level::Avx512),
         _ => detected(),
     })
 }

@@ -20,19 +20,25 @@ fn ones<T: Element>(n: usize) -> Vec<T> {
     vec![T::from_f32(0.5); n]
 }
 
-#[test]
-fn linear() {
+fn linear_of<Y: Element, X: Element, W: Element>() {
     for (tokens, inputs, outputs) in [(3, 20, 30), (40, 20, 30), (1500, 7, 9000), (8, 50_000, 2)] {
         let dims = linear::Dims { inputs, outputs };
-        let (x, dy) = (ones::<bf16>(tokens * inputs), ones::<f32>(tokens * outputs));
-        let w = ones::<f32>(dims.weight_len());
+        let (x, dy) = (ones::<X>(tokens * inputs), ones::<Y>(tokens * outputs));
+        let (w, dw) = (ones::<W>(dims.weight_len()), ones::<f32>(dims.weight_len()));
         check("linear", linear::linear_scratch(dims, tokens), |scratch| {
             linear::linear_forward(&mut dy.clone(), &x, &w, None, dims, scratch).unwrap();
             linear::linear_backward_input(&mut x.clone(), &dy, &w, dims, scratch).unwrap();
             let mut dbias = ones::<f32>(outputs);
-            linear::linear_backward_weight(&mut w.clone(), Some(&mut dbias), &dy, &x, dims, scratch).unwrap();
+            linear::linear_backward_weight(&mut dw.clone(), Some(&mut dbias), &dy, &x, dims, scratch)
+                .unwrap();
         });
     }
+}
+
+#[test]
+fn linear() {
+    linear_of::<f32, bf16, f32>();
+    linear_of::<bf16, bf16, bf16>();
 }
 
 #[test]

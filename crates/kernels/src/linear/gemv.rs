@@ -1,20 +1,25 @@
-//! A few tokens: every row of the weight is read once, where it lies.
+//! A few tokens: every row of the weight is read once, where it lies; widened, or as bf16 where x is too and the machine
+//! multiplies it.
 
 use rayon::prelude::*;
 
 use super::Dims;
+use crate::matmul::dot_bf16;
 use crate::shared::Shared;
-use crate::simd::{fma, prefetch, simd_fn};
+use crate::simd::{Level, fma, level, prefetch, simd_fn};
 use crate::{Element, Scratch};
 
 /// Tokens up to which [`super::linear_forward`] reads the weight directly.
 pub const GEMV_TOKENS: usize = 8;
 
-/// Rows of the weight that one task takes.
+/// Rows of the weight that one task takes at most.
 const ROWS: usize = 32;
 
-/// Rows between the one that is multiplied and the one that is asked for.
-const AHEAD: usize = 2;
+/// Bytes of the weight that one task takes, or a row: enough to be worth a task, few enough that all threads end together.
+const TASK: usize = 64 << 10;
+
+/// Bytes between the row that is multiplied and what is asked for.
+const AHEAD: usize = 8 << 10;
 
 /// Lanes of a sum: enough of them to hide the latency of an addition.
 const LANES: usize = 32;
@@ -30,35 +35,52 @@ pub(super) fn gemv<Y: Element, X: Element, W: Element>(
     let Dims { inputs, outputs } = dims;
     let tokens = x.len() / inputs;
     let y = Shared::new(y);
+    let height = (TASK / (inputs * size_of::<W>())).clamp(1, ROWS);
+    let narrow = if level() >= Level::Avx512Bf16 { W::as_bf16(w).zip(X::as_bf16(x)) } else { None };
     scratch.with(tokens * inputs, |wide| {
         X::load(wide, x);
-        w.par_chunks(ROWS * inputs).enumerate().for_each(|(task, w)| {
+        (0..outputs.div_ceil(height)).into_par_iter().with_max_len(1).for_each(|task| {
+            let first = task * height;
+            let rows = height.min(outputs - first);
             let mut sums = [[0f32; ROWS]; GEMV_TOKENS];
-            for (i, row) in w.chunks(inputs).enumerate() {
-                // Memory answers late: what comes is asked for two rows ahead.
-                prefetch(w.get((i + AHEAD) * inputs..(i + AHEAD + 1) * inputs).unwrap_or_default());
-                for (sums, x) in sums.chunks_mut(2).zip(wide.chunks(2 * inputs)) {
-                    let (x0, x1) = x.split_at(inputs);
-                    // A row is in the nearest cache when the next two tokens come.
-                    if x1.is_empty() {
-                        sums[0][i] = dot_one(row, x0);
-                    } else {
-                        [sums[0][i], sums[1][i]] = dot_two(row, x0, x1);
+            for i in 0..rows {
+                let row = (first + i) * inputs..(first + i + 1) * inputs;
+                // Memory answers late. What follows this task's rows is as a rule this thread's next task.
+                let ahead = |at: usize| (at + AHEAD / size_of::<W>()).min(w.len());
+                prefetch(&w[ahead(row.start)..ahead(row.end)]);
+                match narrow {
+                    Some((w, x)) => {
+                        for (sums, x) in sums.iter_mut().zip(x.chunks(inputs)) {
+                            // SAFETY: the level has been found on this machine.
+                            sums[i] = unsafe { dot_bf16(&w[row.clone()], x) };
+                        }
                     }
+                    None => dot_all(&mut sums, i, &w[row], wide),
                 }
             }
-            let rows = w.len() / inputs;
             for (t, sums) in sums.iter_mut().take(tokens).enumerate() {
                 if let Some(bias) = bias {
-                    for (sum, b) in sums.iter_mut().zip(&bias[task * ROWS..]) {
+                    for (sum, b) in sums.iter_mut().zip(&bias[first..]) {
                         *sum += b.to_f32();
                     }
                 }
                 // SAFETY: these rows' outputs of a token belong to this task alone.
-                Y::store(unsafe { y.part(t * outputs + task * ROWS, rows) }, &sums[..rows]);
+                Y::store(unsafe { y.part(t * outputs + first, rows) }, &sums[..rows]);
             }
         });
     });
+}
+
+/// Element i of every token's sums; the row is in the nearest cache when the next two tokens come.
+fn dot_all<W: Element>(sums: &mut [[f32; ROWS]], i: usize, row: &[W], x: &[f32]) {
+    for (sums, x) in sums.chunks_mut(2).zip(x.chunks(2 * row.len())) {
+        let (x0, x1) = x.split_at(row.len());
+        if x1.is_empty() {
+            sums[0][i] = dot_one(row, x0);
+        } else {
+            [sums[0][i], sums[1][i]] = dot_two(row, x0, x1);
+        }
+    }
 }
 
 #[inline(always)]

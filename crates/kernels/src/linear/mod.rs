@@ -3,9 +3,10 @@
 //! ```text
 //! y = x W^T + b        dx = dy W        dW += dy^T x        db += sum dy
 //! ```
-//! x, y and W may each be f32 or bf16: bf16 is widened panel by panel into scratch, and all products are f32. C is cut
-//! into tiles by its shape alone; a tile is one task, and its sum over the inner dimension runs in one order. dW is cut
-//! the same way, so no sum crosses a thread.
+//! x, y and W may each be f32 or bf16. Where both operands of a product are bf16 and the machine multiplies them
+//! (AVX512-BF16), it does, with sums in f32; else bf16 is widened panel by panel into scratch, and all products are f32. C
+//! is cut into tiles by its shape alone; a tile is one task, and its sum over the inner dimension runs in one order. dW is
+//! cut the same way, so no sum crosses a thread.
 //!
 //! Up to [`GEMV_TOKENS`] tokens the weight is read once, where it lies, row by row: decoding is bound by its bytes.
 

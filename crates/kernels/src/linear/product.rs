@@ -2,8 +2,7 @@
 
 use rayon::prelude::*;
 
-use crate::matmul::{Mat, matmul_strided, matmul_tile};
-use crate::scratch::take;
+use crate::matmul::{BF16_SCRATCH, Mat, Side, matmul_tile, matmul_tile_bf16};
 use crate::shared::Shared;
 use crate::{Element, Scratch};
 
@@ -26,8 +25,11 @@ const fn panel(outer: usize) -> usize {
     if stored_by_outer > stored_by_inner { stored_by_outer } else { stored_by_inner }
 }
 
-/// f32 of scratch that a task needs: a panel of A, a panel of B, a tile of C.
-pub(super) const SCRATCH: usize = panel(M) + panel(N) + M * N;
+/// f32 of scratch that the panels of A and B need, widened or in bf16.
+const PANELS: usize = if panel(M) + panel(N) > BF16_SCRATCH { panel(M) + panel(N) } else { BF16_SCRATCH };
+
+/// f32 of scratch that a task needs: the panels, a tile of C.
+pub(super) const SCRATCH: usize = PANELS + M * N;
 
 /// A stored row-major matrix, or its transpose.
 #[derive(Clone, Copy)]
@@ -44,6 +46,13 @@ impl<'a, T: Element> Operand<'a, T> {
 
     pub(super) fn t(self) -> Operand<'a, T> {
         Operand { transposed: !self.transposed, ..self }
+    }
+
+    /// The part from row i and column j on, if it is bf16; of A the rows are the outer index, of B the columns.
+    fn bf16(&self, i: usize, j: usize, outer_is_row: bool) -> Option<Side<'a>> {
+        let (i, j) = if self.transposed { (j, i) } else { (i, j) };
+        let data = T::as_bf16(&self.data[i * self.stride + j..])?;
+        Some(Side { data, stride: self.stride, outer_first: outer_is_row != self.transposed })
     }
 
     /// Rows and columns from (i, j) on: a view of what is f32 and lies well already, else a copy in `panel`.
@@ -68,6 +77,15 @@ impl<'a, T: Element> Operand<'a, T> {
 /// Row of a tile and its first column, before it is stored.
 type Finish<'a> = &'a (dyn Fn(&mut [f32], usize) + Sync);
 
+/// A tile of C: its first row and column, its rows and columns.
+#[derive(Clone, Copy)]
+struct Tile {
+    i: usize,
+    j: usize,
+    rows: usize,
+    columns: usize,
+}
+
 /// C [m, n] = (C +) A [m, k] B [k, n], then `finish` on every row of every tile.
 pub(super) fn product<C: Element, A: Element, B: Element>(
     c: &mut [C],
@@ -83,60 +101,85 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
     let tile = |index: usize| {
         let (i, j) = (index % down * rows, index / down * columns);
-        (i, j, rows.min(m - i), columns.min(n - j))
+        Tile { i, j, rows: rows.min(m - i), columns: columns.min(n - j) }
     };
-    let blocks = |first: usize| (first, K.min(k - first));
-    let tasks = (0..down * across).into_par_iter();
+    let tasks = (0..down * across).into_par_iter().map(tile);
     if let Some(c) = C::as_f32_mut(c) {
         let c = Shared::new(c);
-        tasks.for_each(|index| {
-            let (i, j, rows, columns) = tile(index);
-            scratch.with(SCRATCH, |mut slot| {
-                let (pa, pb) = (take(&mut slot, panel(M)), take(&mut slot, panel(N)));
-                for (l, inner) in (0..k).step_by(K).map(blocks) {
-                    let alpha = if accumulate || l > 0 { 1.0 } else { 0.0 };
-                    let (a, b) = (a.block(pa, i, l, rows, inner), b.block(pb, l, j, inner, columns));
-                    // SAFETY: tiles do not overlap.
-                    unsafe { matmul_tile(&c, i * n + j, n, alpha, a, b) };
-                }
-                for row in i..i + rows {
-                    // SAFETY: this row of the tile belongs to this task alone.
-                    let row = unsafe { c.part(row * n + j, columns) };
-                    if k == 0 && !accumulate {
-                        row.fill(0.0);
-                    }
-                    if let Some(finish) = finish {
-                        finish(row, j);
-                    }
-                }
+        tasks.for_each(|tile| {
+            // SAFETY: tiles do not overlap.
+            scratch.with(SCRATCH, |slot| unsafe {
+                fill(&c, tile.i * n + tile.j, n, accumulate, a, b, tile, k, &mut slot[..PANELS]);
             });
+            if let Some(finish) = finish {
+                for row in tile.i..tile.i + tile.rows {
+                    // SAFETY: this row of the tile belongs to this task alone.
+                    finish(unsafe { c.part(row * n + tile.j, tile.columns) }, tile.j);
+                }
+            }
         });
         return;
     }
     let c = Shared::new(c);
-    tasks.for_each(|index| {
-        let (i, j, rows, columns) = tile(index);
-        scratch.with(SCRATCH, |mut slot| {
-            let (pa, pb) = (take(&mut slot, panel(M)), take(&mut slot, panel(N)));
-            let sum = &mut slot[..rows * columns];
-            sum.fill(0.0);
-            for (l, inner) in (0..k).step_by(K).map(blocks) {
-                let (a, b) = (a.block(pa, i, l, rows, inner), b.block(pb, l, j, inner, columns));
-                matmul_strided(sum, columns, 1.0, 1.0, a, b);
-            }
-            for (row, sum) in (i..).zip(sum.chunks_mut(columns)) {
+    tasks.for_each(|tile| {
+        scratch.with(SCRATCH, |slot| {
+            let (panels, sum) = slot.split_at_mut(PANELS);
+            let sum = &mut sum[..tile.rows * tile.columns];
+            // SAFETY: the sum is this task's alone.
+            unsafe { fill(&Shared::new(sum), 0, tile.columns, false, a, b, tile, k, panels) };
+            for (row, sum) in (tile.i..).zip(sum.chunks_mut(tile.columns)) {
                 // SAFETY: this row of the tile belongs to this task alone.
-                let target = unsafe { c.part(row * n + j, columns) };
+                let target = unsafe { c.part(row * n + tile.j, tile.columns) };
                 if accumulate {
                     for (sum, c) in sum.iter_mut().zip(&*target) {
                         *sum += c.to_f32();
                     }
                 }
                 if let Some(finish) = finish {
-                    finish(sum, j);
+                    finish(sum, tile.j);
                 }
                 C::store(target, sum);
             }
         });
     });
+}
+
+/// One tile of A B, at `begin` of c, whose rows are `stride` apart; in bf16 where both operands are and the machine can.
+///
+/// # Safety
+/// No part of the tile's rows may be read or written elsewhere meanwhile.
+unsafe fn fill<A: Element, B: Element>(
+    c: &Shared<'_, f32>,
+    begin: usize,
+    stride: usize,
+    accumulate: bool,
+    a: Operand<'_, A>,
+    b: Operand<'_, B>,
+    Tile { i, j, rows, columns }: Tile,
+    k: usize,
+    panels: &mut [f32],
+) {
+    if k == 0 && !accumulate {
+        for row in 0..rows {
+            // SAFETY: the caller's promise.
+            unsafe { c.part(begin + row * stride, columns) }.fill(0.0);
+        }
+    }
+    if k == 0 {
+        return;
+    }
+    if let (Some(a), Some(b)) = (a.bf16(i, 0, true), b.bf16(0, j, false)) {
+        // SAFETY: the caller's promise.
+        if unsafe { matmul_tile_bf16(c, begin, stride, accumulate, a, b, (rows, columns, k), panels) } {
+            return;
+        }
+    }
+    let (pa, pb) = panels.split_at_mut(panel(M));
+    for l in (0..k).step_by(K) {
+        let inner = K.min(k - l);
+        let alpha = if accumulate || l > 0 { 1.0 } else { 0.0 };
+        let (a, b) = (a.block(pa, i, l, rows, inner), b.block(pb, l, j, inner, columns));
+        // SAFETY: the caller's promise.
+        unsafe { matmul_tile(c, begin, stride, alpha, a, b) };
+    }
 }
