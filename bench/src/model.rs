@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use ballast_bench::measure::median;
-use ballast_model::{Batch, LossOptions, Model, Plan, Precision, Recompute, memory};
+use ballast_model::{Batch, LossOptions, Model, Plan, Precision, Recompute, Step, memory};
 use clap::{Parser, Subcommand, ValueEnum};
 use rayon::prelude::*;
 
@@ -76,7 +76,7 @@ fn main() -> anyhow::Result<()> {
                 loss = model.backward(&mut grads, &batch, &options, recompute, None)?.language.sum;
                 Ok(())
             })?;
-            let plan = Plan::new(&model.config, model.precision(), &batch.cu_seqlens, recompute)?;
+            let plan = Plan::new(&model.config, model.precision(), &Step::new(&batch.cu_seqlens, recompute))?;
             serde_json::json!({
                 "seconds": seconds,
                 "loss": loss / batch.counted() as f64,

@@ -141,7 +141,8 @@ pub enum ErrorKind {
 }
 
 impl Error {
-    pub(crate) fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Error {
+    /// What a failed operation on a file becomes.
+    pub fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Error {
         let path = path.to_path_buf();
         move |cause| Error::Io { path, action, cause }
     }

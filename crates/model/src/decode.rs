@@ -14,7 +14,7 @@ use crate::layers::{Keep, Links, State};
 use crate::model::Model;
 use crate::precision::Storage;
 use crate::probe::Probe;
-use crate::run::Run;
+use crate::run::{Parameters, Run};
 
 /// New tokens that are taken at once: a longer prompt goes through in pieces of this.
 pub const PREFILL_TOKENS: usize = 512;
@@ -137,7 +137,7 @@ impl Model {
         let tables = self.tables(&batch.positions);
         let run = Run {
             config: &self.config,
-            params: &self.params,
+            parameters: Parameters::new(&self.specs, &self.params),
             precision: self.precision(),
             batch,
             tables: &tables,
@@ -145,6 +145,7 @@ impl Model {
             ties: self.ties(),
             probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
             indexer: None,
+            balance: None,
         };
         let mut x = self.embed::<A>(&run)?;
         let mut links = Links::new(&self.config);

@@ -72,9 +72,9 @@ fn values(spec: &Spec, config: &Config, seed: u64) -> Vec<f32> {
         Init::Ones => values.fill(1.0),
         Init::Normal | Init::Embedding => {
             let deviation = config.initializer_range as f64;
-            draw(&mut values, spec, seed, |rng| rng.normals().map(|x| deviation * x));
+            draw(&mut values, &spec.name, seed, |rng| rng.normals().map(|x| deviation * x));
         }
-        Init::ALog => draw(&mut values, spec, seed, |rng| {
+        Init::ALog => draw(&mut values, &spec.name, seed, |rng| {
             [(); 2].map(|()| {
                 let rate = DECAY_RATES.start + rng.unit() * (DECAY_RATES.end - DECAY_RATES.start);
                 rate.ln()
@@ -91,9 +91,14 @@ fn values(spec: &Spec, config: &Config, seed: u64) -> Vec<f32> {
 }
 
 /// Fills a tensor with pairs of draws.
-fn draw(values: &mut [f32], spec: &Spec, seed: u64, pair: impl Fn(&mut Rng) -> [f64; 2] + Sync) {
+pub(crate) fn draw(
+    values: &mut [f32],
+    name: &str,
+    seed: u64,
+    pair: impl Fn(&mut Rng) -> [f64; 2] + Sync,
+) {
     values.par_chunks_mut(BLOCK).enumerate().for_each(|(block, values)| {
-        let mut rng = Rng::of(seed, &spec.name, block as u64);
+        let mut rng = Rng::of(seed, name, block as u64);
         for values in values.chunks_mut(2) {
             for (value, drawn) in values.iter_mut().zip(pair(&mut rng)) {
                 *value = drawn as f32;

@@ -7,6 +7,7 @@
 // Outputs, then inputs, then sizes: the grammar of the kernels, kept by the layers that call them.
 #![allow(clippy::too_many_arguments)]
 
+mod adapters;
 pub mod batch;
 pub mod config;
 mod decode;
@@ -31,7 +32,7 @@ pub use config::Config;
 pub use decode::{PREFILL_TOKENS, Session};
 pub use error::{Error, Result};
 pub use model::{IndexerLoss, IndexerStage, LossOptions, Model, Recompute, StepLoss};
-pub use plan::Plan;
+pub use plan::{Plan, Step};
 pub use precision::Precision;
 pub use probe::Probe;
 pub use save::NamedTensor;

@@ -22,7 +22,7 @@ use crate::load::Source;
 use crate::params::{Grads, Id, Init, Params, Spec, Specs, Weight};
 use crate::precision::{Precision, Storage};
 use crate::probe::Probe;
-use crate::run::{IndexerTraining, Run, lower, zeros};
+use crate::run::{Balancing, IndexerTraining, Parameters, Run, lower, zeros};
 use crate::with_weight;
 
 /// What is kept for backward; the rest is made anew, in the same bits.
@@ -68,8 +68,17 @@ pub struct LossOptions {
     pub scale: Option<f32>,
     /// The loss of the indexers, for models that have them; `None`: they learn nothing.
     pub indexer: Option<IndexerLoss>,
-    /// Coefficient of the routers' balance loss; `None`: it is not asked for.
+    /// Coefficient of the loss that spreads tokens over experts, one over the routers of all layers as in transformers;
+    /// `None`: there is none. Its gradient has no other factor than this: not `scale`, and nothing for several batches that
+    /// make one step. Not part of the indexers' warm-up.
     pub balance: Option<f32>,
+}
+
+impl LossOptions {
+    /// Whether nothing but the indexers learns.
+    fn is_warm_up(&self) -> bool {
+        self.indexer.is_some_and(|loss| loss.stage == IndexerStage::Dense)
+    }
 }
 
 /// The loss that teaches the indexers: see [`ballast_kernels::indexer`].
@@ -98,7 +107,7 @@ pub struct StepLoss {
     pub language: Loss,
     /// Sum over the layers of their indexers' losses, scale included; 0 where they are not trained.
     pub indexer: f64,
-    /// Of the routers' balance, coefficient included.
+    /// Of the routers, coefficient included; 0 where it is not wanted.
     pub balance: f64,
 }
 
@@ -208,14 +217,15 @@ impl Model {
         self.ties = ties;
     }
 
-    /// Zero gradients for all parameters that are learned.
+    /// Zero gradients for all parameters that are learned, and for the adapters.
     pub fn grads(&self) -> Grads {
-        Grads::new(&self.specs, |_| true)
+        self.grads_of(|_| true)
     }
 
-    /// The same for those that `wanted` does not exclude.
-    pub fn grads_for(&self, wanted: impl Fn(&Spec) -> bool) -> Grads {
-        Grads::new(&self.specs, wanted)
+    /// Zero gradients for those parameters that are learned and `wanted`, and for the adapters. The others' are not
+    /// computed.
+    pub fn grads_of(&self, wanted: impl Fn(&Spec) -> bool) -> Grads {
+        Grads::new(&self.specs, wanted).with_adapters(&self.params)
     }
 
     /// The logits [tokens, V].
@@ -234,8 +244,8 @@ impl Model {
         }
     }
 
-    /// The losses, and the gradients of the language loss's sum times its scale and of the indexers' losses, added to
-    /// `grads`.
+    /// The losses, and the gradients of the language loss's sum times its scale, of the indexers' losses and of the
+    /// routers', added to `grads`.
     pub fn backward(
         &self,
         grads: &mut Grads,
@@ -260,7 +270,8 @@ impl Model {
         let head = linear_cross_entropy_scratch(self.head.dims(), tokens, &loss_kernel::Options::default());
         let layers = self.layers.iter().map(|layer| layer.scratch::<A>(tokens)).max().unwrap_or(0);
         let own_inputs = self.own_inputs.as_ref().map_or(0, |inputs| inputs.scratch(tokens));
-        head.max(layers).max(self.norm.scratch(tokens)).max(own_inputs)
+        let adapters = self.adapter_scratch(tokens);
+        head.max(layers).max(self.norm.scratch(tokens)).max(own_inputs).max(adapters)
     }
 
     /// Runs `work` with what all layers share.
@@ -268,31 +279,43 @@ impl Model {
         &self,
         batch: &Batch,
         probe: Option<&mut dyn Probe>,
-        indexer: Option<IndexerLoss>,
+        options: &LossOptions,
         work: impl FnOnce(&Run<'_>) -> Result<R>,
     ) -> Result<R> {
         batch.check(self.config.vocabulary)?;
-        if indexer.is_some() && !self.config.has_indexer() {
+        if options.indexer.is_some() && !self.config.has_indexer() {
             let problem = "the model has no indexer that could be trained; leave the indexer's loss out";
             return Err(Error::Input(problem.into()));
         }
+        let experts = self.config.layers.iter().find_map(|layer| layer.experts);
+        let balance = match (options.balance, experts) {
+            (Some(_), None) => {
+                let problem = "the model has no experts whose load could be balanced; leave the balance loss out";
+                return Err(Error::Input(problem.into()));
+            }
+            (Some(coefficient), Some(experts)) if !options.is_warm_up() => {
+                Some(Balancing::new(coefficient, experts.count))
+            }
+            _ => None,
+        };
         let tables = self.tables(&batch.positions);
         let scratch = Scratch::new(self.scratch_len::<A>(batch.tokens()));
         work(&Run {
             config: &self.config,
-            params: &self.params,
+            parameters: Parameters::new(&self.specs, &self.params),
             precision: &self.precision,
             batch,
             tables: &tables,
             scratch: &scratch,
             ties: self.ties,
             probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
-            indexer: indexer.map(|loss| IndexerTraining { loss, sum: Cell::new(0.0) }),
+            indexer: options.indexer.map(|loss| IndexerTraining { loss, sum: Cell::new(0.0) }),
+            balance,
         })
     }
 
     fn logits_in<A: Element>(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
-        self.with_run::<A, _>(batch, probe, None, |run| {
+        self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
             let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
             let hidden = self.last_norm(run, &x)?;
             self.project(run, &hidden)
@@ -318,12 +341,12 @@ impl Model {
         options: &LossOptions,
         probe: Option<&mut dyn Probe>,
     ) -> Result<Loss> {
-        self.with_run::<A, _>(batch, probe, None, |run| {
+        self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
             let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
             let hidden = self.last_norm(run, &x)?;
             let options = self.loss_options(options);
             let mut logits = zeros(logits_len(self.config.vocabulary, run.tokens(), &options));
-            with_weight!(&run.params[self.head.weight()], |w| {
+            with_weight!(run.weight(self.head.weight()), |w| {
                 let (dims, targets) = (self.head.dims(), &batch.targets);
                 Ok(linear_cross_entropy(None, &hidden, w, targets, dims, &options, &mut logits, run.scratch)?)
             })
@@ -386,7 +409,7 @@ impl Model {
     pub(crate) fn embed<A: Element>(&self, run: &Run<'_>) -> Result<Vec<A>> {
         let hidden = self.config.hidden;
         let mut x = zeros(run.tokens() * hidden);
-        with_weight!(&run.params[self.embedding], |w| {
+        with_weight!(run.weight(self.embedding), |w| {
             embedding_forward(&mut x, &run.batch.ids, w, self.embedding_scale(), hidden)?;
         });
         run.see(None, "embed", &x);
@@ -409,8 +432,9 @@ impl Model {
         recompute: Recompute,
         probe: Option<&mut dyn Probe>,
     ) -> Result<StepLoss> {
-        self.with_run::<A, _>(batch, probe, options.indexer, |run| {
+        self.with_run::<A, _>(batch, probe, options, |run| {
             let (x, mut trail) = self.stream::<A>(run, recompute.keep(), recompute == Recompute::Full)?;
+            let balance = run.balance.as_ref().map_or(0.0, Balancing::complete);
             let (hidden, norm) = self.norm.forward(run, &x)?;
             run.see(None, "norm", &hidden);
             (trail.x, trail.norm) = (x, norm);
@@ -440,7 +464,7 @@ impl Model {
                 embedding_backward(dw, &dx, &batch.ids, scale, self.config.hidden, &mut Vec::new())?;
             }
             let indexer = run.indexer.as_ref().map_or(0.0, |training| training.sum.get());
-            Ok(StepLoss { language, indexer, balance: 0.0 })
+            Ok(StepLoss { language, indexer, balance })
         })
     }
 
@@ -453,15 +477,14 @@ impl Model {
         options: &LossOptions,
     ) -> Result<(Loss, Vec<A>)> {
         let mut dhidden = zeros(hidden.len());
-        let warm_up = options.indexer.is_some_and(|loss| loss.stage == IndexerStage::Dense);
         let scale = match options.scale {
-            _ if warm_up => 0.0,
+            _ if options.is_warm_up() => 0.0,
             Some(scale) => scale,
             None => 1.0 / run.batch.counted().max(1) as f32,
         };
         let kernel_options = self.loss_options(options);
         let mut logits = zeros(logits_len(self.config.vocabulary, run.tokens(), &kernel_options));
-        let loss = with_weight!(&run.params[self.head.weight()], |w| {
+        let loss = with_weight!(run.weight(self.head.weight()), |w| {
             let to = loss_kernel::Grads { dhidden: &mut dhidden, dw: grads.of(self.head.weight()), scale };
             let (dims, targets) = (self.head.dims(), &run.batch.targets);
             linear_cross_entropy(
@@ -479,15 +502,20 @@ impl Model {
     }
 
     /// Bytes that a forward keeps for backward, measured by running one.
-    pub fn measure_kept(&self, batch: &Batch, recompute: Recompute) -> Result<usize> {
+    pub fn measure_kept(&self, batch: &Batch, options: &LossOptions, recompute: Recompute) -> Result<usize> {
         match self.precision.activations {
-            Storage::F32 => self.measure_kept_in::<f32>(batch, recompute),
-            Storage::Bf16 => self.measure_kept_in::<bf16>(batch, recompute),
+            Storage::F32 => self.measure_kept_in::<f32>(batch, options, recompute),
+            Storage::Bf16 => self.measure_kept_in::<bf16>(batch, options, recompute),
         }
     }
 
-    fn measure_kept_in<A: Element>(&self, batch: &Batch, recompute: Recompute) -> Result<usize> {
-        self.with_run::<A, _>(batch, None, None, |run| {
+    fn measure_kept_in<A: Element>(
+        &self,
+        batch: &Batch,
+        options: &LossOptions,
+        recompute: Recompute,
+    ) -> Result<usize> {
+        self.with_run::<A, _>(batch, None, options, |run| {
             let (x, mut trail) = self.stream::<A>(run, recompute.keep(), recompute == Recompute::Full)?;
             let (_, norm) = self.norm.forward(run, &x)?;
             (trail.x, trail.norm) = (x, norm);

@@ -125,6 +125,19 @@ impl Protected {
     }
 }
 
+/// A low-rank addition to a weight [out, in]: W + scale B A. f32, whatever the weight is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Adapter {
+    /// [rank, in]
+    pub a: Vec<f32>,
+    /// [out, rank]
+    pub b: Vec<f32>,
+    /// Rows of A.
+    pub rank: usize,
+    /// alpha / rank
+    pub scale: f32,
+}
+
 /// How a parameter of a new model starts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[allow(missing_docs)]
@@ -248,6 +261,8 @@ impl Index<Id<Protected>> for Specs {
 pub struct Params {
     pub(crate) weights: Vec<Weight>,
     pub(crate) protected: Vec<Protected>,
+    /// By weight; empty where no weight has one.
+    pub(crate) adapters: Vec<Option<Adapter>>,
 }
 
 impl Params {
@@ -272,7 +287,21 @@ impl Params {
         &mut self.protected
     }
 
-    /// Every ordinary weight in `storage`. Protected tensors are out of its reach.
+    /// The adapters, in the order of [`Specs::weights`]; empty where no weight has one.
+    pub fn adapters(&self) -> &[Option<Adapter>] {
+        &self.adapters
+    }
+
+    /// The adapters, for the optimiser, which works on their values in place.
+    pub fn adapters_mut(&mut self) -> &mut [Option<Adapter>] {
+        &mut self.adapters
+    }
+
+    pub(crate) fn adapter(&self, id: Id<Weight>) -> Option<&Adapter> {
+        self.adapters.get(id.index)?.as_ref()
+    }
+
+    /// Every ordinary weight in `storage`. Protected tensors and adapters are out of its reach.
     pub fn cast(&mut self, storage: Storage) {
         for weight in &mut self.weights {
             let values = std::mem::replace(weight, Weight::F32(Vec::new()));
@@ -283,7 +312,9 @@ impl Params {
     /// Bytes of all values.
     pub fn bytes(&self) -> usize {
         let weights: usize = self.weights.iter().map(|w| w.len() * w.storage().bytes()).sum();
-        weights + self.protected.iter().map(|p| 4 * p.0.len()).sum::<usize>()
+        let protected: usize = self.protected.iter().map(|p| 4 * p.0.len()).sum();
+        let adapters: usize = self.adapters.iter().flatten().map(|low| 4 * (low.a.len() + low.b.len())).sum();
+        weights + protected + adapters
     }
 }
 
@@ -322,6 +353,17 @@ pub struct Grads {
     pub weights: Vec<Vec<f32>>,
     /// Of [`Protected`] tensors, in the order of [`Specs::protected`].
     pub protected: Vec<Vec<f32>>,
+    /// Of [`Adapter`]s, in the order of [`Specs::weights`]; empty where no weight has one.
+    pub adapters: Vec<AdapterGrads>,
+}
+
+/// Gradients of an [`Adapter`]; empty without one.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AdapterGrads {
+    /// [rank, in]
+    pub a: Vec<f32>,
+    /// [out, rank]
+    pub b: Vec<f32>,
 }
 
 impl Grads {
@@ -331,19 +373,35 @@ impl Grads {
             let len = |spec: &Spec| if spec.trainable && wanted(spec) { spec.len() } else { 0 };
             specs.iter().map(|spec| vec![0.0; len(spec)]).collect()
         };
-        Grads { weights: zeros(&specs.weights), protected: zeros(&specs.protected) }
+        Grads { weights: zeros(&specs.weights), protected: zeros(&specs.protected), adapters: Vec::new() }
+    }
+
+    /// The same, and zeros for the adapters.
+    pub(crate) fn with_adapters(self, params: &Params) -> Grads {
+        let zeros = |adapter: &Option<Adapter>| match adapter {
+            Some(low) => AdapterGrads { a: vec![0.0; low.a.len()], b: vec![0.0; low.b.len()] },
+            None => AdapterGrads::default(),
+        };
+        Grads { adapters: params.adapters.iter().map(zeros).collect(), ..self }
     }
 
     /// Back to zero.
     pub fn clear(&mut self) {
-        for gradient in self.weights.iter_mut().chain(&mut self.protected) {
+        let adapters = self.adapters.iter_mut().flat_map(|low| [&mut low.a, &mut low.b]);
+        for gradient in self.weights.iter_mut().chain(&mut self.protected).chain(adapters) {
             gradient.fill(0.0);
         }
     }
 
     /// Bytes of all gradients.
     pub fn bytes(&self) -> usize {
-        self.weights.iter().chain(&self.protected).map(|g| 4 * g.len()).sum()
+        let adapters = self.adapters.iter().flat_map(|low| [&low.a, &low.b]);
+        self.weights.iter().chain(&self.protected).chain(adapters).map(|g| 4 * g.len()).sum()
+    }
+
+    /// The gradients of a weight's adapter, if it has one that is learned.
+    pub(crate) fn adapter(&mut self, id: Id<Weight>) -> Option<&mut AdapterGrads> {
+        self.adapters.get_mut(id.index).filter(|low| !low.a.is_empty())
     }
 
     /// The gradient of a parameter, unless it is not learned.

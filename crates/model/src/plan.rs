@@ -9,15 +9,41 @@ use crate::config::{Config, Mixer};
 use crate::error::Result;
 use crate::layers::Keep;
 use crate::model::{LossOptions, Model, Recompute};
+use crate::params::Spec;
 use crate::precision::{Precision, Storage};
+
+/// A step whose memory is asked for.
+#[derive(Clone, Copy)]
+pub struct Step<'a> {
+    /// Ends of the sequences, as [`crate::Batch::cu_seqlens`] has them.
+    pub cu_seqlens: &'a [usize],
+    /// What is made anew.
+    pub recompute: Recompute,
+    /// The losses.
+    pub loss: LossOptions,
+    /// Which of the parameters that can be learned are.
+    pub learned: &'a dyn Fn(&Spec) -> bool,
+    /// The adapters' rank and the modules that carry one, as for [`Model::add_adapters`].
+    pub adapters: Option<(usize, &'a dyn Fn(&str) -> bool)>,
+}
+
+impl<'a> Step<'a> {
+    /// The language loss alone, everything learned, no adapters.
+    pub fn new(cu_seqlens: &'a [usize], recompute: Recompute) -> Step<'a> {
+        let loss = LossOptions::default();
+        Step { cu_seqlens, recompute, loss, learned: &|_| true, adapters: None }
+    }
+}
 
 /// Bytes that a step with backward takes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Plan {
-    /// Parameters, protected ones included.
+    /// Parameters, protected ones included, adapters not.
     pub parameters: usize,
     /// Those of them that are protected, in f32.
     pub protected: usize,
+    /// Adapters, in f32.
+    pub adapters: usize,
     /// f32 gradients.
     pub gradients: usize,
     /// Kept for backward in layers with linear attention.
@@ -28,13 +54,28 @@ pub struct Plan {
     pub latent_layers: usize,
     /// Kept for backward outside the layers.
     pub around: usize,
-    /// Logits of one slice of tokens.
+    /// The most that is alive at once beside all this: around the loss, with the logits of a slice of tokens, or in the
+    /// backward of a layer, with what it makes anew.
+    pub transient: usize,
+    /// Logits of one slice of tokens: part of what is alive around the loss.
     pub logits: usize,
     /// Working memory of all threads.
     pub scratch: usize,
 }
 
 impl Plan {
+    /// The plan of a step.
+    pub fn new(config: &Config, precision: &Precision, step: &Step<'_>) -> Result<Plan> {
+        let mut model = Model::build(config.clone(), precision.clone())?;
+        if let Some((rank, targets)) = step.adapters {
+            model.add_adapters(targets, rank, 1.0, 0)?;
+        }
+        Ok(match precision.activations {
+            Storage::F32 => model.plan::<f32>(step),
+            Storage::Bf16 => model.plan::<bf16>(step),
+        })
+    }
+
     /// Everything that is kept for backward.
     pub fn kept(&self) -> usize {
         self.linear_layers + self.softmax_layers + self.latent_layers + self.around
@@ -42,21 +83,7 @@ impl Plan {
 
     /// Everything.
     pub fn total(&self) -> usize {
-        self.parameters + self.gradients + self.kept() + self.logits + self.scratch
-    }
-
-    /// The plan of a step on these sequences.
-    pub fn new(
-        config: &Config,
-        precision: &Precision,
-        cu_seqlens: &[usize],
-        recompute: Recompute,
-    ) -> Result<Plan> {
-        let model = Model::build(config.clone(), precision.clone())?;
-        Ok(match precision.activations {
-            Storage::F32 => model.plan::<f32>(cu_seqlens, recompute),
-            Storage::Bf16 => model.plan::<bf16>(cu_seqlens, recompute),
-        })
+        self.parameters + self.adapters + self.gradients + self.kept() + self.transient + self.scratch
     }
 }
 
@@ -72,29 +99,37 @@ impl Recompute {
 }
 
 impl Model {
-    /// The plan of a step on these sequences.
-    pub(crate) fn plan<A: Element>(&self, cu_seqlens: &[usize], recompute: Recompute) -> Plan {
+    fn plan<A: Element>(&self, step: &Step<'_>) -> Plan {
+        let Step { cu_seqlens, recompute, loss, .. } = *step;
         let tokens = cu_seqlens.last().copied().unwrap_or(0);
         let stream = tokens * self.config.hidden * size_of::<A>();
-        let learned: usize = self.specs.all().filter(|spec| spec.trainable).map(|spec| spec.len()).sum();
+        let learned = self.specs.all().filter(|spec| spec.trainable && (step.learned)(spec));
+        // This model has no values but those of the adapters.
+        let adapters = self.params.bytes();
+        let logits = logits_len(self.config.vocabulary, tokens, &self.loss_options(&loss));
         let mut plan = Plan {
             parameters: self.specs.bytes(self.precision().params),
             protected: self.specs.protected.iter().map(|spec| 4 * spec.len()).sum(),
-            gradients: 4 * learned,
+            adapters,
+            gradients: 4 * learned.map(Spec::len).sum::<usize>() + adapters,
             around: stream + 4 * tokens + self.own_inputs_bytes::<A>(tokens),
-            logits: 4 * logits_len(
-                self.config.vocabulary,
-                tokens,
-                &self.loss_options(&LossOptions::default()),
-            ),
+            logits: 4 * logits,
+            transient: 2 * stream + 4 * logits,
             scratch: 4 * self.scratch_len::<A>(tokens) * rayon::current_num_threads(),
             ..Plan::default()
         };
+        let stage = loss.indexer.map(|loss| loss.stage);
         for (layer, shape) in self.layers().iter().zip(&self.config.layers) {
-            let kept = match recompute {
-                Recompute::Full => stream,
-                _ => layer.saved_bytes::<A>(&self.config, self.precision(), cu_seqlens, recompute.keep()),
+            let saved =
+                |keep| layer.saved_bytes::<A>(&self.config, self.precision(), cu_seqlens, keep, stage);
+            let transient = |keep| layer.transient::<A>(&self.config, tokens, keep, stage);
+            let (kept, alive) = match recompute {
+                Recompute::Full => {
+                    (stream, saved(Keep::Everything) - stream + transient(Keep::Everything))
+                }
+                _ => (saved(recompute.keep()), transient(recompute.keep())),
             };
+            plan.transient = plan.transient.max(alive);
             match shape.mixer {
                 Mixer::Linear(_) => plan.linear_layers += kept,
                 Mixer::Softmax(_) => plan.softmax_layers += kept,

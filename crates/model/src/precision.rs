@@ -182,8 +182,42 @@ impl Precision {
         ]
     }
 
+    /// Computes the site called `name` in `dtype`: f32, bf16 or f16.
+    pub fn set_site(&mut self, name: &str, dtype: &str) -> Result {
+        let rounding = match dtype {
+            "f32" => Rounding::F32,
+            "bf16" => Rounding::Bf16,
+            "f16" => Rounding::F16,
+            _ => return Err(Error::Input(format!("{name} in {dtype:?}: a site can be f32, bf16 or f16"))),
+        };
+        let known = self.sites().map(|(name, _)| name);
+        let unknown = || Error::Input(format!("no site is called {name:?}; known: {}", known.join(", ")));
+        *self.site_mut(name).ok_or_else(unknown)? = rounding;
+        Ok(())
+    }
+
+    /// The sites that may round what a probe sees as `probe_site`, or something inside the kernel that makes it: where to
+    /// look when its values are off. The gradient of a site has the site's own.
+    pub fn site_of(probe_site: &str) -> &'static [&'static str] {
+        let site = probe_site.strip_prefix("d.").unwrap_or(probe_site);
+        let in_layer = site.strip_prefix("layers.").and_then(|rest| Some(rest.split_once('.')?.1));
+        match in_layer.unwrap_or(site) {
+            "linear_attn.a" | "linear_attn.b" => &["gate_projections"],
+            "linear_attn.g" => &["decay_gate"],
+            "linear_attn.beta" => &["beta"],
+            "linear_attn.o" => &["l2norm", "state"],
+            "self_attn.logits" | "self_attn.o" => &["qk_product", "logits"],
+            "self_attn.indexer.scores" => &["indexer_logits"],
+            "mlp.router" => &["router"],
+            "input_layernorm" | "norm" | "self_attn.q" | "self_attn.k" | "self_attn.v"
+            | "self_attn.indexer.k" => &["norms"],
+            "logits" => &["loss"],
+            _ => &[],
+        }
+    }
+
     /// The site called `name`, to be changed.
-    pub fn site_mut(&mut self, name: &str) -> Option<&mut Rounding> {
+    fn site_mut(&mut self, name: &str) -> Option<&mut Rounding> {
         Some(match name {
             "gate_projections" => &mut self.gate_projections,
             "decay_gate" => &mut self.decay_gate,

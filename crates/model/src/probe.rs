@@ -1,8 +1,10 @@
 //! Looking at named tensors while a model runs.
 //!
 //! Sites are named by the module that makes them: `embed`, `layers.3.linear_attn.g`, `layers.7.self_attn.logits`,
-//! `layers.7.out`, `logits`; the gradient of a site has its name with a `d.` in front. A probe sees them in the order in
-//! which they come to be. Without one, no name is made and no tensor is touched.
+//! `layers.7.out`, `logits`; the gradient of a site has its name with a `d.` in front. A parameter is the site
+//! `param.<its name>`, such as `param.layers.3.linear_attn.A_log`, and is seen when the run first uses it, in the type and
+//! with the values that are used. A probe sees them in the order in which they come to be. Without one, no name is made and
+//! no tensor is touched.
 
 /// Something that looks.
 pub trait Probe: Send {

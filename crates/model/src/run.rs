@@ -1,22 +1,26 @@
 //! What all layers of one run share.
 
 use std::cell::{Cell, RefCell};
+use std::collections::HashSet;
 
 use ballast_kernels::indexer::Ties;
+use ballast_kernels::moe::{self, Balance, Routing};
 use ballast_kernels::rotary::Table;
 use ballast_kernels::{Element, Precision as Rounding, Scratch};
 
 use crate::batch::Batch;
 use crate::config::Config;
+use crate::error::Result;
 use crate::model::IndexerLoss;
-use crate::params::Params;
+use crate::params::{Adapter, Id, Params, Protected, Spec, Specs, Weight};
 use crate::precision::Precision;
 use crate::probe::Probe;
+use crate::with_weight;
 
 /// What all layers of one run share.
 pub(crate) struct Run<'a> {
     pub(crate) config: &'a Config,
-    pub(crate) params: &'a Params,
+    pub(crate) parameters: Parameters<'a>,
     pub(crate) precision: &'a Precision,
     pub(crate) batch: &'a Batch,
     /// By the index that a layer has for its rotation.
@@ -27,6 +31,22 @@ pub(crate) struct Run<'a> {
     pub(crate) probe: Option<RefCell<&'a mut dyn Probe>>,
     /// Where the indexers are trained.
     pub(crate) indexer: Option<IndexerTraining>,
+    /// Where the routers are.
+    pub(crate) balance: Option<Balancing>,
+}
+
+/// The parameters. [`Run::weight`] and [`Run::protected`] are the only way to them, so that a probe sees what is used.
+pub(crate) struct Parameters<'a> {
+    specs: &'a Specs,
+    values: &'a Params,
+    /// Names of those that the probe was offered.
+    offered: RefCell<HashSet<&'a str>>,
+}
+
+impl<'a> Parameters<'a> {
+    pub(crate) fn new(specs: &'a Specs, values: &'a Params) -> Parameters<'a> {
+        Parameters { specs, values, offered: RefCell::default() }
+    }
 }
 
 /// The indexers' loss, as backward adds it up over the layers.
@@ -35,7 +55,38 @@ pub(crate) struct IndexerTraining {
     pub(crate) sum: Cell<f64>,
 }
 
-impl Run<'_> {
+/// The routers' loss over all layers: the forward adds it up, and no layer can go back before it is complete.
+pub(crate) struct Balancing {
+    coefficient: f32,
+    sums: RefCell<Balance>,
+    /// Whether all layers have been added: a forward that backward repeats adds nothing.
+    complete: Cell<bool>,
+}
+
+impl Balancing {
+    pub(crate) fn new(coefficient: f32, experts: usize) -> Balancing {
+        Balancing { coefficient, sums: RefCell::new(Balance::new(experts)), complete: Cell::new(false) }
+    }
+
+    pub(crate) fn add(&self, logits: &[f32], routing: &Routing, dims: moe::Dims) -> Result {
+        if !self.complete.get() {
+            self.sums.borrow_mut().add(logits, routing, dims)?;
+        }
+        Ok(())
+    }
+
+    /// The loss, coefficient included.
+    pub(crate) fn complete(&self) -> f64 {
+        self.complete.set(true);
+        self.coefficient as f64 * self.sums.borrow().loss()
+    }
+
+    pub(crate) fn backward(&self, dlogits: &mut [f32], logits: &[f32]) -> Result {
+        Ok(self.sums.borrow().backward(dlogits, logits, self.coefficient)?)
+    }
+}
+
+impl<'a> Run<'a> {
     pub(crate) fn tokens(&self) -> usize {
         self.batch.ids.len()
     }
@@ -52,6 +103,35 @@ impl Run<'_> {
             if *id == padding {
                 row.fill(T::default());
             }
+        }
+    }
+
+    /// A weight; the probe sees it, as `param.<its name>`, when the run first uses it.
+    pub(crate) fn weight(&self, id: Id<Weight>) -> &'a Weight {
+        let weight = &self.parameters.values[id];
+        if self.probe.is_some() {
+            with_weight!(weight, |w| self.offer(&self.parameters.specs[id], w));
+        }
+        weight
+    }
+
+    /// What a weight has added to it, if anything.
+    pub(crate) fn adapter(&self, id: Id<Weight>) -> Option<&'a Adapter> {
+        self.parameters.values.adapter(id)
+    }
+
+    /// The values of a protected tensor; the probe sees them, as `param.<its name>`, when the run first uses them.
+    pub(crate) fn protected(&self, id: Id<Protected>) -> &'a [f32] {
+        let values = self.parameters.values[id].values();
+        if self.probe.is_some() {
+            self.offer(&self.parameters.specs[id], values);
+        }
+        values
+    }
+
+    fn offer<T: Element>(&self, spec: &'a Spec, values: &[T]) {
+        if self.parameters.offered.borrow_mut().insert(&spec.name) {
+            self.show("param.", None, &spec.name, values, &spec.shape);
         }
     }
 

@@ -9,7 +9,9 @@ use ballast_checkpoint::convert::{self, ConvertOptions};
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_contract::{Architecture, Dtype, Registry};
+use ballast_kernels::Precision as Rounding;
 use ballast_model::precision::{PRESETS, Storage};
+use ballast_model::probe::Recorder;
 use ballast_model::{Model, Precision};
 use common::{MODELS, batch, error, fixture, folder, load};
 
@@ -164,4 +166,47 @@ fn tensors_that_do_not_fit_are_all_listed() {
     });
     let error = Model::load(folder.path(), |_| Ok(Precision::f32())).unwrap_err().to_string();
     assert!(error.contains("extra") && error.contains("model.layers.3.self_attn.q_proj.weight"), "{error}");
+}
+
+#[test]
+fn a_site_is_lowered_by_its_name_and_nothing_else_is() {
+    let mut precision = Precision::f32();
+    for (name, _) in Precision::f32().sites() {
+        precision.set_site(name, "f16").unwrap();
+        let lowered = precision.sites().into_iter().filter(|(_, rounding)| *rounding != Rounding::F32);
+        assert_eq!(lowered.collect::<Vec<_>>(), [(name, Rounding::F16)]);
+        precision.set_site(name, "f32").unwrap();
+    }
+    assert_eq!(precision, Precision::f32());
+    let error = precision.set_site("a_log", "bf16").unwrap_err().to_string();
+    assert!(error.contains("\"a_log\"") && error.contains("decay_gate"), "{error}");
+    assert!(precision.set_site("beta", "fp8").unwrap_err().to_string().contains("\"fp8\""));
+}
+
+#[test]
+fn a_lowered_site_is_first_seen_where_it_is_said_to_be() {
+    for (name, sites) in [
+        ("qwen3_5_moe", &["gate_projections", "decay_gate", "beta", "l2norm", "qk_product", "logits"][..]),
+        ("gemma3", &["qk_product", "logits", "norms", "loss"]),
+        ("deepseek_v32", &["indexer_logits", "router", "norms", "loss"]),
+    ] {
+        for site in sites {
+            let record = |precision: &Precision| {
+                let model = Model::load(&folder(name), |_| Ok(precision.clone())).unwrap();
+                let mut recorder = Recorder { pattern: Some("*".into()), ..Recorder::default() };
+                model.logits(&batch(name), Some(&mut recorder)).unwrap();
+                recorder.seen
+            };
+            let mut precision = Precision::f32();
+            precision.set_site(site, "bf16").unwrap();
+            let (plain, lowered) = (record(&Precision::f32()), record(&precision));
+            let first = plain.iter().zip(&lowered).find(|(a, b)| a.values != b.values);
+            let (first, _) = first.unwrap_or_else(|| panic!("{name}: {site} changes nothing"));
+            assert!(Precision::site_of(&first.site).contains(site), "{name}: {site} is seen at {}", first.site);
+            assert_eq!(Precision::site_of(&format!("d.{}", first.site)), Precision::site_of(&first.site));
+        }
+    }
+    for site in ["param.layers.0.linear_attn.A_log", "embed", "layers.0.out", "layers.0.linear_attn.norm"] {
+        assert!(Precision::site_of(site).is_empty(), "{site}");
+    }
 }

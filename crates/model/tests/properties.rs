@@ -2,7 +2,9 @@
 
 mod common;
 
-use ballast_model::{Batch, LossOptions, Model, Plan, Precision, Recompute};
+use ballast_model::{
+    Batch, IndexerLoss, IndexerStage, LossOptions, Model, Plan, Precision, Recompute, Step,
+};
 use common::{MODELS, batch, error, ids, load};
 
 fn gradients(
@@ -88,10 +90,18 @@ fn the_plan_is_what_is_kept() {
         for preset in ["f32", "bf16", "maxtext-default", "hf-bf16"] {
             let model = load(name, preset);
             let batch = Batch::packed(ids(name), vec![0, 1, 22, 58]).unwrap();
-            for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
-                let plan = Plan::new(&model.config, model.precision(), &batch.cu_seqlens, recompute).unwrap();
-                let kept = model.measure_kept(&batch, recompute).unwrap();
-                assert_eq!(plan.kept(), kept, "{name} {preset} {recompute:?}");
+            let stages = [IndexerStage::Dense, IndexerStage::Sparse].map(Some);
+            let stages = if model.config.has_indexer() { &stages[..] } else { &[] };
+            for (recompute, stage) in [Recompute::None, Recompute::Selective, Recompute::Full]
+                .into_iter()
+                .flat_map(|recompute| stages.iter().chain([&None]).map(move |stage| (recompute, *stage)))
+            {
+                let indexer = stage.map(|stage| IndexerLoss { scale: 1.0, stage });
+                let loss = LossOptions { indexer, ..LossOptions::default() };
+                let step = Step { loss, ..Step::new(&batch.cu_seqlens, recompute) };
+                let plan = Plan::new(&model.config, model.precision(), &step).unwrap();
+                let kept = model.measure_kept(&batch, &loss, recompute).unwrap();
+                assert_eq!(plan.kept(), kept, "{name} {preset} {recompute:?} {stage:?}");
                 assert_eq!(plan.parameters, model.params.bytes(), "{name} {preset}");
                 assert_eq!(plan.gradients, model.grads().bytes(), "{name} {preset}");
             }
@@ -103,7 +113,7 @@ fn the_plan_is_what_is_kept() {
 fn less_is_kept_the_more_is_made_anew() {
     for name in MODELS {
         let model = load(name, "bf16");
-        let kept = |recompute| model.measure_kept(&batch(name), recompute).unwrap();
+        let kept = |recompute| model.measure_kept(&batch(name), &LossOptions::default(), recompute).unwrap();
         let (none, selective, full) =
             (kept(Recompute::None), kept(Recompute::Selective), kept(Recompute::Full));
         assert!(full < selective && selective < none, "{name}: {none} {selective} {full}");

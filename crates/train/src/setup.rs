@@ -63,7 +63,7 @@ pub fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
         }
     }
     let frozen = |name: &str| config.model.freeze.iter().any(|pattern| matches(pattern, name));
-    let grads = model.grads_for(|spec| config.lora.is_none() && !frozen(&model.parameter_name(spec)));
+    let grads = model.grads_of(|spec| config.lora.is_none() && !frozen(&model.parameter_name(spec)));
     if grads.bytes() == 0 {
         return Err(Error::Config("`model.freeze` leaves nothing that could be learned".into()));
     }

@@ -27,9 +27,9 @@ pub struct ExpertsGrads<'a, T> {
     pub dx: &'a mut [T],
     /// [tokens, k], written: for [`super::route_backward`]
     pub dweights: &'a mut [f32],
-    /// [E, 2 Im, H], accumulated
+    /// [E, 2 Im, H], accumulated; empty: not wanted
     pub dgate_up: &'a mut [f32],
-    /// [E, H, Im], accumulated
+    /// [E, H, Im], accumulated; empty: not wanted
     pub ddown: &'a mut [f32],
 }
 
@@ -143,8 +143,9 @@ pub fn experts_backward<T: Element, W: Element>(
     check_len("dy", dy, x.len())?;
     check_len("dx", grads.dx, x.len())?;
     check_len("dweights", grads.dweights, tokens * top_k)?;
-    check_len("dgate_up", grads.dgate_up, experts.gate_up.len())?;
-    check_len("ddown", grads.ddown, experts.down.len())?;
+    let (learns_up, learns_down) = (!grads.dgate_up.is_empty(), !grads.ddown.is_empty());
+    check_len("dgate_up", grads.dgate_up, if learns_up { experts.gate_up.len() } else { 0 })?;
+    check_len("ddown", grads.ddown, if learns_down { experts.down.len() } else { 0 })?;
     check_len("saved gate", &saved.gate, dispatch.slots.len() * intermediate)?;
     check_len("saved up", &saved.up, dispatch.slots.len() * intermediate)?;
     let (up_dims, down_dims) = linear_dims(dims);
@@ -174,11 +175,16 @@ pub fn experts_backward<T: Element, W: Element>(
             grads.dweights[*slot as usize] = crate::simd::dot(&dh[row.clone()], &h[row.clone()]);
             h[row.clone()].iter_mut().chain(&mut dh[row]).for_each(|x| *x *= weight);
         }
-        linear_backward_weight(&mut grads.ddown[e * len..(e + 1) * len], None, drows, h, down_dims, scratch)?;
+        if learns_down {
+            let dw = &mut grads.ddown[e * len..(e + 1) * len];
+            linear_backward_weight(dw, None, drows, h, down_dims, scratch)?;
+        }
         glu_backward(dgate, dup, dh, gate, up, experts.activation)?;
-        let (dw_gate, dw_up) = grads.dgate_up[2 * e * len..2 * (e + 1) * len].split_at_mut(len);
-        for (dw, d, w) in [(dw_gate, dgate, expert.gate), (dw_up, dup, expert.up)] {
-            linear_backward_weight(dw, None, d, rows, up_dims, scratch)?;
+        for (part_of, d, w) in [(2 * e, dgate, expert.gate), (2 * e + 1, dup, expert.up)] {
+            if learns_up {
+                let dw = &mut grads.dgate_up[part_of * len..(part_of + 1) * len];
+                linear_backward_weight(dw, None, d, rows, up_dims, scratch)?;
+            }
             linear_backward_input(part, d, w, up_dims, scratch)?;
             Dispatch::scatter(sums, expert.slots, part, |_| 1.0, top_k, hidden);
         }

@@ -29,7 +29,7 @@ mod route;
 #[cfg(test)]
 mod tests;
 
-pub use balance::load_balancing_loss;
+pub use balance::Balance;
 pub use experts::{Experts, ExpertsGrads, Saved, experts_backward, experts_forward, moe_scratch};
 pub use route::{Dispatch, Router, Routing, route_backward, route_forward};
 

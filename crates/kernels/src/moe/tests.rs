@@ -348,8 +348,17 @@ fn the_balance_of_two_layers_and_its_gradient_are_those_of_transformers() {
     let logits = tensor("logits");
     let routing = route_forward(&logits, None, &Router::Softmax { normalise: true }, dims).unwrap();
     let mut dlogits = vec![0.0; logits.len()];
-    let loss = load_balancing_loss(Some(&mut dlogits), &logits, &routing, 1.0, dims).unwrap();
+    let mut balance = Balance::new(dims.experts);
+    let (half, chosen) = (logits.len() / 2, routing.experts.len() / 2);
+    for (logits, slots) in [(&logits[..half], 0..chosen), (&logits[half..], chosen..2 * chosen)] {
+        let experts = routing.experts[slots.clone()].to_vec();
+        balance.add(logits, &Routing { experts, weights: routing.weights[slots].to_vec() }, dims).unwrap();
+    }
+    let loss = balance.loss();
     assert!((loss - tensor("loss")[0] as f64).abs() < 1e-6, "{loss}");
+    for (dlogits, logits) in dlogits.chunks_mut(half).zip(logits.chunks(half)) {
+        balance.backward(dlogits, logits, 1.0).unwrap();
+    }
     assert_close("dlogits", &dlogits, &wide(&tensor("dlogits")), 1e-5);
 }
 
@@ -372,8 +381,9 @@ fn any_number_of_threads_gives_the_same_bits() {
         let (dweights, scale) = (cast::<f32>(&Values::new(2).take(300, 1.0)), Some(&bias[..]));
         let sums = Some(&mut dscale[..]);
         route_backward(&mut dlogits, sums, &dweights, &logits, &routing, scale, &router, dims).unwrap();
-        let loss = load_balancing_loss(Some(&mut dlogits), &logits, &routing, 0.1, dims).unwrap();
-        (problem.run::<f32, bf16>(), routing, dlogits, dscale, loss.to_bits())
+        let balance = balance(&logits, &routing, dims);
+        balance.backward(&mut dlogits, &logits, 0.1).unwrap();
+        (problem.run::<f32, bf16>(), routing, dlogits, dscale, balance.loss().to_bits())
     });
 }
 
@@ -393,12 +403,21 @@ fn the_balance_loss_is_that_of_transformers_with_its_gradient() {
         4.0 * inner(&share, &mean)
     };
     let mut dlogits = vec![1.0; 24];
-    let loss = load_balancing_loss(Some(&mut dlogits), &logits_f32, &routing, 0.5, dims).unwrap();
+    let sums = balance(&logits_f32, &routing, dims);
+    let loss = sums.loss();
+    sums.backward(&mut dlogits, &logits_f32, 0.5).unwrap();
     assert!((loss - reference(&logits)).abs() < 1e-9, "{loss}");
     let expected: Vec<f64> = gradient(&logits, reference).iter().map(|g| 1.0 + 0.5 * g).collect();
     assert_close("dlogits, on top of 1", &dlogits, &expected, 1e-6);
     let balanced = Routing { experts: vec![0, 1, 2, 3], weights: vec![0.5; 4] };
-    assert_eq!(load_balancing_loss(None, &[0.0; 8], &balanced, 1.0, dims).unwrap(), 2.0);
+    assert_eq!(balance(&[0.0; 8], &balanced, dims).loss(), 2.0);
+    assert_eq!(Balance::new(4).loss(), 0.0);
+}
+
+fn balance(logits: &[f32], routing: &Routing, dims: Dims) -> Balance {
+    let mut balance = Balance::new(dims.experts);
+    balance.add(logits, routing, dims).unwrap();
+    balance
 }
 
 #[test]
@@ -423,4 +442,7 @@ fn shapes_and_routings_that_make_no_sense_are_refused() {
     assert!(Dispatch::new(&twice, dims).is_err(), "a token may go to an expert once");
     let outside = Routing { experts: vec![1, 4], weights: vec![0.5; 2] };
     assert!(Dispatch::new(&outside, dims).is_err());
+    assert!(Balance::new(4).add(&[0.0; 4], &outside, dims).is_err());
+    assert!(Balance::new(3).add(&[0.0; 12], &twice, dims).is_err());
+    assert!(Balance::new(4).backward(&mut [0.0; 3], &[0.0; 4], 1.0).is_err());
 }

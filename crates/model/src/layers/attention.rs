@@ -498,6 +498,17 @@ impl Attention {
             + kernel::saved_bytes(self.dims(), &self.options(precision), tokens)
     }
 
+    /// Bytes that backward has alive at once beside what was kept: gradients of o, the gate, q, k and v, the kernel's
+    /// buffer; and what was not kept.
+    pub(crate) fn transient<A: Element>(&self, tokens: usize, keep: Keep) -> usize {
+        let shape = &self.shape;
+        let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        let gated = if shape.gated { q } else { 0 };
+        let made_anew = if keep == Keep::Everything || !shape.qk_norm { 0 } else { q + gated + 2 * kv };
+        let buffer = 4 * kernel::backward_buffer::<A>(self.dims(), tokens);
+        buffer + tokens * (made_anew + gated + 2 * q + 2 * kv) * size_of::<A>()
+    }
+
     pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {
         let mut needs = vec![
             self.q.scratch(tokens),

@@ -138,9 +138,12 @@ impl Experts {
         let scale = self.per_expert_scale(run);
         let routing = route_forward(&logits, scale.as_deref(), &self.kernel_router(run), dims)?;
         run.see(layer, "mlp.router_weights", &routing.weights);
+        if let Some(balance) = &run.balance {
+            balance.add(&logits, &routing, dims)?;
+        }
         let dispatch = Dispatch::new(&routing, dims)?;
         let (mut y, mut work) = (zeros(x.len()), Vec::new());
-        match (&run.params[self.gate_up], &run.params[self.down]) {
+        match (run.weight(self.gate_up), run.weight(self.down)) {
             (Weight::F32(gate_up), Weight::F32(down)) => {
                 let weights = Weights { gate_up, down, activation: self.activation };
                 let to = &mut saved.experts;
@@ -190,19 +193,16 @@ impl Experts {
         let mut d_experts: Vec<A> = zeros(x.len());
         let mut dweights = vec![0.0; routing.weights.len()];
         let mut work = Vec::new();
-        // Both gradients at once: they are taken out for a moment. A frozen one is given a place all the same.
+        // Both gradients at once: they are taken out for a moment.
         let mut dgate_up = std::mem::take(&mut grads[self.gate_up]);
         let mut ddown = std::mem::take(&mut grads[self.down]);
-        let (learned_gate_up, learned_down) = (!dgate_up.is_empty(), !ddown.is_empty());
-        dgate_up.resize(run.params[self.gate_up].len(), 0.0);
-        ddown.resize(run.params[self.down].len(), 0.0);
         let to = ExpertsGrads {
             dx: &mut d_experts,
             dweights: &mut dweights,
             dgate_up: &mut dgate_up,
             ddown: &mut ddown,
         };
-        match (&run.params[self.gate_up], &run.params[self.down]) {
+        match (run.weight(self.gate_up), run.weight(self.down)) {
             (Weight::F32(gate_up), Weight::F32(down)) => {
                 let w = Weights { gate_up, down, activation: self.activation };
                 let s = &saved.experts;
@@ -215,8 +215,7 @@ impl Experts {
             }
             _ => unreachable!("weights are cast all at once"),
         }
-        grads[self.gate_up] = if learned_gate_up { dgate_up } else { Vec::new() };
-        grads[self.down] = if learned_down { ddown } else { Vec::new() };
+        (grads[self.gate_up], grads[self.down]) = (dgate_up, ddown);
         accumulate(dx, &d_experts)?;
         drop(d_experts);
         let mut dlogits = vec![0.0; logits.len()];
@@ -233,6 +232,9 @@ impl Experts {
             &router,
             dims,
         )?;
+        if let Some(balance) = &run.balance {
+            balance.backward(&mut dlogits, logits)?;
+        }
         run.see_gradient(Some(self.layer), "mlp.router", &dlogits);
         self.logits_backward(
             run,
@@ -287,7 +289,7 @@ impl Experts {
                 RouterShape::SigmoidGroups { groups, kept_groups, normalise, scaling },
                 Router::Biased { bias, .. },
             ) => {
-                let bias = Some(run.params[*bias].values());
+                let bias = Some(run.protected(*bias));
                 KernelRouter::SigmoidGroups { bias, groups, kept_groups, normalise, scaling }
             }
             (RouterShape::Softmax { normalise }, _) => KernelRouter::Softmax { normalise },
@@ -297,7 +299,7 @@ impl Experts {
 
     fn per_expert_scale(&self, run: &Run<'_>) -> Option<Vec<f32>> {
         match &self.router {
-            Router::Normed { per_expert_scale, .. } => Some(run.params[*per_expert_scale].to_f32()),
+            Router::Normed { per_expert_scale, .. } => Some(run.weight(*per_expert_scale).to_f32()),
             _ => None,
         }
     }
@@ -332,7 +334,7 @@ impl Experts {
         saved: Option<&mut NormSaved>,
     ) -> Result<Vec<A>> {
         let mut normed = zeros(residual.len());
-        let gamma = Gamma::Plain(run.params[scale].values());
+        let gamma = Gamma::Plain(run.protected(scale));
         rms_norm_forward(&mut normed, saved, residual, gamma, self.eps, self.hidden)?;
         Ok(normed)
     }
@@ -364,7 +366,7 @@ impl Experts {
                 let mut dy = normed;
                 ballast_kernels::elementwise::convert(&mut dy, &d_normed)?;
                 let mut d: Vec<A> = zeros(residual.len());
-                let gamma = Gamma::Plain(run.params[*scale].values());
+                let gamma = Gamma::Plain(run.protected(*scale));
                 rms_norm_backward(
                     &mut d,
                     grads.of(*scale),
@@ -395,6 +397,17 @@ impl Experts {
             shared.mlp.saved_bytes::<A>(tokens, keep) + gated
         });
         own + shared
+    }
+
+    /// Bytes that backward has alive at once beside what was kept, if the tokens are spread evenly: the kernel's f32 sums
+    /// and the rows of one expert, or the shared expert's gradients.
+    pub(crate) fn transient<A>(&self, tokens: usize, keep: Keep) -> usize {
+        let Dims { experts, top_k, hidden, intermediate } = self.dims();
+        let load = (tokens * top_k).div_ceil(experts);
+        let rows = 4 * (tokens * hidden + load * (3 * hidden + 6 * intermediate));
+        let own = tokens * hidden * size_of::<A>() + rows;
+        let shared = self.shared.as_ref().map_or(0, |shared| shared.mlp.transient::<A>(tokens, keep));
+        own.max(4 * tokens * experts + shared)
     }
 
     pub(crate) fn scratch(&self, tokens: usize) -> usize {

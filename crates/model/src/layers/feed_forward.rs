@@ -247,6 +247,18 @@ impl FeedForward {
         bytes + if self.after.is_some() { tensor + rstd } else { 0 }
     }
 
+    /// Bytes that backward has alive at once beside what was kept: the gradient of the normed input in f32, the normed
+    /// input if it was not kept, and what the parts have.
+    pub(crate) fn transient<A>(&self, tokens: usize, hidden: usize, keep: Keep) -> usize {
+        let (tensor, wide) = (tokens * hidden * size_of::<A>(), 4 * tokens * hidden);
+        let normed = if keep == Keep::Everything { 0 } else { tensor };
+        let dense = self.dense.as_ref().map_or(0, |dense| dense.transient::<A>(tokens, keep));
+        let experts = self.experts.as_ref().map_or(0, |experts| experts.transient::<A>(tokens, keep));
+        let between = if self.between.is_some() { 2 * wide + tensor + normed } else { 0 };
+        let after = if self.after.is_some() { tensor } else { 0 };
+        wide + normed + after + dense.max(between + experts)
+    }
+
     pub(crate) fn scratch(&self, tokens: usize) -> usize {
         let dense = self.dense.as_ref().map_or(0, |dense| dense.scratch(tokens));
         let experts = self.experts.as_ref().map_or(0, |experts| experts.scratch(tokens));

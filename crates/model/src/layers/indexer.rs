@@ -122,7 +122,7 @@ impl Indexer {
     /// k and what the norm keeps.
     fn finish_keys<A: Element>(&self, run: &Run<'_>, raw: &[A]) -> Result<(Vec<A>, NormSaved)> {
         let (mut k, mut saved) = (zeros(raw.len()), NormSaved::default());
-        match (&run.params[self.k_norm.weight], &run.params[self.k_norm.bias]) {
+        match (run.weight(self.k_norm.weight), run.weight(self.k_norm.bias)) {
             (Weight::F32(weight), Weight::F32(bias)) => {
                 layer_norm_forward(&mut k, Some(&mut saved), raw, weight, bias, EPS)?;
             }
@@ -220,7 +220,7 @@ impl Indexer {
         let mut dk_raw = zeros(dk.len());
         let (mut dweight, mut dbias) = (vec![0.0; self.dims.dim], vec![0.0; self.dims.dim]);
         let (raw, kept) = (&saved.k_raw, &saved.k_norm);
-        crate::with_weight!(&run.params[weight], |w| {
+        crate::with_weight!(run.weight(weight), |w| {
             layer_norm_backward(&mut dk_raw, &mut dweight, &mut dbias, dk, raw, w, kept, run.scratch)?;
         });
         for (id, gradient) in [(weight, dweight), (bias, dbias)] {
@@ -281,6 +281,13 @@ impl Indexer {
         let kernel::Dims { heads, dim } = self.dims;
         let keys = if keep == Keep::Everything { 2 } else { 1 };
         tokens * ((heads + keys) * dim * size_of::<A>() + (heads + 2) * 4)
+    }
+
+    /// Bytes that training it has alive at once beside what was kept: gradients of q, k and w, and the kernel's buffer.
+    pub(crate) fn transient<A>(&self, tokens: usize) -> usize {
+        let kernel::Dims { heads, dim } = self.dims;
+        let gradients = tokens * ((heads + 2) * dim * size_of::<A>() + 4 * heads);
+        gradients + 4 * kernel::loss_buffer(self.dims, tokens)
     }
 
     /// f32 that one slot of scratch needs; no sequence is longer than `tokens`.

@@ -467,6 +467,22 @@ impl LatentAttention {
             + indexer
     }
 
+    /// Bytes that backward has alive at once beside what was kept: gradients of o, q, k and v, the kernel's buffer, or
+    /// the indexer's; and what was not kept.
+    pub(crate) fn transient<A: Element>(
+        &self,
+        tokens: usize,
+        keep: Keep,
+        stage: Option<IndexerStage>,
+    ) -> usize {
+        let (dims, shape) = (self.dims(), &self.shape);
+        let made_anew = if keep == Keep::Everything { 0 } else { shape.q_rank + shape.kv_rank };
+        let elements = made_anew + 2 * dims.heads * (dims.head_dim + dims.value_dim);
+        let buffer = 4 * kernel::backward_buffer::<A>(dims, tokens);
+        let indexer = stage.map_or(0, |_| self.indexer.transient::<A>(tokens));
+        tokens * elements * size_of::<A>() + buffer.max(indexer)
+    }
+
     pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {
         let (dims, topk) = (self.dims(), Some(self.shape.index_topk));
         let linears = [&self.q_a, &self.q_b, &self.kv_a, &self.kv_b, &self.out];

@@ -18,6 +18,7 @@ use super::own_input::{self, OwnInput};
 use super::{Keep, Norm, bytes_of};
 use crate::config::{Config, Mixer as MixerShape};
 use crate::error::Result;
+use crate::model::IndexerStage;
 use crate::params::{Grads, Id, Init, Specs, Weight};
 use crate::precision::Precision;
 use crate::run::Run;
@@ -250,7 +251,7 @@ impl Layer {
             (out, saved.own_input) = (y, kept);
         }
         if let Some(scalar) = self.scalar {
-            scale(&mut out, run.params[scalar].to_f32()[0]);
+            scale(&mut out, run.weight(scalar).to_f32()[0]);
         }
         run.see(index, "out", &out);
         Ok((out, saved))
@@ -316,7 +317,7 @@ impl Layer {
         let index = Some(self.index);
         run.see_gradient(index, "out", &dy);
         if let Some(scalar) = self.scalar {
-            scale(&mut dy, run.params[scalar].to_f32()[0]);
+            scale(&mut dy, run.weight(scalar).to_f32()[0]);
         }
         if let Some(part) = &self.own_input {
             let (d_before, d_input) =
@@ -357,13 +358,14 @@ impl Layer {
         Ok(sum)
     }
 
-    /// Bytes that forward keeps for these sequences.
+    /// Bytes that forward keeps for these sequences; `stage` is that of the indexer's training, if there is one.
     pub(crate) fn saved_bytes<A: Element>(
         &self,
         config: &Config,
         precision: &Precision,
         cu_seqlens: &[usize],
         keep: Keep,
+        stage: Option<IndexerStage>,
     ) -> usize {
         if !keep.any() {
             return 0;
@@ -373,7 +375,7 @@ impl Layer {
         let mixer = match &self.mixer {
             Mixer::Linear(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision.l2norm),
             Mixer::Softmax(mixer) => mixer.saved_bytes::<A>(tokens, keep, precision),
-            Mixer::Latent(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision, None),
+            Mixer::Latent(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision, stage),
         };
         let own_input =
             self.own_input.as_ref().map_or(0, |part| part.saved_bytes::<A>(tokens, config.hidden, keep));
@@ -386,6 +388,27 @@ impl Layer {
             + mixer
             + own_input
             + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep)
+    }
+
+    /// Bytes that backward has alive at once beside what was kept: the stream's gradient on both sides of the part at work,
+    /// and what that part has.
+    pub(crate) fn transient<A: Element>(
+        &self,
+        config: &Config,
+        tokens: usize,
+        keep: Keep,
+        stage: Option<IndexerStage>,
+    ) -> usize {
+        let (tensor, wide) = (tokens * config.hidden * size_of::<A>(), 4 * tokens * config.hidden);
+        let normed = if keep == Keep::Everything { 0 } else { tensor };
+        let mixer = match &self.mixer {
+            Mixer::Linear(mixer) => mixer.transient::<A>(tokens, keep),
+            Mixer::Softmax(mixer) => mixer.transient::<A>(tokens, keep),
+            Mixer::Latent(mixer) => mixer.transient::<A>(tokens, keep, stage),
+        };
+        let own_input = self.own_input.as_ref().map_or(0, |part| part.transient::<A>(tokens, config.hidden));
+        let feed_forward = self.feed_forward.transient::<A>(tokens, config.hidden, keep);
+        tensor + own_input.max(feed_forward).max(tensor + wide + normed + mixer)
     }
 
     /// f32 that one slot of scratch needs.

@@ -1,17 +1,26 @@
-//! A linear layer, or some rows of one.
+//! A linear layer, or some rows of one, with what an adapter adds.
+//!
+//! ```text
+//! y  = x W^T + b + s u B^T         u = x A^T
+//! dx = dy W + v A                  v = s dy B
+//! dW += dy^T x    dA += v^T x    dB += s dy^T u
+//! ```
+//! W, b and B are rows of what is stored, A is whole. u and v have the few columns of A's rank, so nothing is kept of an
+//! adapter: backward makes u anew. The sum is rounded once.
 
 use ballast_kernels::Element;
+use ballast_kernels::elementwise::{accumulate, convert, scale};
 use ballast_kernels::linear::{
     Dims, linear_backward_input, linear_backward_input_add, linear_backward_weight, linear_forward,
     linear_scratch,
 };
 
 use crate::error::Result;
-use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
+use crate::params::{Adapter, Grads, Id, Init, Protected, Specs, Weight};
 use crate::run::{Run, zeros};
 use crate::with_weight;
 
-/// y = x W^T + b, W the rows from `first` on of a stored matrix.
+/// W the rows from `first` on of a stored matrix.
 #[derive(Clone, Debug)]
 pub(crate) struct Linear<V = Weight> {
     weight: Id<V>,
@@ -45,9 +54,22 @@ impl Linear {
 
     /// y [tokens, outputs]
     pub(crate) fn forward<Y: Element, X: Element>(&self, run: &Run<'_>, x: &[X]) -> Result<Vec<Y>> {
+        let Some(low) = self.low(run) else { return self.without_adapter(run, x) };
+        let mut sum: Vec<f32> = self.without_adapter(run, x)?;
+        let mut inner = low.inner(run, x)?;
+        scale(&mut inner, low.adapter.scale);
+        let mut added = vec![0.0; sum.len()];
+        linear_forward(&mut added, &inner, low.b(), None, low.up, run.scratch)?;
+        accumulate(&mut sum, &added)?;
+        let mut y = zeros(sum.len());
+        convert(&mut y, &sum)?;
+        Ok(y)
+    }
+
+    fn without_adapter<Y: Element, X: Element>(&self, run: &Run<'_>, x: &[X]) -> Result<Vec<Y>> {
         let mut y = zeros(x.len() / self.dims.inputs * self.dims.outputs);
         let range = self.range();
-        match (&run.params[self.weight], self.bias.map(|bias| &run.params[bias])) {
+        match (run.weight(self.weight), self.bias.map(|bias| run.weight(bias))) {
             (Weight::F32(w), bias) => {
                 let bias = bias.map(Weight::to_f32);
                 linear_forward(&mut y, x, &w[range], bias.as_deref(), self.dims, run.scratch)?;
@@ -61,7 +83,7 @@ impl Linear {
         Ok(y)
     }
 
-    /// dx += dy W, and the weight's gradient.
+    /// dx += the input's gradient, and the parameters' gradients.
     pub(crate) fn backward<Y: Element, X: Element>(
         &self,
         run: &Run<'_>,
@@ -71,13 +93,14 @@ impl Linear {
         x: &[X],
     ) -> Result {
         let range = self.range();
-        with_weight!(&run.params[self.weight], |w| {
+        with_weight!(run.weight(self.weight), |w| {
             linear_backward_input_add(dx, dy, &w[range], self.dims, run.scratch)?;
         });
-        self.backward_weight(run, grads, dy, x)
+        self.adapter_backward(run, grads, Some(dx), dy, x)?;
+        self.own_backward(run, grads, dy, x)
     }
 
-    /// dx of an input that nothing else reads, and the weight's gradient.
+    /// dx of an input that nothing else reads, and the parameters' gradients.
     pub(crate) fn backward_alone<Y: Element, X: Element>(
         &self,
         run: &Run<'_>,
@@ -86,16 +109,70 @@ impl Linear {
         x: &[X],
     ) -> Result<Vec<X>> {
         let mut dx = zeros(x.len());
+        if self.low(run).is_some() {
+            let mut sum = vec![0.0; x.len()];
+            self.backward(run, grads, &mut sum, dy, x)?;
+            convert(&mut dx, &sum)?;
+            return Ok(dx);
+        }
         let range = self.range();
-        with_weight!(&run.params[self.weight], |w| {
+        with_weight!(run.weight(self.weight), |w| {
             linear_backward_input(&mut dx, dy, &w[range], self.dims, run.scratch)?;
         });
-        self.backward_weight(run, grads, dy, x)?;
+        self.own_backward(run, grads, dy, x)?;
         Ok(dx)
     }
 
-    /// The weight's gradient alone.
+    /// The parameters' gradients alone.
     pub(crate) fn backward_weight<Y: Element, X: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dy: &[Y],
+        x: &[X],
+    ) -> Result {
+        self.adapter_backward(run, grads, None, dy, x)?;
+        self.own_backward(run, grads, dy, x)
+    }
+
+    /// The adapter's gradients, and its part of dx.
+    fn adapter_backward<Y: Element, X: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dx: Option<&mut [f32]>,
+        dy: &[Y],
+        x: &[X],
+    ) -> Result {
+        let Some(low) = self.low(run) else { return Ok(()) };
+        let mut v = vec![0.0; x.len() / self.dims.inputs * low.adapter.rank];
+        linear_backward_input(&mut v, dy, low.b(), low.up, run.scratch)?;
+        scale(&mut v, low.adapter.scale);
+        if let Some(dx) = dx {
+            linear_backward_input_add(dx, &v, &low.adapter.a, low.down, run.scratch)?;
+        }
+        let Some(to) = grads.adapter(self.weight) else { return Ok(()) };
+        linear_backward_weight(&mut to.a, None, &v, x, low.down, run.scratch)?;
+        let mut u = low.inner(run, x)?;
+        scale(&mut u, low.adapter.scale);
+        linear_backward_weight(&mut to.b[low.rows()], None, dy, &u, low.up, run.scratch)?;
+        Ok(())
+    }
+
+    /// What the weight has added to it, in this layer's rows.
+    fn low<'a>(&self, run: &Run<'a>) -> Option<Low<'a>> {
+        let adapter = run.adapter(self.weight)?;
+        let Dims { inputs, outputs } = self.dims;
+        Some(Low {
+            adapter,
+            first: self.first,
+            down: Dims { inputs, outputs: adapter.rank },
+            up: Dims { inputs: adapter.rank, outputs },
+        })
+    }
+
+    /// The gradients of weight and bias.
+    fn own_backward<Y: Element, X: Element>(
         &self,
         run: &Run<'_>,
         grads: &mut Grads,
@@ -116,6 +193,36 @@ impl Linear {
     }
 }
 
+/// An adapter as a layer on some rows of its weight has it.
+struct Low<'a> {
+    adapter: &'a Adapter,
+    /// First row of B.
+    first: usize,
+    /// Of A.
+    down: Dims,
+    /// Of the rows of B.
+    up: Dims,
+}
+
+impl<'a> Low<'a> {
+    /// Where the rows of B lie.
+    fn rows(&self) -> std::ops::Range<usize> {
+        let begin = self.first * self.adapter.rank;
+        begin..begin + self.up.weight_len()
+    }
+
+    fn b(&self) -> &'a [f32] {
+        &self.adapter.b[self.rows()]
+    }
+
+    /// u [tokens, rank]
+    fn inner<X: Element>(&self, run: &Run<'_>, x: &[X]) -> Result<Vec<f32>> {
+        let mut u = vec![0.0; x.len() / self.down.inputs * self.adapter.rank];
+        linear_forward(&mut u, x, &self.adapter.a, None, self.down, run.scratch)?;
+        Ok(u)
+    }
+}
+
 impl Linear<Protected> {
     /// A layer whose weight is protected.
     pub(crate) fn protected(
@@ -131,7 +238,7 @@ impl Linear<Protected> {
     /// y [tokens, outputs]
     pub(crate) fn forward<X: Element>(&self, run: &Run<'_>, x: &[X]) -> Result<Vec<f32>> {
         let mut y = zeros(x.len() / self.dims.inputs * self.dims.outputs);
-        linear_forward(&mut y, x, run.params[self.weight].values(), None, self.dims, run.scratch)?;
+        linear_forward(&mut y, x, run.protected(self.weight), None, self.dims, run.scratch)?;
         Ok(y)
     }
 
@@ -144,7 +251,7 @@ impl Linear<Protected> {
         dy: &[f32],
         x: &[X],
     ) -> Result {
-        linear_backward_input_add(dx, dy, run.params[self.weight].values(), self.dims, run.scratch)?;
+        linear_backward_input_add(dx, dy, run.protected(self.weight), self.dims, run.scratch)?;
         self.backward_weight(run, grads, dy, x)
     }
 
@@ -182,3 +289,6 @@ impl<V> Linear<V> {
         begin..begin + self.dims.weight_len()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -175,7 +175,7 @@ impl LinearAttention {
         self.rule(run, &mut o, &mixed, &g, &beta, state, keep.any().then_some(&mut rule))?;
         run.see(layer, "linear_attn.o", &o);
         let (mut normed, mut norm) = (zeros(o.len()), NormSaved::default());
-        let weight = run.params[self.norm].values();
+        let weight = run.protected(self.norm);
         gated_rms_norm_forward(&mut normed, Some(&mut norm), &o, &z, weight, self.eps)?;
         run.see(layer, "linear_attn.norm", &normed);
         let y = self.out.forward(run, &normed)?;
@@ -207,7 +207,7 @@ impl LinearAttention {
     ) -> Result {
         let layer = Some(self.layer);
         let Saved { unmixed, mut mixed, z, a, b, mut g, mut beta, rule, o, norm, mut normed } = saved;
-        let weight = run.params[self.norm].values();
+        let weight = run.protected(self.norm);
         if normed.is_empty() {
             normed = zeros(o.len());
             gated_rms_norm_forward(&mut normed, None, &o, &z, weight, self.eps)?;
@@ -271,7 +271,7 @@ impl LinearAttention {
         for part in 0..PARTS {
             let (dims, taps) = (self.conv_dims(part), self.taps(part));
             let carried = state.as_deref_mut().map(|state| &mut state.conv[part]);
-            with_weight!(&run.params[self.conv], |w| match carried {
+            with_weight!(run.weight(self.conv), |w| match carried {
                 Some(carried) if step => {
                     let rows = mixed[part].chunks_mut(dims.channels).zip(unmixed[part].chunks(dims.channels));
                     for ((y, x), carried) in rows.zip(carried.chunks_mut(dims.state_len())) {
@@ -310,7 +310,7 @@ impl LinearAttention {
             let mut d_unmixed = zeros::<A>(unmixed[part].len());
             let mut unused = vec![0.0; taps.len()];
             let dweight = grads.of(self.conv).map_or(&mut unused[..], |dw| &mut dw[taps.clone()]);
-            with_weight!(&run.params[self.conv], |w| {
+            with_weight!(run.weight(self.conv), |w| {
                 let input = conv::Input {
                     x: &unmixed[part],
                     weight: &w[taps],
@@ -327,7 +327,7 @@ impl LinearAttention {
 
     fn gates(&self, run: &Run<'_>, a: &[f32], b: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
         let (mut g, mut beta) = (zeros(a.len()), zeros(b.len()));
-        let (a_log, dt_bias) = (run.params[self.a_log].values(), run.params[self.dt_bias].values());
+        let (a_log, dt_bias) = (run.protected(self.a_log), run.protected(self.dt_bias));
         gdn::gates_forward(&mut g, &mut beta, a, b, a_log, dt_bias)?;
         lower(&mut g, run.precision.decay_gate);
         lower(&mut beta, run.precision.beta);
@@ -346,7 +346,7 @@ impl LinearAttention {
         x: &[A],
     ) -> Result {
         let (mut da, mut db) = (vec![0.0; a.len()], vec![0.0; b.len()]);
-        let (a_log, dt_bias) = (run.params[self.a_log].values(), run.params[self.dt_bias].values());
+        let (a_log, dt_bias) = (run.protected(self.a_log), run.protected(self.dt_bias));
         let (mut da_log, mut ddt_bias) = (vec![0.0; a_log.len()], vec![0.0; dt_bias.len()]);
         gdn::gates_backward(&mut da, &mut db, &mut da_log, &mut ddt_bias, dg, dbeta, a, b, a_log, dt_bias)?;
         for (id, gradient) in [(self.a_log, da_log), (self.dt_bias, ddt_bias)] {
@@ -495,6 +495,17 @@ impl LinearAttention {
         let cheap = (channels + vd) * size_of::<A>() + 2 * hv * 4;
         let per_token = dear + if keep == Keep::Everything { cheap } else { 0 };
         tokens * per_token + gdn::saved_bytes::<A>(self.dims(), &options, cu_seqlens)
+    }
+
+    /// Bytes that backward has alive at once beside what was kept: the gradients of q, k and v on both sides of the
+    /// convolution (one part at a time on the far side), or of o and z; and what was not kept.
+    pub(crate) fn transient<A>(&self, tokens: usize, keep: Keep) -> usize {
+        let channels: usize = self.qkv.iter().map(Linear::outputs).sum();
+        let largest = self.qkv.iter().map(Linear::outputs).max().unwrap_or(0);
+        let (vd, hv) = (self.z.outputs(), self.shape.value_heads);
+        let made_anew = if keep == Keep::Everything { 0 } else { channels + vd };
+        let gates = 4 * tokens * 4 * hv;
+        gates + tokens * (made_anew + (channels + largest).max(2 * vd)) * size_of::<A>()
     }
 
     pub(crate) fn scratch(&self, tokens: usize) -> usize {

@@ -97,6 +97,13 @@ impl Mlp {
         tensors * tokens * self.gate.outputs() * size_of::<A>()
     }
 
+    /// Bytes that backward has alive at once beside what was kept: the gradients of inner and up, and inner if it was
+    /// not kept.
+    pub(crate) fn transient<A>(&self, tokens: usize, keep: Keep) -> usize {
+        let tensors = if keep == Keep::Everything { 2 } else { 3 };
+        tensors * tokens * self.gate.outputs() * size_of::<A>()
+    }
+
     pub(crate) fn scratch(&self, tokens: usize) -> usize {
         [&self.gate, &self.up, &self.down].map(|linear| linear.scratch(tokens)).into_iter().max().unwrap_or(0)
     }

@@ -40,7 +40,7 @@ impl Norm {
         let keep = Some(&mut saved);
         match self.weight {
             None => rms_norm_forward(&mut y, keep, x, Gamma::<f32>::Weightless, self.eps, self.width)?,
-            Some(weight) => with_weight!(&run.params[weight], |w| {
+            Some(weight) => with_weight!(run.weight(weight), |w| {
                 let gamma = if self.one_plus { Gamma::OnePlus(w) } else { Gamma::Plain(w) };
                 rms_norm_forward(&mut y, keep, x, gamma, self.eps, self.width)?;
             }),
@@ -64,7 +64,7 @@ impl Norm {
                 let gamma = Gamma::<f32>::Weightless;
                 rms_norm_backward(&mut dx, None, dy, x, gamma, saved, self.width, run.scratch)?;
             }
-            Some(weight) => with_weight!(&run.params[weight], |w| {
+            Some(weight) => with_weight!(run.weight(weight), |w| {
                 let gamma = if self.one_plus { Gamma::OnePlus(w) } else { Gamma::Plain(w) };
                 rms_norm_backward(&mut dx, grads.of(weight), dy, x, gamma, saved, self.width, run.scratch)?;
             }),

@@ -79,7 +79,7 @@ impl OwnInputs {
         scale(&mut projected, self.context_scale());
         let (mut inputs, norm) = self.norm.forward(run, &projected)?;
         let mut token = zeros(inputs.len());
-        with_weight!(&run.params[self.embedding], |w| {
+        with_weight!(run.weight(self.embedding), |w| {
             embedding_forward(&mut token, &run.batch.ids, w, self.token_scale(run), all)?;
         });
         add_assign(&mut inputs, &token)?;
@@ -236,6 +236,12 @@ impl OwnInput {
         }
         let narrow = if keep == Keep::Everything { 2 } else { 1 } * self.gate.outputs();
         tokens * ((2 * hidden + narrow) * size_of::<A>() + 4)
+    }
+
+    /// Bytes that backward has alive at once beside what was kept: gradients of the projection, of both factors of the
+    /// gated unit, and of the stream in f32.
+    pub(crate) fn transient<A>(&self, tokens: usize, hidden: usize) -> usize {
+        tokens * ((hidden + 3 * self.gate.outputs()) * size_of::<A>() + 4 * hidden)
     }
 
     pub(crate) fn scratch(&self, tokens: usize) -> usize {

@@ -12,7 +12,7 @@ use crate::batch::Batch;
 use crate::config::{Mixer, Router};
 use crate::model::{IndexerLoss, LossOptions, Model, Recompute};
 use crate::params::{Params, Protected, Weight};
-use crate::run::IndexerTraining;
+use crate::run::{IndexerTraining, Parameters};
 
 fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name)
@@ -103,6 +103,7 @@ impl Values {
 struct Alone {
     model: Model,
     layer: LatentAttention,
+    specs: Specs,
     params: Params,
 }
 
@@ -117,8 +118,9 @@ impl Alone {
         let params = Params {
             weights: specs.weights.iter().map(|spec| Weight::F32(random(spec.len()))).collect(),
             protected: specs.protected.iter().map(|spec| Protected::new(random(spec.len()))).collect(),
+            adapters: Vec::new(),
         };
-        Alone { model, layer, params }
+        Alone { model, layer, specs, params }
     }
 
     /// Tokens at these positions.
@@ -134,7 +136,7 @@ impl Alone {
         let (tables, scratch) = (self.model.tables(&batch.positions), Scratch::new(0));
         let run = Run {
             config: &self.model.config,
-            params: &self.params,
+            parameters: Parameters::new(&self.specs, &self.params),
             precision: &Precision::f32(),
             batch: &batch,
             tables: &tables,
@@ -145,6 +147,7 @@ impl Alone {
                 loss: IndexerLoss { scale: 1.0, stage },
                 sum: std::cell::Cell::new(0.0),
             }),
+            balance: None,
         };
         work(&self.layer, &run)
     }

@@ -1,0 +1,133 @@
+//! Low-rank adapters: which weights carry one, how they start, and how they become part of the weights.
+//!
+//! ```text
+//! y = x W^T + (alpha / rank) (x A^T) B^T        A [rank, in] uniform in +-in^-1/2, B [out, rank] zero
+//! ```
+//! A starts as PEFT starts it, and modules are those of transformers, so that PEFT reads what is written here. A weight
+//! that transformers has in another form, or not as a linear layer, is refused with the reason.
+
+mod peft;
+
+use ballast_kernels::linear::{Dims, linear_backward_input_add, linear_scratch};
+use ballast_kernels::Scratch;
+use rayon::prelude::*;
+
+use crate::error::{Error, Result};
+use crate::init::draw;
+use crate::model::Model;
+use crate::params::{Adapter, Spec, Weight};
+
+impl Model {
+    /// The modules that can carry an adapter, by their names in transformers.
+    pub fn adapter_targets(&self) -> Vec<String> {
+        let can = |spec: &&Spec| self.refusal(spec).is_none();
+        self.specs.weights.iter().filter(can).map(|spec| self.module(spec)).collect()
+    }
+
+    /// Gives every module that `targets` names an adapter that changes nothing yet, and says how many there are now. An
+    /// error if there are none, or if one of them cannot carry one; then nothing is changed.
+    pub fn add_adapters(
+        &mut self,
+        targets: &dyn Fn(&str) -> bool,
+        rank: usize,
+        alpha: f32,
+        seed: u64,
+    ) -> Result<usize> {
+        if rank == 0 || !alpha.is_finite() {
+            let problem = format!("adapters of rank {rank} with alpha {alpha}; the rank must be above 0");
+            return Err(Error::Input(problem));
+        }
+        if !self.params.adapters.is_empty() {
+            return Err(Error::Input("the model has adapters already; merge them first".into()));
+        }
+        self.check_targets(targets)?;
+        let adapter = |spec: &Spec| {
+            let (outputs, inputs) = (spec.shape[0], spec.shape[1]);
+            let mut a = vec![0.0; rank * inputs];
+            let bound = (inputs as f64).powf(-0.5);
+            let name = format!("{}.lora_A", spec.name);
+            draw(&mut a, &name, seed, |rng| [(); 2].map(|()| bound * (2.0 * rng.unit() - 1.0)));
+            Adapter { a, b: vec![0.0; outputs * rank], rank, scale: alpha / rank as f32 }
+        };
+        let wanted = |spec: &Spec| self.refusal(spec).is_none() && targets(&self.module(spec));
+        self.params.adapters =
+            self.specs.weights.iter().map(|spec| wanted(spec).then(|| adapter(spec))).collect();
+        Ok(self.params.adapters.iter().flatten().count())
+    }
+
+    /// Makes the adapters part of their weights, W + scale B A in f32 and then in the weight's type, and says how many
+    /// there were.
+    pub fn merge_adapters(&mut self) -> Result<usize> {
+        let adapters = std::mem::take(&mut self.params.adapters);
+        let scratch = Scratch::new(0);
+        for (weight, low) in self.params.weights.iter_mut().zip(&adapters) {
+            let Some(low) = low else { continue };
+            let storage = weight.storage();
+            let mut sum = weight.to_f32();
+            let b: Vec<f32> = low.b.par_iter().map(|b| low.scale * b).collect();
+            let dims = Dims { inputs: low.a.len() / low.rank, outputs: low.rank };
+            linear_backward_input_add(&mut sum, &b, &low.a, dims, &scratch)?;
+            *weight = Weight::F32(sum).cast(storage);
+        }
+        Ok(adapters.iter().flatten().count())
+    }
+
+    /// f32 that one slot of scratch needs for the adapters.
+    pub(crate) fn adapter_scratch(&self, tokens: usize) -> usize {
+        let one = |(low, spec): (&Option<Adapter>, &Spec)| {
+            let rank = low.as_ref()?.rank;
+            let down = linear_scratch(Dims { inputs: spec.shape[1], outputs: rank }, tokens);
+            Some(down.max(linear_scratch(Dims { inputs: rank, outputs: spec.shape[0] }, tokens)))
+        };
+        self.params.adapters.iter().zip(&self.specs.weights).filter_map(one).max().unwrap_or(0)
+    }
+
+    /// The module of a parameter in transformers.
+    fn module(&self, spec: &Spec) -> String {
+        let name = self.parameter_name(spec);
+        name.strip_suffix(".weight").map_or(name.clone(), str::to_string)
+    }
+
+    /// Why a parameter cannot carry an adapter.
+    fn refusal(&self, spec: &Spec) -> Option<&'static str> {
+        let name = spec.name.as_str();
+        Some(match spec.shape.len() {
+            _ if name.starts_with("embed_tokens") => "an embedding",
+            _ if name.starts_with("lm_head.") => "the output head",
+            _ if name.contains(".experts.") => "the matrices of all experts in one tensor",
+            _ if name.ends_with(".mlp.gate.weight") => "a router, which is no linear layer in transformers",
+            _ if self.config.model_type == "qwen3_next" && name.contains(".linear_attn.in_proj_") => {
+                "part of in_proj_qkvz or in_proj_ba in transformers, whose rows lie in another order"
+            }
+            2 => return None,
+            _ => "no matrix",
+        })
+    }
+
+    fn check_targets(&self, targets: &dyn Fn(&str) -> bool) -> Result {
+        let bias = |spec: &&Spec| spec.name.ends_with(".bias");
+        let matched = |spec: &&Spec| targets(&self.module(spec));
+        let weights = self.specs.weights.iter().filter(|spec| !bias(spec) && matched(spec));
+        let refused = weights.clone().filter_map(|spec| Some((spec, self.refusal(spec)?)));
+        let protected = self.specs.protected.iter().filter(matched).map(|spec| (spec, "protected"));
+        let refused: Vec<String> = refused
+            .chain(protected)
+            .map(|(spec, reason)| format!("\n  {}: {reason}", self.module(spec)))
+            .collect();
+        if !refused.is_empty() {
+            let problem = format!("these cannot carry an adapter; leave them out:{}", refused.concat());
+            return Err(Error::Input(problem));
+        }
+        if weights.count() == 0 {
+            let known: std::collections::BTreeSet<String> = self
+                .adapter_targets()
+                .iter()
+                .map(|module| module.rsplit('.').next().unwrap_or_default().to_string())
+                .collect();
+            let known: Vec<String> = known.into_iter().collect();
+            let problem = format!("no module is to carry an adapter; known: {}", known.join(", "));
+            return Err(Error::Input(problem));
+        }
+        Ok(())
+    }
+}
