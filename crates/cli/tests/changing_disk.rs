@@ -17,7 +17,7 @@ use ballast_checkpoint::jobs::{Observer, Silent};
 use ballast_checkpoint::synthetic::SyntheticModel;
 use ballast_checkpoint::{Checkpoint, Error, ErrorKind};
 use ballast_contract::{Dtype, Registry};
-use common::{Scratch, ballast, run, snapshot};
+use common::{Scratch, ballast, on_small_disk, run, snapshot};
 
 /// A checkpoint of some 3 MB in one shard at `src`.
 fn scratch_with_model() -> Scratch {
@@ -26,34 +26,6 @@ fn scratch_with_model() -> Scratch {
     let model = SyntheticModel { vocab_size: 16384, ..SyntheticModel::tiny() };
     model.write(&scratch.src(), u64::MAX).unwrap();
     scratch
-}
-
-/// Where the small disk is, in the process that has one.
-const SMALL_DISK: &str = "BALLAST_TEST_SMALL_DISK";
-
-/// Calls `body` with the path of a disk of its own, of this size. That takes a mount namespace: the test called
-/// `test` is run again inside one. Where the system allows none, the test says so and does nothing.
-fn on_small_disk(test: &str, size: &str, body: impl FnOnce(&Path)) {
-    if let Some(disk) = std::env::var_os(SMALL_DISK) {
-        return body(Path::new(&disk));
-    }
-    let disk = tempfile::tempdir().unwrap();
-    for namespace in ["-m", "-rm"] {
-        let script = "mount -t tmpfs -o \"$1\" tmpfs \"$2\" || exit 99; shift 2; exec \"$@\"";
-        let mut command = Command::new("unshare");
-        command.arg(namespace).args(["sh", "-c", script, "sh", size]).arg(disk.path());
-        command.arg(std::env::current_exe().unwrap()).args(["--exact", test, "--nocapture"]);
-        let result = command.env(SMALL_DISK, disk.path()).stdin(Stdio::null()).output();
-        let Ok(output) = result else { continue };
-        let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
-        match output.status.code() {
-            Some(0) if text.contains("1 passed") => return,
-            // 101 is what a failed test exits with; 0 without a test means a wrong name.
-            Some(0 | 101) => panic!("on the small disk:\n{text}"),
-            _ => {}
-        }
-    }
-    eprintln!("skipped {test}: no mount namespace can be had here");
 }
 
 fn names_on(disk: &Path) -> Vec<PathBuf> {

@@ -145,7 +145,6 @@ impl Ledger {
                     let problem = format!("forward read {dtype} with the bits {sum:016x}, noted were f32 {:016x}", entry.last);
                     return Err(broken(entry, occasion, problem));
                 }
-                None if reader.0.is_empty() => {} // TEMPORARY
                 None => return Err(broken(entry, occasion, "forward did not read it".into())),
             }
         }

@@ -17,7 +17,6 @@ mod run;
 pub mod schedule;
 pub mod sentinel;
 pub mod setup;
-pub mod sites;
 pub mod state;
 pub mod task;
 pub mod tensorboard;

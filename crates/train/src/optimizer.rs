@@ -124,6 +124,12 @@ impl Optimizer {
                 add(spec, &spec.shape, "", Place::Protected(i), true, master);
             }
         }
+        for (i, (spec, low)) in model.specs.weights.iter().zip(model.params.adapters()).enumerate() {
+            let Some(low) = low else { continue };
+            let (outputs, inputs) = (spec.shape[0], spec.shape[1]);
+            add(spec, &[low.rank, inputs], ".lora_A", Place::AdapterA(i), false, None);
+            add(spec, &[outputs, low.rank], ".lora_B", Place::AdapterB(i), false, None);
+        }
         Optimizer { slots, updates: 0, config: config.clone() }
     }
 
@@ -217,7 +223,11 @@ impl Optimizer {
                     Rounding::Bf16.round_all(w);
                 }
             }
-            Place::AdapterA(_) | Place::AdapterB(_) => {}
+            Place::AdapterA(i) | Place::AdapterB(i) => {
+                let Some(low) = &mut model.params.adapters_mut()[i] else { return Ok(()) };
+                let w = if matches!(place, Place::AdapterA(_)) { &mut low.a } else { &mut low.b };
+                adamw_step(w, m, v, g, scale, step, &options)?;
+            }
         }
         Ok(())
     }
@@ -250,6 +260,7 @@ pub fn gradient(grads: &Grads, place: Place) -> &[f32] {
     match place {
         Place::Weight(i) => &grads.weights[i],
         Place::Protected(i) => &grads.protected[i],
-        Place::AdapterA(_) | Place::AdapterB(_) => &[],
+        Place::AdapterA(i) => &grads.adapters[i].a,
+        Place::AdapterB(i) => &grads.adapters[i].b,
     }
 }

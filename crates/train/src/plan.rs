@@ -1,10 +1,13 @@
 //! What a run takes in memory, before it runs.
 
-use ballast_model::Plan;
+use ballast_model::precision::Storage;
+use ballast_model::{Model, Plan, Precision, Step};
 use serde::Serialize;
 
+use crate::config::TrainConfig;
 use crate::error::Result;
-use crate::trainer::Trainer;
+use crate::optimizer::is_rounded;
+use crate::setup::{is_learned, is_target};
 
 /// Bytes by what they are for.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -14,25 +17,35 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// Of the largest micro-batch that a run can have: full, with a single sequence as long as it may be.
-    pub fn new(trainer: &Trainer) -> Result<MemoryPlan> {
-        let config = &trainer.config;
+    /// Of a full micro-batch whose sequences are as long as they may be.
+    pub fn of(config: &TrainConfig, model: &Model, precision: &Precision) -> Result<MemoryPlan> {
         let length = config.data.sequence_length;
         let ends: Vec<usize> = (0..=config.batch.sequences).map(|i| i * length).collect();
-        let model = &trainer.model;
-        let plan = Plan::new(&model.config, model.precision(), &ends, trainer.recompute())?;
-        let (masters, moments, gradients) = trainer.optimizer_bytes();
+        let targets = |module: &str| is_target(config, module);
+        let step = Step {
+            loss: config.loss.options(),
+            learned: &|spec| is_learned(config, &model.parameter_name(spec)),
+            adapters: config.lora.as_ref().map(|lora| (lora.rank, &targets as &dyn Fn(&str) -> bool)),
+            ..Step::new(&ends, config.precision.recompute.into())
+        };
+        let plan = Plan::new(&model.config, precision, &step)?;
+        let learned = |spec: &&ballast_model::params::Spec| spec.trainable && is_learned(config, &model.parameter_name(spec));
+        let rounded_weights = precision.params == Storage::Bf16;
+        let weights = model.specs.weights.iter().filter(|spec| rounded_weights && learned(spec));
+        let protected = model.specs.protected.iter().filter(|spec| is_rounded(precision, spec) && learned(spec));
+        let masters = if config.optimizer.masters { weights.chain(protected).map(|spec| 4 * spec.len()).sum() } else { 0 };
         let rows = [
             ("weights", plan.parameters - plan.protected),
             ("protected tensors, f32", plan.protected),
+            ("adapters, f32", plan.adapters),
             ("masters, f32", masters),
-            ("moments, f32", moments),
-            ("gradients, f32", gradients),
+            ("moments, f32", 2 * plan.gradients),
+            ("gradients, f32", plan.gradients),
             ("kept for backward: linear attention", plan.linear_layers),
             ("kept for backward: softmax attention", plan.softmax_layers),
             ("kept for backward: latent attention", plan.latent_layers),
             ("kept for backward: outside the layers", plan.around),
-            ("logits of a slice", plan.logits),
+            ("alive for a moment", plan.transient),
             ("scratch of all threads", plan.scratch),
         ];
         let some = rows.into_iter().filter(|(_, bytes)| *bytes > 0);

@@ -187,8 +187,13 @@ impl Trainer {
         }
     }
 
-    /// The finished model, in `OUT/model`.
+    /// The finished model, in `OUT/model`; adapters, in `OUT/adapter`.
     fn publish(&self, watcher: &dyn Watcher) -> Result<PathBuf> {
+        if self.config.lora.is_some() {
+            let path = self.config.out.join("adapter");
+            self.model.write_adapters(&path, path.exists())?;
+            return Ok(path);
+        }
         let path = self.config.out.join("model");
         self.model.save(&path, path.exists(), watcher)?;
         for (name, bytes) in &self.sidecars {
@@ -203,7 +208,7 @@ impl Trainer {
         let path = out.join("report.html");
         let records = metrics::read(&out.join("metrics.jsonl"))?;
         let config = self.config.to_toml()?;
-        let plan = MemoryPlan::new(self)?;
+        let plan = self.memory_plan()?;
         let ledger = self.ledger.entries.iter().map(|entry| LedgerRow {
             name: entry.name.clone(),
             dtype: entry.dtype.clone(),
@@ -225,6 +230,11 @@ impl Trainer {
         };
         std::fs::write(&path, report::html(&report)).map_err(Error::io(&path, "write"))?;
         Ok(path)
+    }
+
+    /// What a step takes in memory.
+    pub fn memory_plan(&self) -> Result<MemoryPlan> {
+        MemoryPlan::of(&self.config, &self.model, self.model.precision())
     }
 
     fn facts(&self) -> Vec<(String, String)> {

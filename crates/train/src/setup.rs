@@ -10,7 +10,6 @@ use serde_json::Value;
 use crate::config::TrainConfig;
 use crate::data::{Document, Documents, Files, Packer, Split, Text};
 use crate::error::{Error, Result};
-use crate::sites;
 use crate::task::{self, Task};
 
 /// Embedded architectures, small enough to try things with; bytes are their vocabulary.
@@ -25,20 +24,26 @@ pub const PRESETS: [(&str, &str, &str); 4] = [
 pub fn precision(config: &TrainConfig, model: &Config) -> Result<Precision> {
     let mut precision = Precision::preset(&config.precision.preset, model)?;
     for (site, dtype) in &config.precision.sites {
-        sites::set(&mut precision, site, dtype)?;
+        precision
+            .set_site(site, dtype)
+            .map_err(|error| Error::Config(format!("`precision.sites.{site}`: {error}")))?;
     }
     Ok(precision)
 }
 
 /// The model in f32, as it was read or drawn; the caller casts it.
 pub fn model(config: &TrainConfig) -> Result<Model> {
-    let f32 = |_: &Config| Ok(Precision::f32());
-    if let Some(path) = &config.model.checkpoint {
-        let mut model = Model::load(path, f32)?;
-        model.save_as_hf();
-        return Ok(model);
+    match &config.model.checkpoint {
+        Some(path) => load(path),
+        None => Ok(Model::init(&architecture(config)?, |_| Ok(Precision::f32()), config.seed)?),
     }
-    Ok(Model::init(&architecture(config)?, f32, config.seed)?)
+}
+
+/// A checkpoint in f32, to be saved in Hugging Face's layout from now on.
+pub fn load(path: &Path) -> Result<Model> {
+    let mut model = Model::load(path, |_| Ok(Precision::f32()))?;
+    model.save_as_hf();
+    Ok(model)
 }
 
 fn architecture(config: &TrainConfig) -> Result<Value> {
@@ -55,15 +60,25 @@ fn architecture(config: &TrainConfig) -> Result<Value> {
     serde_json::from_str(json).map_err(|error| Error::Config(format!("preset {name}: {error}")))
 }
 
-/// Zero gradients for what is learned: not for what is frozen, and with adapters for nothing else.
+/// Whether a parameter is learned: not what is frozen, and with adapters nothing but them.
+pub fn is_learned(config: &TrainConfig, name: &str) -> bool {
+    config.lora.is_none() && !config.model.freeze.iter().any(|pattern| matches(pattern, name))
+}
+
+/// Whether a module gets an adapter.
+pub fn is_target(config: &TrainConfig, module: &str) -> bool {
+    let ends = |target: &String| module == target || module.ends_with(&format!(".{target}"));
+    config.lora.as_ref().is_some_and(|lora| lora.targets.iter().any(ends))
+}
+
+/// Zero gradients for what is learned.
 pub fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
     for pattern in &config.model.freeze {
         if !model.specs.all().any(|spec| matches(pattern, &model.parameter_name(spec))) {
             return Err(Error::Config(format!("`model.freeze`: no parameter is called {pattern:?}")));
         }
     }
-    let frozen = |name: &str| config.model.freeze.iter().any(|pattern| matches(pattern, name));
-    let grads = model.grads_of(|spec| config.lora.is_none() && !frozen(&model.parameter_name(spec)));
+    let grads = model.grads_of(|spec| is_learned(config, &model.parameter_name(spec)));
     if grads.bytes() == 0 {
         return Err(Error::Config("`model.freeze` leaves nothing that could be learned".into()));
     }

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! OUT/checkpoints/step-00000100/model/                  Hugging Face's form: config.json, weights by contract, tokenizer
+//!                               adapter/                in its place where adapters are trained: PEFT's form
 //!                               optimizer.safetensors   masters and moments
 //!                               state.json              step, cursor, ledger, sentinel, configuration, checksums
 //! ```
@@ -98,6 +99,7 @@ pub fn weights_checksum(model: &Model) -> String {
                 .fold(0xcbf2_9ce4_8422_2325, |hash: u64, x| (hash ^ x.to_bits() as u64).wrapping_mul(0x100_0000_01b3)),
         });
     }
+    sums.extend(model.params.adapters().iter().flatten().flat_map(|low| [checksum(&low.a), checksum(&low.b)]));
     sums.extend(model.params.protected().iter().map(|tensor| checksum(tensor.values())));
     combined(&sums)
 }
@@ -164,12 +166,16 @@ impl Store {
         }
         let staging = Staging::new(&target, false, false, &[])?;
         let folder = staging.folder();
-        let weights = folder.join("model");
-        model.save(&weights, false, observer)?;
-        for (name, bytes) in files {
-            write_file(&weights.join(name), bytes)?;
+        if model.params.adapters().is_empty() {
+            let weights = folder.join("model");
+            model.save(&weights, false, observer)?;
+            for (name, bytes) in files {
+                write_file(&weights.join(name), bytes)?;
+            }
+            state.ledger.check_saved(&weights)?;
+        } else {
+            model.write_adapters(&folder.join("adapter"), false)?;
         }
-        state.ledger.check_saved(&weights)?;
         let names: Vec<String> = optimizer.tensors().map(|(name, _, _)| name).collect();
         let tensors: Vec<Named<'_>> =
             optimizer.tensors().zip(&names).map(|((_, shape, values), name)| (name.as_str(), shape, values)).collect();
@@ -244,7 +250,12 @@ pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &
                        that it was made with";
         return refuse(checkpoint.join("state.json"), problem);
     }
-    model.reload(&checkpoint.join("model"))?;
+    if model.params.adapters().is_empty() {
+        model.reload(&checkpoint.join("model"))?;
+    } else {
+        model.drop_adapters();
+        model.read_adapters(&checkpoint.join("adapter"))?;
+    }
     if state.weights_checksum != weights_checksum(model) {
         return refuse(checkpoint.join("model"), "the weights are not those that were saved; go back to an earlier checkpoint");
     }

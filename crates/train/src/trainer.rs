@@ -15,7 +15,8 @@ use std::time::Instant;
 
 use ballast_checkpoint::tensor_file::write_integers;
 use ballast_model::params::Grads;
-use ballast_model::{LossOptions, Model, Recompute, memory};
+use ballast_kernels::Precision as Rounding;
+use ballast_model::{LossOptions, Model, Precision, Recompute, memory};
 
 use crate::config::{OnFault, OnSpike, TrainConfig};
 use crate::data::{Cursor, Document, MicroBatch, Packer, Split, Text};
@@ -23,9 +24,10 @@ use crate::error::{Error, Result};
 use crate::ledger::Ledger;
 use crate::metrics::{Event, Step};
 use crate::optimizer::{Norms, Optimizer};
+use crate::plan::MemoryPlan;
 use crate::schedule::learning_rate;
 use crate::sentinel::{self, Fault, Sentinel};
-use crate::{setup, sites};
+use crate::setup;
 use crate::state::{self, State, Store};
 
 /// A run: everything that the next step depends on.
@@ -114,8 +116,10 @@ impl Trainer {
         })?;
         let config = TrainConfig::from_table(table, settings, None)?;
         let config = TrainConfig { out: out.to_path_buf(), ..config };
-        let mut model = Model::load(&checkpoint.join("model"), |_| Ok(ballast_model::Precision::f32()))?;
-        model.save_as_hf();
+        let model = match config.lora {
+            Some(_) => setup::model(&config)?,
+            None => setup::load(&checkpoint.join("model"))?,
+        };
         let mut trainer = Trainer::build(config, store, model)?;
         trainer.restore(&checkpoint, state)?;
         Ok(trainer)
@@ -127,9 +131,10 @@ impl Trainer {
         let mut ledger = Ledger::new(&model, model.precision());
         ledger.check(&model, "build")?;
         let precision = setup::precision(&config, &model.config)?;
+        let plan = MemoryPlan::of(&config, &model, &precision)?;
+        memory::check("this run", plan.total().saturating_sub(model.params.bytes() as u64))?;
         if let Some(lora) = &config.lora {
-            let wanted = |name: &str| lora.targets.iter().any(|target| name == target || name.ends_with(&format!(".{target}")));
-            let _ = (&wanted, lora); // model.add_adapters(&wanted, lora.rank, lora.alpha, config.seed)?;
+            model.add_adapters(&|module| setup::is_target(&config, module), lora.rank, lora.alpha, config.seed)?;
         }
         let grads = setup::grads(&config, &model)?;
         let optimizer = Optimizer::new(&model, &grads, &config.optimizer, &precision);
@@ -365,7 +370,11 @@ impl Trainer {
 
     /// Raises the lowered sites that lead to a fault; their names.
     fn escalate(&mut self, fault: &Fault, step: u64) -> Result<Vec<String>> {
-        let lowered = sites::lowered_at(self.model.precision(), &fault.site);
+        let is_lowered = |name: &&&'static str| {
+            let sites = self.model.precision().sites();
+            sites.iter().any(|(site, rounding)| *site == **name && *rounding != Rounding::F32)
+        };
+        let lowered: Vec<&str> = Precision::site_of(&fault.site).iter().filter(is_lowered).copied().collect();
         for site in &lowered {
             self.raise(site)?;
             self.ledger.escalations.push((step, site.to_string()));
@@ -375,7 +384,7 @@ impl Trainer {
 
     fn raise(&mut self, site: &str) -> Result {
         let mut precision = self.model.precision().clone();
-        sites::set(&mut precision, site, "f32")?;
+        precision.set_site(site, "f32")?;
         self.model.set_precision(precision);
         Ok(())
     }

@@ -8,6 +8,7 @@ mod diff;
 mod eval;
 mod generate;
 mod inspect;
+mod merge;
 mod model;
 mod oracle;
 mod repair;
@@ -68,6 +69,8 @@ enum Command {
     Repair(repair::RepairArgs),
     /// Train a model; without arguments, a small hybrid on an embedded task.
     Train(train::TrainArgs),
+    /// Make adapters part of the weights of a model.
+    Merge(merge::MergeArgs),
     /// Write a text: continue a prompt, answer a conversation, or chat.
     Generate(generate::GenerateArgs),
     /// Perplexity of a model on a text, with its standard error.
@@ -104,6 +107,7 @@ impl Cli {
             Command::Eval(args) => eval::run(args, global),
             Command::Data(args) => data::run(args, global),
             Command::Oracle(args) => oracle::run(args, global),
+            Command::Merge(args) => merge::run(args, global),
             Command::Train(args) => train::run(args, global),
             Command::Trace(args) => trace::run(args, global),
         }

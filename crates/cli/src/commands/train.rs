@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use ballast_checkpoint::jobs::Observer;
 use ballast_train::config::KEYS;
 use ballast_train::metrics::{Evaluation, Record, Step};
-use ballast_train::plan::MemoryPlan;
 use ballast_train::report::Sample;
 use ballast_train::setup::PRESETS;
 use ballast_train::{Summary, TrainConfig, Trainer, Watcher};
@@ -187,7 +186,7 @@ fn introduce(trainer: &Trainer) -> anyhow::Result<()> {
         trainer.ledger.f32_tensors(),
         config.steps,
         count(tokens as u64),
-        bytes(MemoryPlan::new(trainer)?.total()),
+        bytes(trainer.memory_plan()?.total()),
         clean(&config.out.display().to_string()),
     );
     Ok(())
@@ -281,7 +280,7 @@ fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
     let out = config.out.clone();
     let mut trainer = Trainer::new(TrainConfig { out: folder.path().into(), ..config })?;
     let batches = trainer.preview()?;
-    let plan = MemoryPlan::new(&trainer)?;
+    let plan = trainer.memory_plan()?;
     let seconds = trainer.measure_step(&batches)?;
     let roles = trainer.dtypes_by_role();
     let tokens: usize = batches.iter().map(|batch| batch.batch.tokens()).sum();

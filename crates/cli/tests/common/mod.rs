@@ -251,3 +251,31 @@ pub(crate) fn permissions_do_not_bind(folder: &Path) -> bool {
     fs::remove_file(&path).expect("own file");
     readable
 }
+
+/// Where the small disk is, in the process that has one.
+const SMALL_DISK: &str = "BALLAST_TEST_SMALL_DISK";
+
+/// Calls `body` with the path of a disk of its own, of this size. That takes a mount namespace: the test called
+/// `test` is run again inside one. Where the system allows none, the test says so and does nothing.
+pub(crate) fn on_small_disk(test: &str, size: &str, body: impl FnOnce(&Path)) {
+    if let Some(disk) = std::env::var_os(SMALL_DISK) {
+        return body(Path::new(&disk));
+    }
+    let disk = tempfile::tempdir().unwrap();
+    for namespace in ["-m", "-rm"] {
+        let script = "mount -t tmpfs -o \"$1\" tmpfs \"$2\" || exit 99; shift 2; exec \"$@\"";
+        let mut command = Command::new("unshare");
+        command.arg(namespace).args(["sh", "-c", script, "sh", size]).arg(disk.path());
+        command.arg(std::env::current_exe().unwrap()).args(["--exact", test, "--nocapture"]);
+        let result = command.env(SMALL_DISK, disk.path()).stdin(Stdio::null()).output();
+        let Ok(output) = result else { continue };
+        let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        match output.status.code() {
+            Some(0) if text.contains("1 passed") => return,
+            // 101 is what a failed test exits with; 0 without a test means a wrong name.
+            Some(0 | 101) => panic!("on the small disk:\n{text}"),
+            _ => {}
+        }
+    }
+    eprintln!("skipped {test}: no mount namespace can be had here");
+}

@@ -55,6 +55,11 @@ impl Model {
         Ok(self.params.adapters.iter().flatten().count())
     }
 
+    /// Takes the adapters away; the weights stay as they are.
+    pub fn drop_adapters(&mut self) {
+        self.params.adapters.clear();
+    }
+
     /// Makes the adapters part of their weights, W + scale B A in f32 and then in the weight's type, and says how many
     /// there were.
     pub fn merge_adapters(&mut self) -> Result<usize> {

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use ballast_checkpoint::Error as CheckpointError;
 use ballast_checkpoint::staging::Staging;
-use ballast_checkpoint::tensor_file::{Array, TensorFile, write_f32};
+use ballast_checkpoint::tensor_file::{Named, TensorFile, write_f32};
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
@@ -49,12 +49,11 @@ impl Model {
         });
         let mut tensors = Vec::new();
         for (module, low, shape) in &adapters {
-            let a = Array { shape: vec![low.rank, shape[1]], values: low.a.clone() };
-            let b = Array { shape: vec![shape[0], low.rank], values: low.b.clone() };
-            tensors.push((format!("{PREFIX}{module}.lora_A.weight"), a));
-            tensors.push((format!("{PREFIX}{module}.lora_B.weight"), b));
+            tensors.push((format!("{PREFIX}{module}.lora_A.weight"), [low.rank, shape[1]], &low.a[..]));
+            tensors.push((format!("{PREFIX}{module}.lora_B.weight"), [shape[0], low.rank], &low.b[..]));
         }
-        let named: Vec<(&str, &Array<f32>)> = tensors.iter().map(|(name, array)| (&name[..], array)).collect();
+        let named: Vec<Named<'_>> =
+            tensors.iter().map(|(name, shape, values)| (&name[..], &shape[..], *values)).collect();
         let staging = Staging::new(folder, false, force, &[])?;
         let path = staging.folder().join(CONFIG);
         fs::write(&path, format!("{config:#}\n")).map_err(CheckpointError::io(&path, "write"))?;

@@ -1,0 +1,46 @@
+//! `ballast merge`
+
+use std::path::PathBuf;
+
+use ballast_model::{Model, Precision};
+use clap::Args;
+use serde_json::json;
+
+use super::Global;
+use super::model::PrecisionArg;
+use crate::exit::Outcome;
+use crate::output::{self, clean, plural};
+
+/// Make adapters part of the weights: W + scale B A, computed in f32, then in the type that weights are stored in.
+#[derive(Args)]
+pub(crate) struct MergeArgs {
+    /// The model that the adapters were trained on.
+    model: PathBuf,
+    /// Folder with adapter_config.json and adapter_model.safetensors, from `ballast train` or PEFT.
+    adapter: PathBuf,
+    /// Where the merged model goes.
+    #[arg(long, value_name = "FOLDER")]
+    out: PathBuf,
+    /// Replace an existing checkpoint there.
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    precision: PrecisionArg,
+}
+
+pub(crate) fn run(args: MergeArgs, global: &Global) -> anyhow::Result<Outcome> {
+    let progress = global.progress();
+    let precision = args.precision.name(&args.model)?;
+    let mut model = Model::load(&args.model, |config| Precision::preset(&precision, config))?;
+    model.read_adapters(&args.adapter)?;
+    let merged = model.merge_adapters()?;
+    let report = model.save(&args.out, args.force, &progress)?;
+    drop(progress);
+    if global.json {
+        output::print_json("merge", &json!({ "adapters": merged, "precision": precision, "out": args.out, "written": report }));
+    } else {
+        let out = clean(&args.out.display().to_string());
+        output::print(&format!("{} merged into {out}, {precision}\n", plural(merged, "adapter")));
+    }
+    Ok(Outcome::Ok)
+}
