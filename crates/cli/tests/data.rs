@@ -13,7 +13,7 @@ fn inspect(scratch: &Scratch, args: &[&str]) -> Run {
 fn with_chats() -> Scratch {
     let scratch = Scratch::with_text_model();
     let lines = [
-        json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello\tyou."}]}),
+        json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello you."}]}),
         json!({"messages": [{"role": "user", "content": "Hi"}]}),
         json!({"prompt": "one,", "completion": " two"}),
     ];
@@ -24,7 +24,7 @@ fn with_chats() -> Scratch {
 #[test]
 fn samples_show_what_is_trained_on_in_brackets() {
     let out = inspect(&with_chats(), &["chats.jsonl"]).exits(0).stdout;
-    assert!(out.contains("<|im_start|>assistant\n⟦Hello\tyou.<|im_end|>⟧\n"), "{out}");
+    assert!(out.contains("<|im_start|>assistant\n⟦Hello you.<|im_end|>⟧\n"), "{out}");
     assert!(out.contains("one,⟦ two<|im_end|>⟧\n"), "{out}");
     assert!(out.contains("chats.jsonl, line 2: ") && out.contains(", 0 trained on"), "{out}");
     for word in ["3, all read", "1 document", "median", "a packed micro-batch", "chats.jsonl, line 3"] {
