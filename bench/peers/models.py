@@ -43,8 +43,8 @@ def peak_bytes():
     return 0
 
 
-def torch_step(folder, tokens, dtype, compiled, repetitions):
-    """Seconds and memory of loss and gradients; run in a process of its own."""
+def torch_step(folder, tokens, dtype, compiled, repetitions, update=False):
+    """Seconds and memory of loss and gradients, and of clipping and AdamW too; run in a process of its own."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -54,12 +54,16 @@ def torch_step(folder, tokens, dtype, compiled, repetitions):
         model = torch.compile(model)
     ids = torch.tensor([[t * 7919 % CONFIG["vocab_size"] for t in range(tokens)]])
     loss = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.1) if update else None
 
     def step():
         model.zero_grad()
         out = model(ids, labels=ids)
         out.loss.backward()
         loss.append(out.loss.item())
+        if optimizer:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
 
     seconds = median(step, repetitions)
     return {"seconds": seconds, "memory": peak_bytes() - before, "loss": loss[-1]}
@@ -133,6 +137,13 @@ def run(arguments, folder):
     peer = child(arguments, "step", folder, 256, "bfloat16", 0, 1)
     row("forward+backward bf16, T 256", milliseconds(peer), milliseconds(short), peer["seconds"] / short["seconds"], "30x")
     row("  peak memory", mebibytes(peer), mebibytes(short), peer["memory"] / short["memory"], "2x")
+    # torch keeps its moments in the parameters' type; ours are f32, with f32 masters beside bf16 weights.
+    for tokens, precision, dtype, target in [(1024, "f32", "float32", "2x"), (256, "bf16", "bfloat16", "30x")]:
+        mine = ballast("step", folder, "--tokens", tokens, "--precision", precision, "--update", *threads)
+        peer = child(arguments, "train", folder, tokens, dtype, 0, 5)
+        row(f"training step {precision}, T {tokens}", milliseconds(peer), milliseconds(mine), peer["seconds"] / mine["seconds"], target)
+        row("  peak memory", mebibytes(peer), mebibytes(mine), peer["memory"] / mine["memory"], "2x")
+        print(f"    planned {mine['planned'] / 2**20:.0f} MiB, measured {mebibytes(mine)}")
     for precision in ("f32", "bf16"):
         long, base = ours[8192, precision], ours[1024, precision]
         growth = long["seconds"] / 8192 / (base["seconds"] / 1024)
@@ -160,9 +171,9 @@ def main():
     torch.set_num_threads(arguments.threads)
     if arguments.child:
         kind, folder, *options = arguments.child
-        if kind == "step":
+        if kind in ("step", "train"):
             tokens, dtype, compiled, repetitions = options
-            result = torch_step(folder, int(tokens), dtype, compiled == "1", int(repetitions))
+            result = torch_step(folder, int(tokens), dtype, compiled == "1", int(repetitions), kind == "train")
         else:
             result = torch_decode(folder, int(options[0]))
         print(json.dumps(result))

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! cargo run --release -p ballast-bench --bin bench-model -- step MODEL --tokens 1024 --precision bf16
+//! cargo run --release -p ballast-bench --bin bench-model -- step MODEL --tokens 1024 --precision bf16 --update
 //! cargo run --release -p ballast-bench --bin bench-model -- decode MODEL --tokens 64
 //! ```
 
@@ -10,6 +11,8 @@ use std::time::Instant;
 
 use ballast_bench::measure::median;
 use ballast_model::{Batch, LossOptions, Model, Plan, Precision, Recompute, Step, memory};
+use ballast_train::config::OptimizerConfig;
+use ballast_train::optimizer::Optimizer;
 use clap::{Parser, Subcommand, ValueEnum};
 use rayon::prelude::*;
 
@@ -32,11 +35,15 @@ struct Args {
 enum Case {
     /// Loss and all gradients of one sequence.
     Step {
+        /// A checkpoint, or a config.json: random weights.
         model: PathBuf,
         #[arg(long, default_value_t = 1024)]
         tokens: usize,
         #[arg(long, default_value = "none")]
         recompute: Made,
+        /// A whole training step: clipping and AdamW with f32 masters and moments too.
+        #[arg(long)]
+        update: bool,
     },
     /// Tokens one after another, and the memory bandwidth that this reaches.
     Decode {
@@ -58,9 +65,22 @@ fn main() -> anyhow::Result<()> {
     rayon::ThreadPoolBuilder::new().num_threads(args.threads).build_global()?;
     let before = memory::peak().unwrap_or(0);
     let load = |path: &PathBuf| Model::load(path, |config| Precision::preset(&args.precision, config));
+    let load_f32 = |path: &PathBuf| -> anyhow::Result<Model> {
+        if path.extension().is_some_and(|e| e == "json") {
+            let config = serde_json::from_str(&std::fs::read_to_string(path)?)?;
+            return Ok(Model::init(&config, |_| Ok(Precision::f32()), 1)?);
+        }
+        Ok(Model::load(path, |_| Ok(Precision::f32()))?)
+    };
     let report = match &args.case {
-        Case::Step { model, tokens, recompute } => {
-            let model = load(model)?;
+        Case::Step { model, tokens, recompute, update } => {
+            let mut model = load_f32(model)?;
+            let precision = Precision::preset(&args.precision, &model.config)?;
+            let learned = model.grads();
+            let settings = OptimizerConfig::default();
+            let mut optimizer = update.then(|| Optimizer::new(&model, &learned, &settings, &precision));
+            drop(learned);
+            model.set_precision(precision);
             let recompute = match recompute {
                 Made::None => Recompute::None,
                 Made::Selective => Recompute::Selective,
@@ -74,15 +94,20 @@ fn main() -> anyhow::Result<()> {
             let seconds = median(args.repetitions, || {
                 grads.clear();
                 loss = model.backward(&mut grads, &batch, &options, recompute, None)?.language.sum;
+                if let Some(optimizer) = &mut optimizer {
+                    let norm = optimizer.norms(&grads).global;
+                    optimizer.step(&mut model, &grads, norm, 1e-6)?;
+                }
                 Ok(())
             })?;
             let plan = Plan::new(&model.config, model.precision(), &Step::new(&batch.cu_seqlens, recompute))?;
+            let kept = optimizer.as_ref().map_or(0, |o| o.master_bytes() + o.moment_bytes());
             serde_json::json!({
                 "seconds": seconds,
                 "loss": loss / batch.counted() as f64,
                 "memory": memory::peak().unwrap_or(0) - before,
                 "plan": plan,
-                "planned": plan.total(),
+                "planned": plan.total() + kept,
             })
         }
         Case::Decode { model, tokens } => {

@@ -526,14 +526,21 @@ fn check_keys(table: &Table, above: &str, place: &str) -> Result {
                 return Err(Error::Config(format!("{place}`{path}` is a section; what it holds is `{path}.<key>`")));
             }
             _ => {
-                return Err(Error::Config(format!(
-                    "{place}`{path}` is not known; the nearest key is `{}`",
-                    nearest(&path)
-                )));
+                let path = first_leaf(&path, value);
+                let near = nearest(&path);
+                return Err(Error::Config(format!("{place}`{path}` is not known; the nearest key is `{near}`")));
             }
         }
     }
     Ok(())
+}
+
+/// The path of the first value in an unknown section, which says more than the section alone.
+fn first_leaf(path: &str, value: &Value) -> String {
+    match value.as_table().and_then(|table| table.iter().next()) {
+        Some((key, inner)) => first_leaf(&format!("{path}.{key}"), inner),
+        None => path.into(),
+    }
 }
 
 /// The known key with the fewest changes.
@@ -575,6 +582,11 @@ fn apply(table: &mut Table, setting: &str) -> Result {
         inner = entry
             .as_table_mut()
             .ok_or_else(|| Error::Config(format!("--set {setting:?}: `{key}` is not a section")))?;
+    }
+    // One source of a model takes the place of another.
+    const SOURCES: [&str; 3] = ["preset", "config", "checkpoint"];
+    if path.trim().starts_with("model.") && SOURCES.contains(&last) {
+        SOURCES.iter().for_each(|source| drop(inner.remove(*source)));
     }
     inner.insert(last.into(), value);
     Ok(())
@@ -661,6 +673,10 @@ mod tests {
             let error = load(&[setting]).unwrap_err().to_string();
             assert!(error.contains(key), "{setting}: {error}");
         }
-        assert!(load(&["model.preset=a", "model.checkpoint=b"]).unwrap_err().to_string().contains("more than one"));
+        let both: Table = "[model]\npreset = 'a'\ncheckpoint = 'b'".parse().unwrap();
+        let error = TrainConfig::from_table(both, &[], None).unwrap_err().to_string();
+        assert!(error.contains("more than one"), "{error}");
+        let last = load(&["model.preset=a", "model.checkpoint=b"]).unwrap().model;
+        assert_eq!((last.preset, last.checkpoint), (None, Some("b".into())));
     }
 }
