@@ -110,22 +110,24 @@ fn learning_rate(report: &Report<'_>) -> String {
 
 /// Those that only some models have.
 fn other_losses(report: &Report<'_>) -> String {
-    let losses: [(&str, &str, fn(&Step) -> Option<f64>); 2] = [
-        ("indexer-loss", "Indexer loss", |step| step.indexer_loss),
-        ("balance-loss", "Balance loss", |step| step.balance_loss),
-    ];
-    let plots = losses.into_iter().filter_map(|(id, title, value)| {
-        let points: Points =
-            steps(report).filter_map(|step| Some((step.step as f64, value(step)?))).collect();
-        (!points.is_empty()).then(|| {
-            let scale = Scale::fitting(points.iter().map(|point| point.1));
-            let says = sentence(&[change("It", &points)]);
-            let series = with_smoothed(&title.to_lowercase(), points, 6);
-            LinePlot { says, scale, series, ..plot(report, id, title) }.html()
-        })
-    });
-    let plots: Vec<String> = plots.collect();
+    let indexer = other_loss(report, "indexer-loss", "Indexer loss", |step| step.indexer_loss);
+    let balance = other_loss(report, "balance-loss", "Balance loss", |step| step.balance_loss);
+    let plots: Vec<String> = [indexer, balance].into_iter().flatten().collect();
     if plots.is_empty() { String::new() } else { grid(&plots) }
+}
+
+fn other_loss(
+    report: &Report<'_>,
+    id: &str,
+    title: &str,
+    value: impl Fn(&Step) -> Option<f64>,
+) -> Option<String> {
+    let points: Points = steps(report).filter_map(|step| Some((step.step as f64, value(step)?))).collect();
+    let says = sentence(&[change("It", &points)]);
+    let scale = Scale::fitting(points.iter().map(|point| point.1));
+    let any = !points.is_empty();
+    let series = with_smoothed(&title.to_lowercase(), points, 6);
+    any.then(|| LinePlot { says, scale, series, ..plot(report, id, title) }.html())
 }
 
 /// The norm of all gradients, and that of each group on axes they share.
@@ -196,7 +198,7 @@ pub(super) fn speed(report: &Report<'_>) -> String {
     let says = format!("The median speed is {} tokens per second", say::number(typical));
     let says_slowest = slowest.map(|(slowest, typical)| {
         format!(
-            "The median step took {}, the slowest, {}, {}",
+            "The median step took {}, the slowest, step {}, {}",
             say::duration(typical),
             say::count(slowest.0 as u64),
             say::duration(slowest.1)
