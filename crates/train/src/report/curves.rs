@@ -61,7 +61,7 @@ fn loss(report: &Report<'_>) -> String {
     let validation: Points = evaluations(report).map(|found| (found.step as f64, found.loss)).collect();
     let says = [change("The loss", &train), lowest_validation(report)];
     let scale = Scale::fitting(train.iter().chain(&validation).map(|point| point.1));
-    let mut series = with_smoothed("train", train, 0);
+    let mut series = with_smoothed("train", train, scale, 0);
     if !validation.is_empty() {
         let name = "validation".to_string();
         series.push(Series { name, points: validation, look: Look::Dots, colour: 1 });
@@ -110,22 +110,24 @@ fn learning_rate(report: &Report<'_>) -> String {
 
 /// Those that only some models have.
 fn other_losses(report: &Report<'_>) -> String {
-    let losses: [(&str, &str, fn(&Step) -> Option<f64>); 2] = [
-        ("indexer-loss", "Indexer loss", |step| step.indexer_loss),
-        ("balance-loss", "Balance loss", |step| step.balance_loss),
-    ];
-    let plots = losses.into_iter().filter_map(|(id, title, value)| {
-        let points: Points =
-            steps(report).filter_map(|step| Some((step.step as f64, value(step)?))).collect();
-        (!points.is_empty()).then(|| {
-            let scale = Scale::fitting(points.iter().map(|point| point.1));
-            let says = sentence(&[change("It", &points)]);
-            let series = with_smoothed(&title.to_lowercase(), points, 6);
-            LinePlot { says, scale, series, ..plot(report, id, title) }.html()
-        })
-    });
-    let plots: Vec<String> = plots.collect();
+    let indexer = other_loss(report, "indexer-loss", "Indexer loss", |step| step.indexer_loss);
+    let balance = other_loss(report, "balance-loss", "Balance loss", |step| step.balance_loss);
+    let plots: Vec<String> = [indexer, balance].into_iter().flatten().collect();
     if plots.is_empty() { String::new() } else { grid(&plots) }
+}
+
+fn other_loss(
+    report: &Report<'_>,
+    id: &str,
+    title: &str,
+    value: impl Fn(&Step) -> Option<f64>,
+) -> Option<String> {
+    let points: Points = steps(report).filter_map(|step| Some((step.step as f64, value(step)?))).collect();
+    let says = sentence(&[change("It", &points)]);
+    let scale = Scale::fitting(points.iter().map(|point| point.1));
+    let any = !points.is_empty();
+    let series = with_smoothed(&title.to_lowercase(), points, scale, 6);
+    any.then(|| LinePlot { says, scale, series, ..plot(report, id, title) }.html())
 }
 
 /// The norm of all gradients, and that of each group on axes they share.
@@ -147,7 +149,7 @@ pub(super) fn gradients(report: &Report<'_>) -> String {
         unit: "before clipping".into(),
         says: sentence(&[says]),
         scale: Scale::Log,
-        series: with_smoothed("norm", total, 0),
+        series: with_smoothed("norm", total, Scale::Log, 0),
         ..plot(report, "gradient-norm", "Gradient norm")
     };
     format!("<h2 id=\"gradients\">Gradients</h2>\n{}{}", all.html(), group_norms(report))
@@ -170,7 +172,7 @@ fn group_norms(report: &Report<'_>) -> String {
         Axis::airy(Scale::Log, groups.iter().flat_map(|(_, points)| points.iter().map(|point| point.1)));
     let plots: Vec<String> = (groups.into_iter())
         .map(|(name, points)| {
-            let series = with_smoothed("norm", points, 0);
+            let series = with_smoothed("norm", points, Scale::Log, 0);
             let plot = plot(report, "", name);
             LinePlot { series, y_axis: Some(y_axis), small: true, ..plot }.html()
         })
@@ -196,7 +198,7 @@ pub(super) fn speed(report: &Report<'_>) -> String {
     let says = format!("The median speed is {} tokens per second", say::number(typical));
     let says_slowest = slowest.map(|(slowest, typical)| {
         format!(
-            "The median step took {}, the slowest, {}, {}",
+            "The median step took {}, the slowest, step {}, {}",
             say::duration(typical),
             say::count(slowest.0 as u64),
             say::duration(slowest.1)
@@ -370,13 +372,17 @@ fn spread(points: &[(f64, f64)]) -> (Vec<(f64, f64, f64)>, Points) {
 }
 
 /// A noisy curve: its values pale, and smoothed on top where they are many.
-fn with_smoothed(name: &str, points: Points, colour: usize) -> Vec<Series> {
+fn with_smoothed(name: &str, points: Points, scale: Scale, colour: usize) -> Vec<Series> {
     if points.is_empty() {
         return Vec::new();
     }
     let many = points.len() >= SMOOTHED_FROM;
-    let smoothed =
-        Series { name: format!("{name}, smoothed"), points: smooth(&points), look: Look::Line, colour };
+    let smoothed = Series {
+        name: format!("{name}, smoothed"),
+        points: smooth(&points, scale),
+        look: Look::Line,
+        colour,
+    };
     let look = if many { Look::Pale } else { Look::Line };
     let mut series = vec![Series { name: name.into(), points, look, colour }];
     series.extend(many.then_some(smoothed));
@@ -384,14 +390,15 @@ fn with_smoothed(name: &str, points: Points, colour: usize) -> Vec<Series> {
 }
 
 /// The mean of two moving averages, one from either end, so that the curve lags behind neither. Weights fall by half
-/// over an eightieth of the run. Gaps stay gaps.
-fn smooth(points: &[(f64, f64)]) -> Points {
+/// over an eightieth of the run. On a log axis logarithms are averaged, or one large value would lift its neighbours.
+/// Gaps stay gaps.
+fn smooth(points: &[(f64, f64)], scale: Scale) -> Points {
     let keep = 0.5f64.powf(80.0 / points.len().max(160) as f64);
-    let values = points.iter().map(|point| point.1);
+    let values = points.iter().map(|point| scale.forward(point.1));
     let from_left = moving_average(values.clone(), keep);
     let from_right = moving_average(values.rev(), keep);
     (points.iter().zip(from_left).zip(from_right.into_iter().rev()))
-        .map(|((point, left), right)| (point.0, left / 2.0 + right / 2.0))
+        .map(|((point, left), right)| (point.0, scale.back(left / 2.0 + right / 2.0)))
         .collect()
 }
 
@@ -408,4 +415,27 @@ fn moving_average(values: impl Iterator<Item = f64>, keep: f64) -> Vec<f64> {
             sum / weight
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_smoothed_ramp_lags_behind_neither_end_and_gaps_stay() {
+        let mut ramp: Points = (0..201).map(|step| (step as f64, step as f64)).collect();
+        let smoothed = smooth(&ramp, Scale::Linear);
+        assert!((smoothed[100].1 - 100.0).abs() < 1e-9, "{}", smoothed[100].1);
+        ramp[50].1 = f64::INFINITY;
+        let lost = smooth(&ramp, Scale::Linear).iter().filter(|point| !point.1.is_finite()).count();
+        assert_eq!(lost, 1);
+    }
+
+    #[test]
+    fn one_large_value_does_not_lift_a_smoothed_curve_on_a_log_axis() {
+        let mut flat: Points = (0..200).map(|step| (step as f64, 1.0)).collect();
+        flat[100].1 = 1e6;
+        assert!(smooth(&flat, Scale::Log)[95].1 < 5.0);
+        assert!(smooth(&flat, Scale::Linear)[95].1 > 1e3);
+    }
 }

@@ -19,7 +19,7 @@ pub fn tick(value: f64, step: f64) -> String {
     let size = value.abs();
     let decimals = |step: f64| (-(step * 1.0001).log10().floor()).clamp(0.0, 9.0) as usize;
     match size {
-        _ if size < step * 1e-6 && (step < 1e-3 || step >= 1.0) => "0".into(),
+        _ if size < step * 1e-6 && !(1e-3..1.0).contains(&step) => "0".into(),
         _ if size < step * 1e-6 => format!("{:.*}", decimals(step), 0.0),
         _ if size >= 1e15 || (step < 1e-3 && (size < 10.0 * step || size < 1e-3)) => exponent(value),
         _ => {

@@ -34,11 +34,13 @@ impl Scale {
         value.is_finite() && value.abs() <= LARGEST && (self == Scale::Linear || value > 0.0)
     }
 
-    fn forward(self, value: f64) -> f64 {
+    /// Where equal distances are equal differences.
+    pub fn forward(self, value: f64) -> f64 {
         if self == Scale::Log { value.log10() } else { value }
     }
 
-    fn back(self, value: f64) -> f64 {
+    /// From there back to the value.
+    pub fn back(self, value: f64) -> f64 {
         if self == Scale::Log { 10f64.powf(value).clamp(f64::MIN_POSITIVE, f64::MAX) } else { value }
     }
 }

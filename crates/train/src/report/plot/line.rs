@@ -233,7 +233,7 @@ impl LinePlot {
         }
         for tick in x.ticks(if self.small { 3 } else { 8 }) {
             let place = at(x.place(tick.value).unwrap_or(0.0));
-            let class = if tick.stays { "x" } else { "x odd" };
+            let class = if tick.stays || self.small { "x" } else { "x odd" };
             svg +=
                 &format!("<text class=\"{class}\" x=\"{place}\" y=\"100%\" dy=\"18\">{}</text>", tick.label);
         }
