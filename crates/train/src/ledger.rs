@@ -140,9 +140,9 @@ impl Ledger {
         model.logits(&Batch::packed(vec![0, 0], vec![0, 2])?, Some(&mut reader))?;
         for (entry, spec) in self.entries.iter_mut().zip(&model.specs.protected) {
             match reader.0.get(&spec.name) {
-                Some(("f32", sum)) if *sum == entry.last => entry.live += 1,
+                Some(("F32", sum)) if *sum == entry.last => entry.live += 1,
                 Some((dtype, sum)) => {
-                    let problem = format!("forward read {dtype} with the bits {sum:016x}, noted were f32 {:016x}", entry.last);
+                    let problem = format!("forward read {dtype} with the bits {sum:016x}, noted were F32 {:016x}", entry.last);
                     return Err(broken(entry, occasion, problem));
                 }
                 None => return Err(broken(entry, occasion, "forward did not read it".into())),
