@@ -124,9 +124,7 @@ impl Model {
                 |keep| layer.saved_bytes::<A>(&self.config, self.precision(), cu_seqlens, keep, stage);
             let transient = |keep| layer.transient::<A>(&self.config, tokens, keep, stage);
             let (kept, alive) = match recompute {
-                Recompute::Full => {
-                    (stream, saved(Keep::Everything) - stream + transient(Keep::Everything))
-                }
+                Recompute::Full => (stream, saved(Keep::Everything) - stream + transient(Keep::Everything)),
                 _ => (saved(recompute.keep()), transient(recompute.keep())),
             };
             plan.transient = plan.transient.max(alive);
