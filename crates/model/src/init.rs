@@ -91,12 +91,7 @@ fn values(spec: &Spec, config: &Config, seed: u64) -> Vec<f32> {
 }
 
 /// Fills a tensor with pairs of draws.
-pub(crate) fn draw(
-    values: &mut [f32],
-    name: &str,
-    seed: u64,
-    pair: impl Fn(&mut Rng) -> [f64; 2] + Sync,
-) {
+pub(crate) fn draw(values: &mut [f32], name: &str, seed: u64, pair: impl Fn(&mut Rng) -> [f64; 2] + Sync) {
     values.par_chunks_mut(BLOCK).enumerate().for_each(|(block, values)| {
         let mut rng = Rng::of(seed, name, block as u64);
         for values in values.chunks_mut(2) {

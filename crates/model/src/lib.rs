@@ -32,7 +32,7 @@ pub use config::Config;
 pub use decode::{PREFILL_TOKENS, Session};
 pub use error::{Error, Result};
 pub use model::{IndexerLoss, IndexerStage, LossOptions, Model, Recompute, StepLoss};
-pub use plan::{Plan, Step};
+pub use plan::{Plan, Step, Targets};
 pub use precision::Precision;
 pub use probe::Probe;
 pub use save::NamedTensor;

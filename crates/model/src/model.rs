@@ -290,7 +290,8 @@ impl Model {
         let experts = self.config.layers.iter().find_map(|layer| layer.experts);
         let balance = match (options.balance, experts) {
             (Some(_), None) => {
-                let problem = "the model has no experts whose load could be balanced; leave the balance loss out";
+                let problem =
+                    "the model has no experts whose load could be balanced; leave the balance loss out";
                 return Err(Error::Input(problem.into()));
             }
             (Some(coefficient), Some(experts)) if !options.is_warm_up() => {

@@ -12,6 +12,9 @@ use crate::model::{LossOptions, Model, Recompute};
 use crate::params::Spec;
 use crate::precision::{Precision, Storage};
 
+/// Whether a module is to carry an adapter, by its name in transformers.
+pub type Targets<'a> = &'a dyn Fn(&str) -> bool;
+
 /// A step whose memory is asked for.
 #[derive(Clone, Copy)]
 pub struct Step<'a> {
@@ -24,7 +27,7 @@ pub struct Step<'a> {
     /// Which of the parameters that can be learned are.
     pub learned: &'a dyn Fn(&Spec) -> bool,
     /// The adapters' rank and the modules that carry one, as for [`Model::add_adapters`].
-    pub adapters: Option<(usize, &'a dyn Fn(&str) -> bool)>,
+    pub adapters: Option<(usize, Targets<'a>)>,
 }
 
 impl<'a> Step<'a> {
@@ -124,9 +127,7 @@ impl Model {
                 |keep| layer.saved_bytes::<A>(&self.config, self.precision(), cu_seqlens, keep, stage);
             let transient = |keep| layer.transient::<A>(&self.config, tokens, keep, stage);
             let (kept, alive) = match recompute {
-                Recompute::Full => {
-                    (stream, saved(Keep::Everything) - stream + transient(Keep::Everything))
-                }
+                Recompute::Full => (stream, saved(Keep::Everything) - stream + transient(Keep::Everything)),
                 _ => (saved(recompute.keep()), transient(recompute.keep())),
             };
             plan.transient = plan.transient.max(alive);

@@ -209,7 +209,11 @@ impl Precision {
             "self_attn.logits" | "self_attn.o" => &["qk_product", "logits"],
             "self_attn.indexer.scores" => &["indexer_logits"],
             "mlp.router" => &["router"],
-            "input_layernorm" | "norm" | "self_attn.q" | "self_attn.k" | "self_attn.v"
+            "input_layernorm"
+            | "norm"
+            | "self_attn.q"
+            | "self_attn.k"
+            | "self_attn.v"
             | "self_attn.indexer.k" => &["norms"],
             "logits" => &["loss"],
             _ => &[],

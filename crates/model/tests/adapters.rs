@@ -175,17 +175,23 @@ fn adapters_survive_writing_and_reading() {
 fn what_cannot_carry_an_adapter_is_refused_with_the_reason() {
     let refused = |name: &str, wanted: &str| {
         let mut model = load(name, "f32");
-        let error = model.add_adapters(&|module| module.ends_with(wanted), 2, 2.0, 1).unwrap_err().to_string();
+        let error =
+            model.add_adapters(&|module| module.ends_with(wanted), 2, 2.0, 1).unwrap_err().to_string();
         assert!(model.params.adapters().is_empty());
         error
     };
     for (name, wanted, reason) in [
         ("qwen3_5_moe", "lm_head", "lm_head: the output head"),
         ("qwen3_5_moe", "embed_tokens", "model.embed_tokens: an embedding"),
-        ("qwen3_5_moe", "experts.down_proj", "model.layers.0.mlp.experts.down_proj: the matrices of all experts"),
+        (
+            "qwen3_5_moe",
+            "experts.down_proj",
+            "model.layers.0.mlp.experts.down_proj: the matrices of all experts",
+        ),
         ("qwen3_5_moe", "mlp.gate", "model.layers.2.mlp.gate: a router"),
         ("qwen3_5", "conv1d", "no matrix"),
         ("qwen3_5", "A_log", "model.layers.0.linear_attn.A_log: protected"),
+        ("deepseek_v32", "shared_experts.up_proj", "a name that PEFT takes for the experts'"),
         ("qwen3_next", "in_proj_z", "in_proj_qkvz"),
         ("qwen3_5", "q_porj", "known: down_proj, gate_proj, in_proj_a"),
     ] {
@@ -209,7 +215,8 @@ fn adapters_of_another_kind_or_another_model_are_refused() {
     let path = folder.join("adapter_config.json");
     let written: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     assert_eq!(written["r"], RANK);
-    for (field, value) in [("use_dora", true.into()), ("r", 4.into()), ("rank_pattern", [("a", 1)].into_iter().collect())]
+    for (field, value) in
+        [("use_dora", true.into()), ("r", 4.into()), ("rank_pattern", [("a", 1)].into_iter().collect())]
     {
         let mut config = written.clone();
         config[field] = value;

@@ -202,7 +202,11 @@ fn a_lowered_site_is_first_seen_where_it_is_said_to_be() {
             let (plain, lowered) = (record(&Precision::f32()), record(&precision));
             let first = plain.iter().zip(&lowered).find(|(a, b)| a.values != b.values);
             let (first, _) = first.unwrap_or_else(|| panic!("{name}: {site} changes nothing"));
-            assert!(Precision::site_of(&first.site).contains(site), "{name}: {site} is seen at {}", first.site);
+            assert!(
+                Precision::site_of(&first.site).contains(site),
+                "{name}: {site} is seen at {}",
+                first.site
+            );
             assert_eq!(Precision::site_of(&format!("d.{}", first.site)), Precision::site_of(&first.site));
         }
     }

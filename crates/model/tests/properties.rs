@@ -2,9 +2,7 @@
 
 mod common;
 
-use ballast_model::{
-    Batch, IndexerLoss, IndexerStage, LossOptions, Model, Plan, Precision, Recompute, Step,
-};
+use ballast_model::{Batch, IndexerLoss, IndexerStage, LossOptions, Model, Plan, Precision, Recompute, Step};
 use common::{MODELS, batch, error, ids, load};
 
 fn gradients(

@@ -24,7 +24,7 @@ fn batch(step: u64, vocabulary: u64) -> Batch {
 /// Losses and norms of this many steps.
 fn curve(name: &str) -> (Vec<f64>, Vec<f64>, usize) {
     let mut model = Model::load(&fixtures().join("models").join(name), |_| Ok(Precision::f32())).unwrap();
-    let config = OptimizerConfig { learning_rate: 1e-3, ..OptimizerConfig::default() };
+    let config = OptimizerConfig { learning_rate: 1e-4, weight_decay: 0.1, ..OptimizerConfig::default() };
     let schedule = ScheduleConfig { kind: ScheduleKind::Cosine, warmup: 4, floor: 0.1 };
     let mut grads = model.grads();
     let mut optimizer = Optimizer::new(&model, &grads, &config, &Precision::f32());
@@ -36,7 +36,7 @@ fn curve(name: &str) -> (Vec<f64>, Vec<f64>, usize) {
         let loss =
             model.backward(&mut grads, &batch, &LossOptions::default(), Recompute::None, None).unwrap().language;
         let norm = optimizer.norms(&grads).global;
-        optimizer.step(&mut model, &grads, norm, learning_rate(&schedule, 1e-3, step, STEPS)).unwrap();
+        optimizer.step(&mut model, &grads, norm, learning_rate(&schedule, config.learning_rate, step, STEPS)).unwrap();
         losses.push(loss.sum / loss.tokens as f64);
         norms.push(norm);
     }
@@ -63,5 +63,5 @@ fn twenty_steps_have_the_losses_of_transformers() {
             compared += 1;
         }
     }
-    assert_eq!(compared, 3 * STEPS);
+    assert_eq!(compared, 5 * STEPS);
 }

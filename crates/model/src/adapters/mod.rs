@@ -4,12 +4,14 @@
 //! y = x W^T + (alpha / rank) (x A^T) B^T        A [rank, in] uniform in +-in^-1/2, B [out, rank] zero
 //! ```
 //! A starts as PEFT starts it, and modules are those of transformers, so that PEFT reads what is written here. A weight
-//! that transformers has in another form, or not as a linear layer, is refused with the reason.
+//! that transformers has in another form, or not as a linear layer, is refused with the reason. So are the dense parts of
+//! Qwen3-Next and DeepSeek: since transformers fuses their experts, PEFT (0.21) takes every gate_proj, up_proj and down_proj
+//! of such a model for the experts', and leaves the dense ones out without a word.
 
 mod peft;
 
-use ballast_kernels::linear::{Dims, linear_backward_input_add, linear_scratch};
 use ballast_kernels::Scratch;
+use ballast_kernels::linear::{Dims, linear_backward_input_add, linear_scratch};
 use rayon::prelude::*;
 
 use crate::error::{Error, Result};
@@ -104,9 +106,16 @@ impl Model {
             _ if self.config.model_type == "qwen3_next" && name.contains(".linear_attn.in_proj_") => {
                 "part of in_proj_qkvz or in_proj_ba in transformers, whose rows lie in another order"
             }
+            _ if self.peft_means_experts(name) => "a name that PEFT takes for the experts'",
             2 => return None,
             _ => "no matrix",
         })
+    }
+
+    fn peft_means_experts(&self, name: &str) -> bool {
+        let parts = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"];
+        ["qwen3_next", "deepseek_v32"].contains(&self.config.model_type.as_str())
+            && parts.iter().any(|part| name.ends_with(part))
     }
 
     fn check_targets(&self, targets: &dyn Fn(&str) -> bool) -> Result {

@@ -77,7 +77,9 @@ impl Model {
                 name.strip_suffix(".lora_A.weight").or_else(|| name.strip_suffix(".lora_B.weight"))
             });
             let Some((module, at)) = module.and_then(|module| Some((module, *places.get(module)?))) else {
-                return Err(file.error(name, "it belongs to no module of this model that can carry one").into());
+                return Err(file
+                    .error(name, "it belongs to no module of this model that can carry one")
+                    .into());
             };
             let shape = &self.specs.weights[at].shape;
             let matrix = |part: &str, shape: [usize; 2]| -> Result<Vec<f32>> {
@@ -99,7 +101,8 @@ impl Model {
 
 /// Rank and scale; an error for what these adapters cannot do.
 fn settings(path: &Path) -> Result<(usize, f32)> {
-    let fail = |field: &str, problem: String| Error::Config { file: path.into(), field: field.into(), problem };
+    let fail =
+        |field: &str, problem: String| Error::Config { file: path.into(), field: field.into(), problem };
     let text = fs::read(path).map_err(CheckpointError::io(path, "read"))?;
     let config: Value =
         serde_json::from_slice(&text).map_err(|e| fail(CONFIG, format!("is not JSON: {e}")))?;

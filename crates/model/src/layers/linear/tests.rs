@@ -22,7 +22,13 @@ fn random(name: &str, len: usize) -> Vec<f32> {
 }
 
 /// c [n, m] of a [n, k] and b [k, m], each a function of row and column.
-fn product(n: usize, k: usize, m: usize, a: impl Fn(usize, usize) -> f32, b: impl Fn(usize, usize) -> f32) -> Vec<f64> {
+fn product(
+    n: usize,
+    k: usize,
+    m: usize,
+    a: impl Fn(usize, usize) -> f32,
+    b: impl Fn(usize, usize) -> f32,
+) -> Vec<f64> {
     let dot = |i: usize, j: usize| (0..k).map(|l| a(i, l) as f64 * b(l, j) as f64).sum();
     (0..n).flat_map(|i| (0..m).map(move |j| (i, j))).map(|(i, j)| dot(i, j)).collect()
 }
@@ -51,8 +57,11 @@ fn an_adapter_and_its_gradients_are_those_of_the_sum_also_on_some_rows() {
         let (a, b) = (random("a", RANK * INPUTS), random("b", OUTPUTS * RANK));
         let dy = random("dy", TOKENS * rows);
         let low = Adapter { a: a.clone(), b: b.clone(), rank: RANK, scale: SCALE };
-        let params =
-            Params { weights: vec![Weight::F32(w.clone())], protected: Vec::new(), adapters: vec![Some(low)] };
+        let params = Params {
+            weights: vec![Weight::F32(w.clone())],
+            protected: Vec::new(),
+            adapters: vec![Some(low)],
+        };
         let batch = Batch::packed(vec![0; TOKENS], vec![0, TOKENS]).unwrap();
         let run = Run {
             config: &model.config,
