@@ -68,7 +68,7 @@ proptest! {
                 let ids = &batch.ids[ends[0]..ends[1]];
                 prop_assert!((2..=length).contains(&ids.len()), "a sequence of {} tokens", ids.len());
                 prop_assert!(ids.iter().all(|id| documents.document(origin.number).ids.contains(id)));
-                let target = |next: u32| if next % 3 == 0 { IGNORED } else { next as i64 };
+                let target = |next: u32| if next.is_multiple_of(3) { IGNORED } else { next as i64 };
                 let targets: Vec<i64> = ids[1..].iter().map(|id| target(*id)).chain([IGNORED]).collect();
                 prop_assert_eq!(&batch.targets[ends[0]..ends[1]], &targets);
             }
