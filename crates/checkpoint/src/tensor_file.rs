@@ -96,7 +96,12 @@ impl TensorFile {
 pub type Named<'a, T = f32> = (&'a str, &'a [usize], &'a [T]);
 
 /// Writes F32 tensors into the new file `path`: whole, or not at all.
-pub fn write_f32(path: &Path, tensors: &[Named<'_>], metadata: &[(String, String)], force: bool) -> Result<()> {
+pub fn write_f32(
+    path: &Path,
+    tensors: &[Named<'_>],
+    metadata: &[(String, String)],
+    force: bool,
+) -> Result<()> {
     write(path, &raw(tensors, Dtype::F32), metadata, force)
 }
 
@@ -112,12 +117,7 @@ fn raw<'a, T: bytemuck::Pod>(tensors: &[Named<'a, T>], dtype: Dtype) -> Vec<Raw<
     tensors.iter().map(|(name, shape, values)| (*name, dtype, *shape, bytemuck::cast_slice(values))).collect()
 }
 
-fn write(
-    path: &Path,
-    tensors: &[Raw<'_>],
-    metadata: &[(String, String)],
-    force: bool,
-) -> Result<()> {
+fn write(path: &Path, tensors: &[Raw<'_>], metadata: &[(String, String)], force: bool) -> Result<()> {
     let staging = Staging::new(path, true, force, &[])?;
     let mut header = Header { metadata: metadata.to_vec(), tensors: Vec::new() };
     let mut begin = 0;
@@ -147,7 +147,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.safetensors");
         let array = Array { shape: vec![2, 3], values: vec![1.0, 2.5, -3.0, 0.0, 1e-30, f32::MAX] };
-        write_f32(&path, &[("a", &array.shape, &array.values)], &[("scale".into(), "2".into())], false).unwrap();
+        write_f32(&path, &[("a", &array.shape, &array.values)], &[("scale".into(), "2".into())], false)
+            .unwrap();
         let file = TensorFile::open(&path).unwrap();
         assert_eq!(file.f32("a").unwrap(), array);
         assert_eq!(file.metadata("scale"), Some("2"));

@@ -66,7 +66,10 @@ fn the_embedded_run_leaves_a_folder_that_can_be_used() {
 fn mistakes_are_named_with_exit_code_2_and_nothing_is_written() {
     let scratch = Scratch::new();
     for (args, words) in [
-        (&["--set", "optimiser.learning_rate=1"][..], &["`optimiser.learning_rate`", "`optimizer.learning_rate`"][..]),
+        (
+            &["--set", "optimiser.learning_rate=1"][..],
+            &["`optimiser.learning_rate`", "`optimizer.learning_rate`"][..],
+        ),
         (&["--set", "steps"], &["steps", "`=`"]),
         (&["--preset", "huge"], &["huge", "hybrid-moe"]),
         (&["--precision", "fp8"], &["fp8", "hf-bf16"]),
@@ -98,7 +101,13 @@ fn the_configuration_is_shown_and_reads_back_and_every_key_is_explained() {
 fn a_dry_run_shows_masks_types_memory_and_time_and_leaves_nothing() {
     let scratch = Scratch::new();
     let text = scratch.run(&train(&["--dry-run"])).exits(0).stdout;
-    for words in ["\u{27e6}", "protected: A_log", "moments, f32", "kept for backward: linear attention", "a step takes"] {
+    for words in [
+        "\u{27e6}",
+        "protected: A_log",
+        "moments, f32",
+        "kept for backward: linear attention",
+        "a step takes",
+    ] {
         assert!(text.contains(words), "no {words:?} in {text}");
     }
     let json = scratch.run(&train(&["--dry-run", "--json"])).exits(0).json();
@@ -110,8 +119,20 @@ fn a_dry_run_shows_masks_types_memory_and_time_and_leaves_nothing() {
 fn a_fault_ends_with_exit_code_5_and_names_the_site() {
     let scratch = Scratch::new();
     let args = train(&[
-        "--preset", "gemma", "--steps", "40", "--set", "precision.sites.norms=f16", "--set", "optimizer.learning_rate=50",
-        "--set", "schedule.warmup=0", "--set", "optimizer.clip=0", "--out", "run",
+        "--preset",
+        "gemma",
+        "--steps",
+        "40",
+        "--set",
+        "precision.sites.norms=f16",
+        "--set",
+        "optimizer.learning_rate=50",
+        "--set",
+        "schedule.warmup=0",
+        "--set",
+        "optimizer.clip=0",
+        "--out",
+        "run",
     ]);
     let run = scratch.run(&args).exits(5);
     assert!(run.stderr.contains("is the first site that is not finite"), "{}", run.stderr);
@@ -154,7 +175,11 @@ fn a_run_that_is_killed_again_and_again_loses_an_interval_at_most_and_ends_with_
     let newest = |scratch: &Scratch| -> u64 {
         let Ok(entries) = fs::read_dir(scratch.path("run/checkpoints")) else { return 0 };
         let step = |name: String| name.strip_prefix("step-")?.parse().ok();
-        entries.flatten().filter_map(|e| step(e.file_name().to_string_lossy().into_owned())).max().unwrap_or(0)
+        entries
+            .flatten()
+            .filter_map(|e| step(e.file_name().to_string_lossy().into_owned()))
+            .max()
+            .unwrap_or(0)
     };
     let mut kills = 0;
     let mut seed = 1u64;
@@ -193,7 +218,8 @@ fn a_run_that_is_killed_again_and_again_loses_an_interval_at_most_and_ends_with_
 fn a_full_disk_does_not_end_the_run_and_the_old_checkpoint_stays() {
     on_small_disk("a_full_disk_does_not_end_the_run_and_the_old_checkpoint_stays", "size=22m", |disk| {
         // A checkpoint takes some 11 MB: the first fits, a second does not fit beside it.
-        let args = train(&["--steps", "6", "--set", "checkpoints.every=2", "--set", "checkpoints.keep_last=3"]);
+        let args =
+            train(&["--steps", "6", "--set", "checkpoints.every=2", "--set", "checkpoints.keep_last=3"]);
         let mut command = Command::new(env!("CARGO_BIN_EXE_ballast"));
         let run = run(command.args(args).args(["--out", "run"]).current_dir(disk).stdin(Stdio::null()));
         assert!(run.stderr.contains("save failed: the checkpoint of step"), "{}", run.stderr);
@@ -210,7 +236,16 @@ fn a_full_disk_does_not_end_the_run_and_the_old_checkpoint_stays() {
 fn adapters_are_trained_merged_and_used() {
     let scratch = Scratch::new();
     scratch.run(&train(&["--steps", "2", "--out", "base"])).exits(0);
-    let lora = ["--model", "base/model", "--set", "lora.rank=2", "--set", "data.task=recall", "--set", "batch.accumulation=1"];
+    let lora = [
+        "--model",
+        "base/model",
+        "--set",
+        "lora.rank=2",
+        "--set",
+        "data.task=recall",
+        "--set",
+        "batch.accumulation=1",
+    ];
     scratch.run(&[&train(&["--steps", "2", "--out", "low"])[..], &lora].concat()).exits(0);
     assert!(scratch.path("low/adapter/adapter_model.safetensors").is_file());
     scratch.run(&["merge", "base/model", "low/adapter", "--out", "merged"]).exits(0);

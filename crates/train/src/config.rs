@@ -33,7 +33,10 @@ pub const KEYS: &[(&str, &str)] = &[
     ("data.validation", "file of held-out documents"),
     ("data.validation_fraction", "else this share of the documents is held out"),
     ("data.sequence_length", "longest sequence; longer documents are cut"),
-    ("data.packing", "packed: documents end to end, state reset between them; padded: a document per sequence"),
+    (
+        "data.packing",
+        "packed: documents end to end, state reset between them; padded: a document per sequence",
+    ),
     ("data.train_roles", "whose messages are trained on"),
     ("data.shuffle", "documents in another order in each epoch"),
     ("data.add_eos", "end every document with the tokenizer's end token"),
@@ -64,7 +67,10 @@ pub const KEYS: &[(&str, &str)] = &[
     ("checkpoints.keep_last", "how many of the newest stay"),
     ("checkpoints.keep_best", "the one with the lowest held-out loss stays"),
     ("checkpoints.keep_every", "those of every so many steps stay; 0: none"),
-    ("ledger.every", "steps between proofs that forward reads the f32 tensors; 0: only at the beginning and the end"),
+    (
+        "ledger.every",
+        "steps between proofs that forward reads the f32 tensors; 0: only at the beginning and the end",
+    ),
     ("sentinel.on_fault", "something is not finite: abort, skip, rollback, escalate"),
     ("sentinel.fault_limit", "after so many faults the run stops, whatever on_fault says"),
     ("sentinel.spike_sigma", "loss or gradient norm so many deviations above the mean is a spike; 0: never"),
@@ -429,8 +435,7 @@ impl TrainConfig {
     /// From a file, and `a.b=c` settings that come after it.
     pub fn load(file: &Path, settings: &[String]) -> Result<TrainConfig> {
         let text = std::fs::read_to_string(file).map_err(Error::io(file, "read"))?;
-        let table =
-            text.parse().map_err(|error| Error::Config(format!("{}: {error}", file.display())))?;
+        let table = text.parse().map_err(|error| Error::Config(format!("{}: {error}", file.display())))?;
         TrainConfig::from_table(table, settings, Some(file))
     }
 
@@ -496,7 +501,10 @@ impl TrainConfig {
             }
         }
         if self.data.sequence_length < 2 {
-            return refuse("data.sequence_length", "must be at least 2: one token to read, one to predict".into());
+            return refuse(
+                "data.sequence_length",
+                "must be at least 2: one token to read, one to predict".into(),
+            );
         }
         let m = &self.model;
         let sources = [m.preset.is_some(), m.config.is_some(), m.checkpoint.is_some()];
@@ -518,17 +526,23 @@ fn check_keys(table: &Table, above: &str, place: &str) -> Result {
     for (key, value) in table {
         let path = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
         let known = KEYS.iter().any(|(name, _)| *name == path);
-        let section = KEYS.iter().any(|(name, _)| name.strip_prefix(path.as_str()).is_some_and(|rest| rest.starts_with('.')));
+        let section = KEYS
+            .iter()
+            .any(|(name, _)| name.strip_prefix(path.as_str()).is_some_and(|rest| rest.starts_with('.')));
         match value {
             Value::Table(inner) if section => check_keys(inner, &path, place)?,
             _ if known => {}
             _ if section => {
-                return Err(Error::Config(format!("{place}`{path}` is a section; what it holds is `{path}.<key>`")));
+                return Err(Error::Config(format!(
+                    "{place}`{path}` is a section; what it holds is `{path}.<key>`"
+                )));
             }
             _ => {
                 let path = first_leaf(&path, value);
                 let near = nearest(&path);
-                return Err(Error::Config(format!("{place}`{path}` is not known; the nearest key is `{near}`")));
+                return Err(Error::Config(format!(
+                    "{place}`{path}` is not known; the nearest key is `{near}`"
+                )));
             }
         }
     }

@@ -56,7 +56,9 @@ pub struct Entry {
 
 /// FNV-1a over the bits, word by word.
 pub fn checksum(values: &[f32]) -> u64 {
-    values.iter().fold(0xcbf2_9ce4_8422_2325, |hash, x| (hash ^ x.to_bits() as u64).wrapping_mul(0x100_0000_01b3))
+    values
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, x| (hash ^ x.to_bits() as u64).wrapping_mul(0x100_0000_01b3))
 }
 
 fn beyond_bf16(values: &[f32]) -> f64 {
@@ -106,7 +108,9 @@ impl Ledger {
         let steps = format!("for {}/{} steps", self.clean_steps, self.steps);
         match all - f32s {
             0 => format!("{all} protected tensors: f32 {steps}"),
-            rounded => format!("{all} protected tensors: {f32s} f32 {steps}, {rounded} bf16 because the policy asks for it"),
+            rounded => format!(
+                "{all} protected tensors: {f32s} f32 {steps}, {rounded} bf16 because the policy asks for it"
+            ),
         }
     }
 
@@ -115,7 +119,11 @@ impl Ledger {
         for (entry, tensor) in self.entries.iter_mut().zip(model.params.protected()) {
             let now = checksum(tensor.values());
             if now != entry.last {
-                return Err(broken(entry, occasion, format!("its bits are {now:016x}, noted were {:016x}", entry.last)));
+                return Err(broken(
+                    entry,
+                    occasion,
+                    format!("its bits are {now:016x}, noted were {:016x}", entry.last),
+                ));
             }
             entry.checks += 1;
             entry.beyond_bf16 = beyond_bf16(tensor.values());
@@ -142,7 +150,10 @@ impl Ledger {
             match reader.0.get(&spec.name) {
                 Some(("F32", sum)) if *sum == entry.last => entry.live += 1,
                 Some((dtype, sum)) => {
-                    let problem = format!("forward read {dtype} with the bits {sum:016x}, noted were F32 {:016x}", entry.last);
+                    let problem = format!(
+                        "forward read {dtype} with the bits {sum:016x}, noted were F32 {:016x}",
+                        entry.last
+                    );
                     return Err(broken(entry, occasion, problem));
                 }
                 None => return Err(broken(entry, occasion, "forward did not read it".into())),

@@ -312,7 +312,13 @@ mod tests {
     }
 
     fn evaluation(step: u64) -> Record {
-        Record::Evaluation(Evaluation { step, loss: 0.5, accuracy: 0.75, tokens: 64, ..Evaluation::default() })
+        Record::Evaluation(Evaluation {
+            step,
+            loss: 0.5,
+            accuracy: 0.75,
+            tokens: 64,
+            ..Evaluation::default()
+        })
     }
 
     fn write_all(path: &Path, resume_at: Option<u64>, records: &[Record]) {

@@ -10,11 +10,11 @@
 
 use std::collections::BTreeMap;
 
-use ballast_kernels::adamw::{self, adamw_step, adamw_step_with_copy, global_norm};
 use ballast_kernels::Precision as Rounding;
-use ballast_model::{Model, Precision};
+use ballast_kernels::adamw::{self, adamw_step, adamw_step_with_copy, global_norm};
 use ballast_model::params::{Grads, Spec, Weight};
 use ballast_model::precision::Storage;
+use ballast_model::{Model, Precision};
 use half::bf16;
 
 use crate::config::OptimizerConfig;
@@ -96,7 +96,12 @@ impl Optimizer {
     /// masters begin with all its bits.
     pub fn new(model: &Model, grads: &Grads, config: &OptimizerConfig, precision: &Precision) -> Optimizer {
         let mut slots = Vec::new();
-        let mut add = |spec: &Spec, shape: &[usize], suffix: &str, place: Place, protected: bool, master: Option<Vec<f32>>| {
+        let mut add = |spec: &Spec,
+                       shape: &[usize],
+                       suffix: &str,
+                       place: Place,
+                       protected: bool,
+                       master: Option<Vec<f32>>| {
             let elements = shape.iter().product();
             slots.push(Slot {
                 name: format!("{}{suffix}", model.parameter_name(spec)),
@@ -235,7 +240,10 @@ impl Optimizer {
     /// An error that names the first moment or master that cannot be: not finite, or a negative second moment.
     pub fn check(&self) -> Result {
         for slot in &self.slots {
-            let bad = |what: &str, values: &[f32], valid: fn(f32) -> bool| match values.iter().position(|x| !valid(*x)) {
+            let bad = |what: &str, values: &[f32], valid: fn(f32) -> bool| match values
+                .iter()
+                .position(|x| !valid(*x))
+            {
                 None => Ok(()),
                 Some(at) => Err(Error::Diverged(format!(
                     "the optimiser's {what} of {} is {} at element {at}; go back to an earlier checkpoint",
@@ -252,7 +260,8 @@ impl Optimizer {
 
 /// Whether a protected tensor runs rounded: the policy leaves it out, and the model runs in bf16.
 pub fn is_rounded(precision: &Precision, spec: &Spec) -> bool {
-    precision.params == Storage::Bf16 && precision.policy().rule_for(&format!("model.{}", spec.name)).is_none()
+    precision.params == Storage::Bf16
+        && precision.policy().rule_for(&format!("model.{}", spec.name)).is_none()
 }
 
 /// The gradient of a parameter.

@@ -29,11 +29,18 @@ impl MemoryPlan {
             ..Step::new(&ends, config.precision.recompute.into())
         };
         let plan = Plan::new(&model.config, precision, &step)?;
-        let learned = |spec: &&ballast_model::params::Spec| spec.trainable && is_learned(config, &model.parameter_name(spec));
+        let learned = |spec: &&ballast_model::params::Spec| {
+            spec.trainable && is_learned(config, &model.parameter_name(spec))
+        };
         let rounded_weights = precision.params == Storage::Bf16;
         let weights = model.specs.weights.iter().filter(|spec| rounded_weights && learned(spec));
-        let protected = model.specs.protected.iter().filter(|spec| is_rounded(precision, spec) && learned(spec));
-        let masters = if config.optimizer.masters { weights.chain(protected).map(|spec| 4 * spec.len()).sum() } else { 0 };
+        let protected =
+            model.specs.protected.iter().filter(|spec| is_rounded(precision, spec) && learned(spec));
+        let masters = if config.optimizer.masters {
+            weights.chain(protected).map(|spec| 4 * spec.len()).sum()
+        } else {
+            0
+        };
         let rows = [
             ("weights", plan.parameters - plan.protected),
             ("protected tensors, f32", plan.protected),

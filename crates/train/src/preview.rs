@@ -16,7 +16,7 @@ pub type RoleRow = (String, String, usize, usize);
 impl Trainer {
     /// The micro-batches of the first step.
     pub fn preview(&mut self) -> Result<Vec<MicroBatch>> {
-        self.next_batches()
+        Ok(self.next_batches()?.1)
     }
 
     /// Seconds that a step takes: the second of two, nothing is updated.
@@ -64,7 +64,11 @@ impl Trainer {
         for spec in &self.model.specs.protected {
             let rounded = is_rounded(self.model.precision(), spec);
             let last = spec.name.trim_end_matches(".weight").rsplit('.').next().unwrap_or_default();
-            add(&format!("protected: {last}"), if rounded { "f32 with bf16 values" } else { "f32" }, spec.len());
+            add(
+                &format!("protected: {last}"),
+                if rounded { "f32 with bf16 values" } else { "f32" },
+                spec.len(),
+            );
         }
         for slot in &self.optimizer.slots {
             if slot.master.is_some() {
@@ -73,6 +77,8 @@ impl Trainer {
             add("moment", "f32", 2 * slot.m.len());
             add("gradient", "f32", slot.m.len());
         }
-        rows.into_iter().map(|((role, dtype), (tensors, elements))| (role, dtype, tensors, elements)).collect()
+        rows.into_iter()
+            .map(|((role, dtype), (tensors, elements))| (role, dtype, tensors, elements))
+            .collect()
     }
 }

@@ -78,7 +78,9 @@ impl Journal<'_> {
                 events.scalar(evaluation.step, "validation/loss", evaluation.loss)?;
                 events.scalar(evaluation.step, "validation/accuracy", evaluation.accuracy)?;
             }
-            Record::Event(event) => events.text(event.step, &format!("events/{}", event.what), &event.text)?,
+            Record::Event(event) => {
+                events.text(event.step, &format!("events/{}", event.what), &event.text)?
+            }
         }
         events.flush()
     }
@@ -223,7 +225,11 @@ impl Trainer {
             summary: self.facts(),
             records: &records,
             ledger: ledger.collect(),
-            plan: plan.rows.iter().map(|(what, bytes)| PlanRow { what: what.clone(), bytes: *bytes }).collect(),
+            plan: plan
+                .rows
+                .iter()
+                .map(|(what, bytes)| PlanRow { what: what.clone(), bytes: *bytes })
+                .collect(),
             measured_peak: memory::peak().unwrap_or(0),
             samples: samples.to_vec(),
             config: &config,

@@ -13,8 +13,8 @@
 use std::collections::VecDeque;
 use std::fmt;
 
-use ballast_model::{LossOptions, Model, Probe, Recompute};
 use ballast_model::params::Grads;
+use ballast_model::{LossOptions, Model, Probe, Recompute};
 use serde::{Deserialize, Serialize};
 
 use crate::data::MicroBatch;
@@ -127,7 +127,8 @@ impl Probe for Finder<'_> {
         let of_tokens = !site.starts_with("param.") && shape.len() == 2 && shape[0] == tokens;
         let token = of_tokens.then(|| at / shape[1].max(1));
         let same_layer = |range: &&Range| layer.is_none() || layer_of(&range.site) == layer;
-        let mut inputs: Vec<Range> = self.before.iter().rev().filter(same_layer).take(INPUTS).cloned().collect();
+        let mut inputs: Vec<Range> =
+            self.before.iter().rev().filter(same_layer).take(INPUTS).cloned().collect();
         inputs.reverse();
         self.found = Some(Fault {
             step: 0,
@@ -241,10 +242,13 @@ impl Sentinel {
     /// In words, if loss or norm is far above what it was; else both are taken into account.
     pub fn spike(&mut self, loss: f64, norm: f64, sigma: f64) -> Option<String> {
         if sigma > 0.0 {
-            for (what, statistics, value) in [("loss", &self.loss, loss), ("gradient norm", &self.norm, norm)] {
+            for (what, statistics, value) in [("loss", &self.loss, loss), ("gradient norm", &self.norm, norm)]
+            {
                 if let Some(off) = statistics.deviations(value).filter(|off| *off > sigma) {
                     let mean = statistics.mean;
-                    return Some(format!("{what} {value:.4} is {off:.1} deviations above its mean {mean:.4}"));
+                    return Some(format!(
+                        "{what} {value:.4} is {off:.1} deviations above its mean {mean:.4}"
+                    ));
                 }
             }
         }

@@ -16,8 +16,16 @@ use crate::task::{self, Task};
 pub const PRESETS: [(&str, &str, &str); 4] = [
     ("hybrid", "three linear layers and one full, as Qwen3.5", include_str!("../presets/hybrid.json")),
     ("hybrid-moe", "the same with experts, as Qwen3.5-MoE", include_str!("../presets/hybrid-moe.json")),
-    ("gemma", "sliding and full attention without soft caps, as Gemma 3", include_str!("../presets/gemma.json")),
-    ("deepseek", "latent attention with a sparse indexer, as DeepSeek-V3.2", include_str!("../presets/deepseek.json")),
+    (
+        "gemma",
+        "sliding and full attention without soft caps, as Gemma 3",
+        include_str!("../presets/gemma.json"),
+    ),
+    (
+        "deepseek",
+        "latent attention with a sparse indexer, as DeepSeek-V3.2",
+        include_str!("../presets/deepseek.json"),
+    ),
 ];
 
 /// The precision that a configuration asks for, for a model.
@@ -134,9 +142,13 @@ pub fn sidecars(config: &TrainConfig) -> Result<Vec<(String, Vec<u8>)>> {
 fn tokenizer_folder(config: &TrainConfig) -> Result<PathBuf> {
     let beside = |path: &PathBuf| path.parent().map(Path::to_path_buf);
     let model = &config.model;
-    let folder = model.tokenizer.clone().or(model.checkpoint.clone()).or(model.config.as_ref().and_then(beside));
+    let folder =
+        model.tokenizer.clone().or(model.checkpoint.clone()).or(model.config.as_ref().and_then(beside));
     folder.ok_or_else(|| {
-        Error::Config("`model.tokenizer` is needed: files of text have to become tokens, and a preset has no tokenizer".into())
+        Error::Config(
+            "`model.tokenizer` is needed: files of text have to become tokens, and a preset has no tokenizer"
+                .into(),
+        )
     })
 }
 

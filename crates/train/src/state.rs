@@ -94,12 +94,14 @@ pub fn weights_checksum(model: &Model) -> String {
     for weight in model.params.weights() {
         sums.push(match weight {
             Weight::F32(values) => checksum(values),
-            Weight::Bf16(values) => values
-                .iter()
-                .fold(0xcbf2_9ce4_8422_2325, |hash: u64, x| (hash ^ x.to_bits() as u64).wrapping_mul(0x100_0000_01b3)),
+            Weight::Bf16(values) => values.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, x| {
+                (hash ^ x.to_bits() as u64).wrapping_mul(0x100_0000_01b3)
+            }),
         });
     }
-    sums.extend(model.params.adapters().iter().flatten().flat_map(|low| [checksum(&low.a), checksum(&low.b)]));
+    sums.extend(
+        model.params.adapters().iter().flatten().flat_map(|low| [checksum(&low.a), checksum(&low.b)]),
+    );
     sums.extend(model.params.protected().iter().map(|tensor| checksum(tensor.values())));
     combined(&sums)
 }
@@ -128,7 +130,8 @@ impl Store {
         let path = out.join(".lock");
         let lock = File::create(&path).map_err(Error::io(&path, "create"))?;
         if lock.try_lock().is_err() {
-            let problem = format!("{}: another run is writing there; wait for it, or set another `out`", out.display());
+            let problem =
+                format!("{}: another run is writing there; wait for it, or set another `out`", out.display());
             return Err(Error::Config(problem));
         }
         let store = Store { folder, _lock: lock };
@@ -140,8 +143,10 @@ impl Store {
     pub fn steps(&self) -> Vec<u64> {
         let Ok(entries) = fs::read_dir(&self.folder) else { return Vec::new() };
         let step = |name: String| name.strip_prefix("step-")?.parse().ok();
-        let mut steps: Vec<u64> =
-            entries.flatten().filter_map(|entry| step(entry.file_name().to_string_lossy().into_owned())).collect();
+        let mut steps: Vec<u64> = entries
+            .flatten()
+            .filter_map(|entry| step(entry.file_name().to_string_lossy().into_owned()))
+            .collect();
         steps.sort_unstable();
         steps
     }
@@ -177,8 +182,11 @@ impl Store {
             model.write_adapters(&folder.join("adapter"), false)?;
         }
         let names: Vec<String> = optimizer.tensors().map(|(name, _, _)| name).collect();
-        let tensors: Vec<Named<'_>> =
-            optimizer.tensors().zip(&names).map(|((_, shape, values), name)| (name.as_str(), shape, values)).collect();
+        let tensors: Vec<Named<'_>> = optimizer
+            .tensors()
+            .zip(&names)
+            .map(|((_, shape, values), name)| (name.as_str(), shape, values))
+            .collect();
         write_f32(&folder.join("optimizer.safetensors"), &tensors, &[], false)?;
         let json = serde_json::to_vec_pretty(state).map_err(|error| Error::Config(error.to_string()))?;
         write_file(&folder.join("state.json"), &json)?;
@@ -235,7 +243,8 @@ pub fn read_state(checkpoint: &Path) -> Result<State> {
     let path = checkpoint.join("state.json");
     let text = fs::read_to_string(&path).map_err(Error::io(&path, "read"))?;
     let refuse = |problem: String| Error::Resume { path: path.clone(), problem };
-    let state: State = serde_json::from_str(&text).map_err(|error| refuse(format!("not the state of a run: {error}")))?;
+    let state: State =
+        serde_json::from_str(&text).map_err(|error| refuse(format!("not the state of a run: {error}")))?;
     if state.version != VERSION {
         return Err(refuse(format!("its version is {}, this program reads {VERSION}", state.version)));
     }
@@ -257,14 +266,19 @@ pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &
         model.read_adapters(&checkpoint.join("adapter"))?;
     }
     if state.weights_checksum != weights_checksum(model) {
-        return refuse(checkpoint.join("model"), "the weights are not those that were saved; go back to an earlier checkpoint");
+        return refuse(
+            checkpoint.join("model"),
+            "the weights are not those that were saved; go back to an earlier checkpoint",
+        );
     }
     let path = checkpoint.join("optimizer.safetensors");
     let file = TensorFile::open(&path)?;
     for (name, shape, values) in optimizer.tensors_mut() {
         let stored = file.f32(&name)?;
         if stored.shape != shape {
-            return Err(file.error(&name, format!("it is {:?} where {shape:?} is expected", stored.shape)).into());
+            return Err(file
+                .error(&name, format!("it is {:?} where {shape:?} is expected", stored.shape))
+                .into());
         }
         values.copy_from_slice(&stored.values);
     }

@@ -7,8 +7,8 @@
 //! To answer a query, the value has to be stored under its key when the pair is read, and fetched long after: that is what the
 //! delta rule's state is for. Brackets need a stack. Every document follows from the seed and its number alone.
 
-use crate::data::{Cursor, Document, Documents, Origin, Split};
 use crate::data::shuffle::{Purpose, below, hash};
+use crate::data::{Cursor, Document, Documents, Origin, Split};
 use crate::error::Result;
 
 /// Bytes, then the token that ends a document.
@@ -47,7 +47,11 @@ impl Task {
 impl Documents for Task {
     fn next(&mut self) -> Result<Document> {
         self.drawn += 1;
-        let mut draws = Draws { seed: self.seed, stream: 2 * self.drawn + (self.split == Split::Validation) as u64, count: 0 };
+        let mut draws = Draws {
+            seed: self.seed,
+            stream: 2 * self.drawn + (self.split == Split::Validation) as u64,
+            count: 0,
+        };
         let document = if draws.below(8) > 0 { recall(&mut draws) } else { brackets(&mut draws) };
         Ok(Document { origin: Origin { number: self.drawn, ..document.origin }, ..document })
     }

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ballast_checkpoint::tensor_file::write_integers;
-use ballast_model::params::Grads;
 use ballast_kernels::Precision as Rounding;
+use ballast_model::params::Grads;
 use ballast_model::{LossOptions, Model, Precision, Recompute, memory};
 
 use crate::config::{OnFault, OnSpike, TrainConfig};
@@ -91,10 +91,8 @@ impl Trainer {
         config.check()?;
         let store = Store::open(&config.out)?;
         if !store.steps().is_empty() {
-            let problem = format!(
-                "{} has checkpoints of a run; resume it, or set another `out`",
-                config.out.display()
-            );
+            let problem =
+                format!("{} has checkpoints of a run; resume it, or set another `out`", config.out.display());
             return Err(Error::Config(problem));
         }
         let model = setup::model(&config)?;
@@ -134,7 +132,12 @@ impl Trainer {
         let plan = MemoryPlan::of(&config, &model, &precision)?;
         memory::check("this run", plan.total().saturating_sub(model.params.bytes() as u64))?;
         if let Some(lora) = &config.lora {
-            model.add_adapters(&|module| setup::is_target(&config, module), lora.rank, lora.alpha, config.seed)?;
+            model.add_adapters(
+                &|module| setup::is_target(&config, module),
+                lora.rank,
+                lora.alpha,
+                config.seed,
+            )?;
         }
         let grads = setup::grads(&config, &model)?;
         let optimizer = Optimizer::new(&model, &grads, &config.optimizer, &precision);
@@ -210,14 +213,14 @@ impl Trainer {
         self.config.precision.recompute.into()
     }
 
-    /// The micro-batches of the next step.
-    pub(crate) fn next_batches(&mut self) -> Result<Vec<MicroBatch>> {
+    /// Where the next step's micro-batches begin, and they themselves.
+    pub(crate) fn next_batches(&mut self) -> Result<(Cursor, Vec<MicroBatch>)> {
         loop {
             let cursor = self.train.cursor();
             let batches: Vec<MicroBatch> =
                 (0..self.config.batch.accumulation).map(|_| self.train.next()).collect::<Result<_>>()?;
             if !self.left_out.contains(&cursor) {
-                return Ok(batches);
+                return Ok((cursor, batches));
             }
         }
     }
@@ -226,8 +229,7 @@ impl Trainer {
     pub fn attempt(&mut self, tell: &mut dyn FnMut(Event)) -> Result<Attempt> {
         let started = Instant::now();
         self.ledger.check(&self.model, "step")?;
-        let begin = self.train.cursor();
-        let batches = self.next_batches()?;
+        let (begin, batches) = self.next_batches()?;
         let (losses, norms) = loop {
             let (losses, norms) = self.gradients(&batches)?;
             if losses.is_finite() && norms.faulty.is_empty() && norms.global.is_finite() {
@@ -333,7 +335,9 @@ impl Trainer {
         }
         let event = |what: &str, text: String| Event { step, what: what.into(), text };
         match self.config.sentinel.on_fault {
-            OnFault::Abort => Err(Error::Diverged(format!("{text}. The last checkpoint is intact{}", self.last_words()))),
+            OnFault::Abort => {
+                Err(Error::Diverged(format!("{text}. The last checkpoint is intact{}", self.last_words())))
+            }
             OnFault::Skip => {
                 self.sentinel.skipped += 1;
                 tell(event("skip", "the batch is left out".into()));
@@ -353,7 +357,9 @@ impl Trainer {
                     None => return Ok(true),
                 };
                 if raised.is_empty() {
-                    return Err(Error::Diverged(format!("{text}. No lowered site leads there that could be raised to f32")));
+                    return Err(Error::Diverged(format!(
+                        "{text}. No lowered site leads there that could be raised to f32"
+                    )));
                 }
                 tell(event("escalate", format!("{} in f32 from now on", raised.join(", "))));
                 Ok(true)
@@ -401,7 +407,12 @@ impl Trainer {
     }
 
     /// Writes the micro-batch of a fault (or the first) as `ballast trace --ids` reads it.
-    fn save_batch(&self, batches: &[MicroBatch], fault: Option<&Fault>, step: u64) -> Result<(PathBuf, usize)> {
+    fn save_batch(
+        &self,
+        batches: &[MicroBatch],
+        fault: Option<&Fault>,
+        step: u64,
+    ) -> Result<(PathBuf, usize)> {
         let micro_batch = fault.map_or(0, |fault| fault.micro_batch);
         let batch = &batches[micro_batch].batch;
         let folder = self.config.out.join("faults");
@@ -427,7 +438,10 @@ impl Trainer {
 }
 
 /// The loss options of each micro-batch: all weighted so that the step is one mean over its tokens.
-fn step_options<'a>(config: &'a TrainConfig, batches: &[MicroBatch]) -> impl Fn(&MicroBatch) -> LossOptions + use<'a> {
+fn step_options<'a>(
+    config: &'a TrainConfig,
+    batches: &[MicroBatch],
+) -> impl Fn(&MicroBatch) -> LossOptions + use<'a> {
     let counted: usize = batches.iter().map(|batch| batch.batch.counted()).sum();
     let tokens: usize = batches.iter().map(|batch| batch.batch.tokens()).sum();
     let loss = &config.loss;

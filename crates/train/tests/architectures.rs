@@ -11,8 +11,10 @@ use serde_json::json;
 
 fn trains(name: &str, extra: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
-    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name).join("config.json");
-    let mut architecture: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(fixture).unwrap()).unwrap();
+    let fixture =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name).join("config.json");
+    let mut architecture: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(fixture).unwrap()).unwrap();
     for key in ["vocab_size", "vocab_size_per_layer_input"] {
         if architecture.get(key).is_some() {
             architecture[key] = json!(257);
@@ -21,7 +23,13 @@ fn trains(name: &str, extra: &[&str]) {
     let path = folder.path().join("config.json");
     std::fs::write(&path, architecture.to_string()).unwrap();
     let model = format!("model.config={:?}", path.display().to_string());
-    let mut settings = vec![model.as_str(), "steps=50", "optimizer.learning_rate=3e-3", "samples.count=0", "ledger.every=10"];
+    let mut settings = vec![
+        model.as_str(),
+        "steps=50",
+        "optimizer.learning_rate=3e-3",
+        "samples.count=0",
+        "ledger.every=10",
+    ];
     settings.extend(extra);
     let out = folder.path().join("run");
     let (trainer, listener, summary) = run(config(&out, &settings));

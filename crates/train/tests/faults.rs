@@ -34,7 +34,10 @@ fn an_infinite_weight_is_named() {
     poison(&mut trainer, "layers.2.mlp.up_proj.weight", 5, f32::INFINITY);
     let error = fault(&mut trainer);
     assert!(error.contains("param.layers.2.mlp.up_proj.weight is the first site"), "{error}");
-    assert!(error.contains("1 of ") && error.contains("0 NaN, 1 infinite") && error.contains("bf16"), "{error}");
+    assert!(
+        error.contains("1 of ") && error.contains("0 NaN, 1 infinite") && error.contains("BF16"),
+        "{error}"
+    );
     assert!(error.contains("forward") && error.contains("layer 2"), "{error}");
     let saved = TensorFile::open(&folder.path().join("faults/step-00000001.safetensors")).unwrap();
     let ids = saved.integers("input_ids").unwrap();
@@ -88,7 +91,9 @@ fn logits_that_overflow_in_f16_stop_the_run_or_are_raised() {
     let listener = Listener::default();
     let summary = trainer.run(&listener).unwrap();
     assert_eq!((summary.step, trainer.ledger.escalations.as_slice()), (3, &[(1, "logits".to_string())][..]));
-    assert!(listener.events().iter().any(|(what, text)| what == "escalate" && text.contains("logits in f32")));
+    assert!(
+        listener.events().iter().any(|(what, text)| what == "escalate" && text.contains("logits in f32"))
+    );
     assert_eq!(trainer.model.precision().logits, ballast_kernels::Precision::F32);
     // A raised site stays raised after a resume.
     drop(trainer);
@@ -152,7 +157,8 @@ fn a_rollback_goes_to_the_last_checkpoint_and_leaves_the_batch_out() {
 #[test]
 fn more_faults_than_the_limit_end_the_run() {
     let folder = tempfile::tempdir().unwrap();
-    let mut trainer = Trainer::new(config(folder.path(), &["sentinel.on_fault=skip", "sentinel.fault_limit=2"])).unwrap();
+    let mut trainer =
+        Trainer::new(config(folder.path(), &["sentinel.on_fault=skip", "sentinel.fault_limit=2"])).unwrap();
     poison(&mut trainer, "norm.weight", 0, f32::NAN);
     let error = trainer.run(&Listener::default()).unwrap_err().to_string();
     assert!(error.contains("the fault after 2, the limit"), "{error}");
@@ -169,7 +175,10 @@ fn a_decay_rate_that_is_none_is_refused_at_load_with_the_fix() {
     trainer.model.save(&broken, false, &ballast_checkpoint::jobs::Silent).unwrap();
     let checkpoint = format!("model.checkpoint={:?}", broken.display().to_string());
     let tokenizer = format!("model.tokenizer={:?}", folder.path().join("a/model").display().to_string());
-    let error = Trainer::new(config(&folder.path().join("b"), &[&checkpoint, &tokenizer])).map(|_| ()).unwrap_err().to_string();
+    let error = Trainer::new(config(&folder.path().join("b"), &[&checkpoint, &tokenizer]))
+        .map(|_| ())
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("A_log is -inf at element 1") && error.contains("ballast repair"), "{error}");
 }
 
@@ -191,6 +200,9 @@ fn a_moment_that_is_not_finite_is_never_saved() {
     trainer.optimizer.slots[3].m[7] = f32::NAN;
     let name = trainer.optimizer.slots[3].name.clone();
     let error = trainer.run(&Listener::default()).unwrap_err().to_string();
-    assert!(error.contains("first moment") && error.contains(&name) && error.contains("element 7"), "{error}");
+    assert!(
+        error.contains("first moment") && error.contains(&name) && error.contains("element 7"),
+        "{error}"
+    );
     assert!(trainer.store.steps().is_empty());
 }

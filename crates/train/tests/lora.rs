@@ -47,7 +47,10 @@ fn only_adapters_change_and_merged_they_are_what_they_were_applied() {
     };
     assert_eq!(bits(&base), bits(&trainer.model), "protected tensors stay");
     let adapters: Vec<_> = trainer.model.params.adapters().iter().flatten().collect();
-    assert!(adapters.len() > 8 && adapters.iter().all(|low| low.b.iter().any(|b| *b != 0.0)), "every B has moved");
+    assert!(
+        adapters.len() > 8 && adapters.iter().all(|low| low.b.iter().any(|b| *b != 0.0)),
+        "every B has moved"
+    );
     assert!(summary.model.ends_with("adapter"));
     let batch = Batch::packed((40..90).collect(), vec![0, 20, 50]).unwrap();
     let applied = trainer.model.logits(&batch, None).unwrap();

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use ballast_train::state::weights_checksum;
-use ballast_train::{Trainer, TrainConfig};
+use ballast_train::{TrainConfig, Trainer};
 use common::{Listener, config, run};
 
 fn pool(threads: usize) -> rayon::ThreadPool {
@@ -15,7 +15,10 @@ fn pool(threads: usize) -> rayon::ThreadPool {
 
 #[test]
 fn half_a_run_and_the_rest_with_other_threads_give_the_bits_of_a_whole_run() {
-    for settings in [&["steps=8", "precision.preset=bf16"][..], &["steps=8", "precision.preset=hf-bf16", "batch.accumulation=2"]] {
+    for settings in [
+        &["steps=8", "precision.preset=bf16"][..],
+        &["steps=8", "precision.preset=hf-bf16", "batch.accumulation=2"],
+    ] {
         let folder = tempfile::tempdir().unwrap();
         let (whole, heard, _) = pool(1).install(|| run(config(&folder.path().join("whole"), settings)));
         let halves = folder.path().join("halves");
@@ -37,11 +40,17 @@ fn half_a_run_and_the_rest_with_other_threads_give_the_bits_of_a_whole_run() {
             trainer.optimizer.tensors().map(|(_, _, x)| x.iter().map(|x| x.to_bits()).collect()).collect()
         };
         assert!(values(&second) == values(&whole), "masters and moments");
-        assert_eq!(second.ledger.entries.iter().map(|e| e.last).collect::<Vec<_>>(), whole.ledger.entries.iter().map(|e| e.last).collect::<Vec<_>>());
+        assert_eq!(
+            second.ledger.entries.iter().map(|e| e.last).collect::<Vec<_>>(),
+            whole.ledger.entries.iter().map(|e| e.last).collect::<Vec<_>>()
+        );
         let model = |out: &str| fs::read(folder.path().join(out).join("model/model.safetensors")).unwrap();
         assert!(model("whole") == model("halves"), "the finished files");
         let metrics = ballast_train::metrics::read(&halves.join("metrics.jsonl")).unwrap();
-        assert_eq!(metrics.iter().filter(|r| matches!(r, ballast_train::metrics::Record::Step(_))).count(), 8);
+        assert_eq!(
+            metrics.iter().filter(|r| matches!(r, ballast_train::metrics::Record::Step(_))).count(),
+            8
+        );
     }
 }
 
@@ -118,7 +127,13 @@ fn a_checkpoint_of_another_model_is_refused() {
     fs::copy(optimizer(&b), optimizer(&a)).unwrap();
     let error = refused(&a);
     assert!(error.contains("another model"), "{error}");
-    assert!(Trainer::resume(&folder.path().join("c"), &[]).map(|_| ()).unwrap_err().to_string().contains("no checkpoint"));
+    assert!(
+        Trainer::resume(&folder.path().join("c"), &[])
+            .map(|_| ())
+            .unwrap_err()
+            .to_string()
+            .contains("no checkpoint")
+    );
     let again = Trainer::new(config(&b, &[])).map(|_| ()).unwrap_err().to_string();
     assert!(again.contains("has checkpoints of a run"), "{again}");
 }
@@ -134,8 +149,13 @@ fn two_runs_never_write_into_one_folder() {
 #[test]
 fn the_newest_the_best_and_every_so_many_checkpoints_stay() {
     let folder = tempfile::tempdir().unwrap();
-    let settings =
-        ["steps=7", "checkpoints.every=1", "checkpoints.keep_last=2", "checkpoints.keep_every=3", "evaluation.every=1"];
+    let settings = [
+        "steps=7",
+        "checkpoints.every=1",
+        "checkpoints.keep_last=2",
+        "checkpoints.keep_every=3",
+        "evaluation.every=1",
+    ];
     let (trainer, ..) = run(config(folder.path(), &settings));
     assert_eq!(trainer.store.steps(), [3, 6, 7]);
     let leftovers: Vec<String> = fs::read_dir(folder.path().join("checkpoints"))

@@ -37,7 +37,10 @@ pub(crate) fn run(args: MergeArgs, global: &Global) -> anyhow::Result<Outcome> {
     let report = model.save(&args.out, args.force, &progress)?;
     drop(progress);
     if global.json {
-        output::print_json("merge", &json!({ "adapters": merged, "precision": precision, "out": args.out, "written": report }));
+        output::print_json(
+            "merge",
+            &json!({ "adapters": merged, "precision": precision, "out": args.out, "written": report }),
+        );
     } else {
         let out = clean(&args.out.display().to_string());
         output::print(&format!("{} merged into {out}, {precision}\n", plural(merged, "adapter")));

@@ -79,7 +79,8 @@ impl TrainArgs {
     fn settings(&self) -> Vec<String> {
         let text = |path: &Path| format!("{:?}", path.display().to_string());
         let mut settings = self.settings.clone();
-        let mut set = |key: &str, value: Option<String>| settings.extend(value.map(|value| format!("{key}={value}")));
+        let mut set =
+            |key: &str, value: Option<String>| settings.extend(value.map(|value| format!("{key}={value}")));
         set("out", self.out.as_deref().map(text));
         set("model.preset", self.preset.clone());
         set("model.checkpoint", self.model.as_deref().map(text));
@@ -87,7 +88,8 @@ impl TrainArgs {
         set("steps", self.steps.map(|n| n.to_string()));
         set("seed", self.seed.map(|n| n.to_string()));
         set("tensorboard", self.tensorboard.then(|| "true".into()));
-        let files: Vec<String> = self.data.iter().map(|path| format!("{{ path = {} }}", text(path))).collect();
+        let files: Vec<String> =
+            self.data.iter().map(|path| format!("{{ path = {} }}", text(path))).collect();
         set("data.files", (!files.is_empty()).then(|| format!("[{}]", files.join(", "))));
         settings
     }
@@ -198,9 +200,15 @@ fn conclude(trainer: &Trainer, summary: &Summary) {
         text += &format!("\n{}\n", samples_table(&last_samples(&summary.samples)));
     }
     if let Some(evaluation) = &summary.evaluation {
-        text += &format!("\nheld-out loss {:.4}, {:.1} % of {} tokens right", evaluation.loss, 100.0 * evaluation.accuracy, count(evaluation.tokens));
+        text += &format!(
+            "\nheld-out loss {:.4}, {:.1} % of {} tokens right",
+            evaluation.loss,
+            100.0 * evaluation.accuracy,
+            count(evaluation.tokens)
+        );
         for (source, score) in evaluation.by_source.iter().filter(|_| evaluation.by_source.len() > 1) {
-            text += &format!("\n  {}: {:.1} % of {}", clean(source), 100.0 * score.accuracy, count(score.tokens));
+            text +=
+                &format!("\n  {}: {:.1} % of {}", clean(source), 100.0 * score.accuracy, count(score.tokens));
         }
         text += "\n";
     }
@@ -219,7 +227,10 @@ fn conclude(trainer: &Trainer, summary: &Summary) {
     );
     if summary.stopped {
         let out = clean(&trainer.config.out.display().to_string());
-        text += &format!("\nstopped after saving step {}; go on with: ballast train --resume {out}\n", summary.step);
+        text += &format!(
+            "\nstopped after saving step {}; go on with: ballast train --resume {out}\n",
+            summary.step
+        );
     }
     output::print(&text);
 }
@@ -307,7 +318,11 @@ fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
     for (origin, marked) in trainer.marked_samples(&batches, 3)? {
         text += &format!("{}: {}\n", clean(&origin), clean(&marked));
     }
-    text += &format!("what stands in ⟦ ⟧ is trained on: {} of {} tokens of a step\n\n", count(trained as u64), count(tokens as u64));
+    text += &format!(
+        "what stands in ⟦ ⟧ is trained on: {} of {} tokens of a step\n\n",
+        count(trained as u64),
+        count(tokens as u64)
+    );
     let mut rows = table(&["role", "type", "tensors", "elements"]);
     for (role, dtype, tensors, elements) in &roles {
         rows.add_row([role.clone(), dtype.clone(), tensors.to_string(), count(*elements as u64)]);
@@ -366,10 +381,12 @@ impl Terminal {
         let quiet = global.quiet;
         let drawn = !quiet && std::io::stderr().is_terminal();
         let bar = drawn.then(|| {
-            let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} ETA {eta}\n{msg}").expect("a constant");
+            let style =
+                ProgressStyle::with_template("{wide_bar} {pos}/{len} ETA {eta}\n{msg}").expect("a constant");
             ProgressBar::new(trainer.config.steps).with_style(style).with_position(trainer.step)
         });
-        let shown = Shown { begun: Instant::now(), first_step: None, tokens: 0, last_line: None, evaluation: None };
+        let shown =
+            Shown { begun: Instant::now(), first_step: None, tokens: 0, last_line: None, evaluation: None };
         Terminal { quiet, steps: trainer.config.steps, bar, shown: Mutex::new(RefCell::new(shown)) }
     }
 
@@ -409,7 +426,9 @@ impl Terminal {
         if let Some(bar) = &self.bar {
             bar.set_position(step.step);
             bar.set_message(figures);
-        } else if !self.quiet && (step.step == self.steps || shown.last_line.is_none_or(|t| t.elapsed() >= PLAIN_INTERVAL)) {
+        } else if !self.quiet
+            && (step.step == self.steps || shown.last_line.is_none_or(|t| t.elapsed() >= PLAIN_INTERVAL))
+        {
             shown.last_line = Some(Instant::now());
             eprintln!("step {}/{}, ETA {}: {figures}", step.step, self.steps, duration(eta));
         }
@@ -424,13 +443,19 @@ impl Watcher for Terminal {
         match record {
             Record::Step(step) => self.step(step),
             Record::Evaluation(evaluation) => {
-                let line = format!("step {}: held-out loss {:.4}, {:.1} % right", evaluation.step, evaluation.loss, 100.0 * evaluation.accuracy);
+                let line = format!(
+                    "step {}: held-out loss {:.4}, {:.1} % right",
+                    evaluation.step,
+                    evaluation.loss,
+                    100.0 * evaluation.accuracy
+                );
                 let sources: Vec<String> = evaluation
                     .by_source
                     .iter()
                     .map(|(source, score)| format!("{} {:.1} %", clean(source), 100.0 * score.accuracy))
                     .collect();
-                let sources = if sources.len() > 1 { format!(" ({})", sources.join(", ")) } else { String::new() };
+                let sources =
+                    if sources.len() > 1 { format!(" ({})", sources.join(", ")) } else { String::new() };
                 self.say(&format!("{line}{sources}"));
                 if let Ok(shown) = self.shown.lock() {
                     shown.borrow_mut().evaluation = Some(evaluation.clone());

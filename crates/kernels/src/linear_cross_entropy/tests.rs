@@ -192,6 +192,7 @@ fn right_predictions_are_counted() {
     let (hidden, w) = ([1f32, -1.0, 1.0, 1.0], [1.0f32, -1.0, 0.5]);
     let (options, scratch, mut logits) = (Options::default(), Scratch::new(0), [0.0; 12]);
     let targets = [0, 1, 2, options.ignore_index];
-    let loss = linear_cross_entropy(None, &hidden, &w, &targets, dims, &options, &mut logits, &scratch).unwrap();
+    let loss =
+        linear_cross_entropy(None, &hidden, &w, &targets, dims, &options, &mut logits, &scratch).unwrap();
     assert_eq!((loss.tokens, loss.right), (3, 2));
 }

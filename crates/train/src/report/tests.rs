@@ -145,7 +145,13 @@ fn a_run_that_diverged_has_a_page_that_says_so() {
 fn nothing_and_next_to_nothing_make_a_page() {
     let all_lost = run(5, |_| f64::INFINITY);
     let event = [Record::Event(Event { step: 0, what: "fault".into(), text: "at once".into() })];
-    let evaluation = [Record::Evaluation(Evaluation { step: 0, loss: 5.0, accuracy: 0.0, tokens: 1, ..Evaluation::default() })];
+    let evaluation = [Record::Evaluation(Evaluation {
+        step: 0,
+        loss: 5.0,
+        accuracy: 0.0,
+        tokens: 1,
+        ..Evaluation::default()
+    })];
     for records in [&[][..], &event, &evaluation, &run(1, falling), &all_lost] {
         let empty = Report {
             title: "",
