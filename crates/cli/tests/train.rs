@@ -216,7 +216,7 @@ fn a_run_that_is_killed_again_and_again_loses_an_interval_at_most_and_ends_with_
 
 #[test]
 fn a_full_disk_does_not_end_the_run_and_the_old_checkpoint_stays() {
-    on_small_disk("a_full_disk_does_not_end_the_run_and_the_old_checkpoint_stays", "size=22m", |disk| {
+    on_small_disk("a_full_disk_does_not_end_the_run_and_the_old_checkpoint_stays", "size=18m", |disk| {
         // A checkpoint takes some 11 MB: the first fits, a second does not fit beside it.
         let args =
             train(&["--steps", "6", "--set", "checkpoints.every=2", "--set", "checkpoints.keep_last=3"]);

@@ -175,6 +175,7 @@ impl Trainer {
     /// Writes a checkpoint. Where that fails, the run goes on and says so: the old ones are intact.
     fn checkpoint(&mut self, journal: &mut Journal<'_>, watcher: &dyn Watcher) -> Result {
         self.optimizer.check()?;
+        self.ledger.check(&self.model, "save")?;
         let mut state = self.state()?;
         match self.store.save(&mut state, &self.model, &self.optimizer, &self.sidecars, watcher) {
             Ok(_) => {

@@ -42,16 +42,13 @@ pub fn precision(config: &TrainConfig, model: &Config) -> Result<Precision> {
 /// The model in f32, as it was read or drawn; the caller casts it.
 pub fn model(config: &TrainConfig) -> Result<Model> {
     match &config.model.checkpoint {
-        Some(path) => load(path),
+        Some(path) => {
+            let mut model = Model::load(path, |_| Ok(Precision::f32()))?;
+            model.save_as_hf();
+            Ok(model)
+        }
         None => Ok(Model::init(&architecture(config)?, |_| Ok(Precision::f32()), config.seed)?),
     }
-}
-
-/// A checkpoint in f32, to be saved in Hugging Face's layout from now on.
-pub fn load(path: &Path) -> Result<Model> {
-    let mut model = Model::load(path, |_| Ok(Precision::f32()))?;
-    model.save_as_hf();
-    Ok(model)
 }
 
 fn architecture(config: &TrainConfig) -> Result<Value> {

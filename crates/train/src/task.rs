@@ -21,7 +21,7 @@ pub const END: u32 = 256;
 pub const END_TOKEN: &str = "<|endoftext|>";
 
 /// Fewest and most pairs of a recall document.
-const PAIRS: [u64; 2] = [4, 16];
+const PAIRS: [u64; 2] = [2, 14];
 
 /// Queries; a key may be asked for more than once.
 const QUERIES: u64 = 16;

@@ -114,10 +114,9 @@ impl Trainer {
         })?;
         let config = TrainConfig::from_table(table, settings, None)?;
         let config = TrainConfig { out: out.to_path_buf(), ..config };
-        let model = match config.lora {
-            Some(_) => setup::model(&config)?,
-            None => setup::load(&checkpoint.join("model"))?,
-        };
+        // As in the beginning: what a checkpoint carries beside its weights is still there, and none of ours is read from
+        // later, when it may be gone.
+        let model = setup::model(&config)?;
         let mut trainer = Trainer::build(config, store, model)?;
         trainer.restore(&checkpoint, state)?;
         Ok(trainer)
