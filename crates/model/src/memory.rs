@@ -7,6 +7,11 @@ pub fn available() -> Option<u64> {
     field("/proc/meminfo", "MemAvailable:")
 }
 
+/// What this process has in use now.
+pub fn current() -> Option<u64> {
+    field("/proc/self/status", "VmRSS:")
+}
+
 /// The most memory that this process has had in use at once.
 pub fn peak() -> Option<u64> {
     field("/proc/self/status", "VmHWM:")

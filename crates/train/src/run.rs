@@ -241,7 +241,9 @@ impl Trainer {
 
     /// What a step takes in memory.
     pub fn memory_plan(&self) -> Result<MemoryPlan> {
-        MemoryPlan::of(&self.config, &self.model, self.model.precision())
+        let mut plan = MemoryPlan::of(&self.config, &self.model, self.model.precision())?;
+        plan.rows.insert(0, ("the program itself, as it started".into(), self.program_bytes));
+        Ok(plan)
     }
 
     fn facts(&self) -> Vec<(String, String)> {

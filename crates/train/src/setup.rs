@@ -7,7 +7,7 @@ use ballast_model::params::Grads;
 use ballast_model::{Config, Model, Precision};
 use serde_json::Value;
 
-use crate::config::TrainConfig;
+use crate::config::{Stage, TrainConfig};
 use crate::data::{Document, Documents, Files, Packer, Split, Text};
 use crate::error::{Error, Result};
 use crate::task::{self, Task};
@@ -65,9 +65,13 @@ fn architecture(config: &TrainConfig) -> Result<Value> {
     serde_json::from_str(json).map_err(|error| Error::Config(format!("preset {name}: {error}")))
 }
 
-/// Whether a parameter is learned: not what is frozen, and with adapters nothing but them.
+/// Whether a parameter is learned: not what is frozen, with adapters nothing but them, and in the indexers' warm-up nothing but
+/// the indexers (a weight without a gradient would still decay).
 pub fn is_learned(config: &TrainConfig, name: &str) -> bool {
-    config.lora.is_none() && !config.model.freeze.iter().any(|pattern| matches(pattern, name))
+    let warm_up = config.loss.indexer_scale > 0.0 && config.loss.indexer_stage == Stage::Dense;
+    config.lora.is_none()
+        && (!warm_up || name.contains(".indexer."))
+        && !config.model.freeze.iter().any(|pattern| matches(pattern, name))
 }
 
 /// Whether a module gets an adapter.
@@ -85,7 +89,7 @@ pub fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
     }
     let grads = model.grads_of(|spec| is_learned(config, &model.parameter_name(spec)));
     if grads.bytes() == 0 {
-        return Err(Error::Config("`model.freeze` leaves nothing that could be learned".into()));
+        return Err(Error::Config("nothing is left that could be learned: see `model.freeze`, and `loss.indexer_stage` of a model without indexers".into()));
     }
     Ok(grads)
 }

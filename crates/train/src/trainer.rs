@@ -58,6 +58,8 @@ pub struct Trainer {
     pub(crate) sample_documents: Vec<Document>,
     /// Where batches begin that a rollback leaves out.
     left_out: Vec<Cursor>,
+    /// Bytes that the process had before there was a model.
+    pub(crate) program_bytes: u64,
     train: Packer,
     grads: Grads,
 }
@@ -95,8 +97,9 @@ impl Trainer {
                 format!("{} has checkpoints of a run; resume it, or set another `out`", config.out.display());
             return Err(Error::Config(problem));
         }
+        let program = memory::current().unwrap_or(0);
         let model = setup::model(&config)?;
-        Trainer::build(config, store, model)
+        Trainer::build(config, store, model, program)
     }
 
     /// The run in `out`, from its last checkpoint on; `settings` change its configuration.
@@ -116,14 +119,15 @@ impl Trainer {
         let config = TrainConfig { out: out.to_path_buf(), ..config };
         // As in the beginning: what a checkpoint carries beside its weights is still there, and none of ours is read from
         // later, when it may be gone.
+        let program = memory::current().unwrap_or(0);
         let model = setup::model(&config)?;
-        let mut trainer = Trainer::build(config, store, model)?;
+        let mut trainer = Trainer::build(config, store, model, program)?;
         trainer.restore(&checkpoint, state)?;
         Ok(trainer)
     }
 
     /// `model` is in f32.
-    fn build(config: TrainConfig, store: Store, mut model: Model) -> Result<Trainer> {
+    fn build(config: TrainConfig, store: Store, mut model: Model, program_bytes: u64) -> Result<Trainer> {
         refuse_impossible(&model)?;
         let mut ledger = Ledger::new(&model, model.precision());
         ledger.check(&model, "build")?;
@@ -170,6 +174,7 @@ impl Trainer {
             validation,
             sample_documents,
             left_out: Vec::new(),
+            program_bytes,
             train,
             grads,
         })

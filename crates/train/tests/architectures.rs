@@ -52,6 +52,28 @@ fn trains(name: &str, extra: &[&str]) {
     }
 }
 
+#[test]
+fn the_indexers_warm_up_changes_nothing_but_the_indexers() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = ["model.preset=deepseek", "steps=3", "loss.indexer_scale=0.1", "loss.indexer_stage=dense"];
+    let (trainer, ..) = run(config(folder.path(), &settings));
+    let fresh = Model::init(
+        &trainer.model.config_json().unwrap(),
+        |config| Precision::preset("bf16", config),
+        trainer.config.seed,
+    )
+    .unwrap();
+    let (mut moved, mut still) = (0, 0);
+    for ((spec, now), then) in
+        fresh.specs.weights.iter().zip(trainer.model.params.weights()).zip(fresh.params.weights())
+    {
+        let is_indexer = spec.name.contains(".indexer.");
+        assert_eq!(now != then, is_indexer, "{}", spec.name);
+        *(if is_indexer { &mut moved } else { &mut still }) += 1;
+    }
+    assert!(moved >= 9 && still > 20, "{moved} {still}");
+}
+
 macro_rules! architectures {
     ($($test:ident: $name:literal $extra:expr;)*) => {$(
         #[test]

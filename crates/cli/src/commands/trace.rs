@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use ballast_checkpoint::layout::Form;
 use ballast_checkpoint::tensor_file::{Array, Named, TensorFile, write_f32};
 use ballast_model::probe::Recorder;
-use ballast_model::{Batch, Error, LossOptions, Model, Precision, Probe, Recompute, Ties};
+use ballast_model::{
+    Batch, Error, LossOptions, Model, Plan, Precision, Probe, Recompute, Step, Ties, memory,
+};
 use clap::{Args, ValueEnum};
 use serde_json::json;
 
@@ -191,6 +193,15 @@ fn read_batch(input: &TensorFile) -> anyhow::Result<(Batch, Rows)> {
 
 fn trace(args: &TraceArgs, model: &Model, batch: &Batch, rows: &Rows) -> Result<Results, Error> {
     let mut results = Results::new();
+    let logits = 2 * 4 * (batch.tokens() * model.config.vocabulary) as u64;
+    let step = if args.grads {
+        let plan =
+            Plan::new(&model.config, model.precision(), &Step::new(&batch.cu_seqlens, Recompute::None))?;
+        (plan.total() - plan.parameters + plan.gradients) as u64
+    } else {
+        0
+    };
+    memory::check("the trace of these tokens", logits + step)?;
     let logits = rows.spread(&model.logits(batch, None)?);
     results.insert("logits".into(), logits);
     let mut recorder = Recorder { pattern: args.sites.clone(), ..Recorder::default() };
