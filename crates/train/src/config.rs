@@ -9,7 +9,7 @@ use ballast_model::{IndexerLoss, IndexerStage, LossOptions, Recompute};
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use crate::data::{DataConfig, Packing};
+use crate::data::DataConfig;
 use crate::error::{Error, Result};
 
 /// Every key and what it means.
@@ -511,10 +511,10 @@ impl TrainConfig {
         if sources.iter().filter(|given| **given).count() > 1 {
             return refuse("model", "has more than one of preset, config and checkpoint; give one".into());
         }
-        if self.lora.is_some() && m.checkpoint.is_none() && !cfg!(test) {
+        if self.lora.is_some() && m.checkpoint.is_none() {
             return refuse("lora", "adapts a trained model, and `model.checkpoint` names none".into());
         }
-        if self.data.packing == Packing::Padded && self.data.task.is_some() && !self.data.files.is_empty() {
+        if self.data.task.is_some() && !self.data.files.is_empty() {
             return refuse("data", "has both a task and files; give one".into());
         }
         Ok(())
@@ -683,6 +683,7 @@ mod tests {
             ("optimizer=3", "`optimizer` is a section"),
             ("steps=many", "steps"),
             ("sentinel.on_fault=pray", "pray"),
+            ("lora.rank=4", "`model.checkpoint` names none"),
         ] {
             let error = load(&[setting]).unwrap_err().to_string();
             assert!(error.contains(key), "{setting}: {error}");
@@ -690,6 +691,9 @@ mod tests {
         let both: Table = "[model]\npreset = 'a'\ncheckpoint = 'b'".parse().unwrap();
         let error = TrainConfig::from_table(both, &[], None).unwrap_err().to_string();
         assert!(error.contains("more than one"), "{error}");
+        let both: Table = "[data]\ntask = 'recall'\nfiles = [{ path = 'a.txt' }]".parse().unwrap();
+        let error = TrainConfig::from_table(both, &[], None).unwrap_err().to_string();
+        assert!(error.contains("both a task and files"), "{error}");
         let last = load(&["model.preset=a", "model.checkpoint=b"]).unwrap().model;
         assert_eq!((last.preset, last.checkpoint), (None, Some("b".into())));
     }

@@ -94,8 +94,11 @@ impl Trainer {
         std::fs::write(&config, self.config.to_toml()?).map_err(Error::io(&config, "write"))?;
         let resumed = (self.step > 0).then_some(self.step);
         let metrics = MetricsWriter::open(&out.join("metrics.jsonl"), resumed.or(Some(0)))?;
-        let tensorboard =
+        let mut tensorboard =
             self.config.tensorboard.then(|| EventWriter::create(&out.join("tensorboard"))).transpose()?;
+        if let (Some(events), Some(step)) = (&mut tensorboard, resumed) {
+            events.resume(step)?;
+        }
         let mut journal = Journal { metrics, tensorboard, watcher };
         if let Some(step) = resumed {
             let text = format!("went on from the checkpoint of step {step}");
