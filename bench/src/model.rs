@@ -74,7 +74,9 @@ fn main() -> anyhow::Result<()> {
     };
     let report = match &args.case {
         Case::Step { model, tokens, recompute, update } => {
-            let mut model = load_f32(model)?;
+            // Masters begin with all bits; without them the weights are read in their type.
+            let is_config = model.extension().is_some_and(|e| e == "json");
+            let mut model = if *update || is_config { load_f32(model)? } else { load(model)? };
             let precision = Precision::preset(&args.precision, &model.config)?;
             let learned = model.grads();
             let settings = OptimizerConfig::default();

@@ -47,7 +47,8 @@ fn frozen_parameters_stay_and_a_pattern_that_matches_nothing_is_an_error() {
     let settings = ["steps=2", "precision.preset=f32", "model.freeze=[\"*.mlp.*\", \"*.A_log\"]"];
     let (trainer, ..) = run(config(&folder.path().join("a"), &settings));
     let fresh =
-        Model::init(&trainer.model.config_json().unwrap(), |_| Ok(Precision::f32()), trainer.config.seed).unwrap();
+        Model::init(&trainer.model.config_json().unwrap(), |_| Ok(Precision::f32()), trainer.config.seed)
+            .unwrap();
     let mut stayed = 0;
     for ((spec, now), then) in
         fresh.specs.weights.iter().zip(trainer.model.params.weights()).zip(fresh.params.weights())

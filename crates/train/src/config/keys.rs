@@ -1,0 +1,156 @@
+//! The schema of a configuration: every key with what it means. A key that is not in it is an error that names the nearest one.
+
+use toml::{Table, Value};
+
+use crate::error::{Error, Result};
+
+/// Every key and what it means.
+pub const KEYS: &[(&str, &str)] = &[
+    ("out", "folder of the run: checkpoints, model, metrics.jsonl, report.html"),
+    ("seed", "of everything that is drawn: weights, order of documents, task"),
+    ("steps", "steps of the optimiser"),
+    ("model.preset", "an embedded architecture with random weights: see `ballast train --help`"),
+    ("model.config", "a config.json: that architecture with random weights"),
+    ("model.checkpoint", "a checkpoint in any layout to start from"),
+    ("model.tokenizer", "folder with tokenizer.json, where it is not beside the model"),
+    ("model.freeze", "patterns (* for any characters) of parameters that are not learned"),
+    ("lora.rank", "train adapters of this rank instead of the weights"),
+    ("lora.alpha", "their scale is alpha / rank"),
+    ("lora.targets", "the modules that get one, by the end of their names"),
+    ("precision.preset", "f32, bf16, megatron, nemo, maxtext-default, hf-bf16"),
+    ("precision.sites", "table of sites that compute in another type: logits = \"f16\""),
+    ("precision.recompute", "none, selective, full: what is made anew in backward instead of kept"),
+    ("data.task", "an embedded task instead of files: recall"),
+    ("data.files", "list of { path, weight }: .txt, or .jsonl with text, messages or prompt and completion"),
+    ("data.validation", "file of held-out documents"),
+    ("data.validation_fraction", "else this share of the documents is held out"),
+    ("data.sequence_length", "longest sequence; longer documents are cut"),
+    (
+        "data.packing",
+        "packed: documents end to end, state reset between them; padded: a document per sequence",
+    ),
+    ("data.train_roles", "whose messages are trained on"),
+    ("data.shuffle", "documents in another order in each epoch"),
+    ("data.add_eos", "end every document with the tokenizer's end token"),
+    ("data.document_separator", "a line that separates the documents of a .txt file"),
+    ("batch.sequences", "sequences of a micro-batch"),
+    ("batch.accumulation", "micro-batches of a step; their gradients are weighted by tokens"),
+    ("optimizer.learning_rate", "the largest of the schedule"),
+    ("optimizer.beta1", "of AdamW"),
+    ("optimizer.beta2", "of AdamW"),
+    ("optimizer.eps", "of AdamW"),
+    ("optimizer.weight_decay", "of matrices; never of norms, biases and protected tensors"),
+    ("optimizer.clip", "largest norm of all gradients; 0: any"),
+    ("optimizer.masters", "f32 masters of bf16 weights; false rounds every update to bf16"),
+    ("schedule.kind", "after the warm-up: cosine, linear, constant"),
+    ("schedule.warmup", "steps from 0 to the learning rate"),
+    ("schedule.floor", "the last learning rate, as a share of the largest"),
+    ("loss.z_loss", "coefficient of the squared log-sum of the logits"),
+    ("loss.label_smoothing", "share of the target that is spread over the vocabulary"),
+    ("loss.balance", "coefficient of the routers' balance loss"),
+    ("loss.indexer_scale", "factor of the indexers' loss; 0: they are not trained"),
+    ("loss.indexer_stage", "dense (warm-up: nothing else learns) or sparse"),
+    ("evaluation.every", "steps between measurements on held-out data; 0: only at the end"),
+    ("evaluation.batches", "micro-batches that are measured; 0: none at all"),
+    ("samples.every", "steps between samples; 0: only at the end"),
+    ("samples.count", "samples each time; 0: none"),
+    ("samples.tokens", "longest answer"),
+    ("checkpoints.every", "steps between checkpoints; 0: only at the end"),
+    ("checkpoints.keep_last", "how many of the newest stay"),
+    ("checkpoints.keep_best", "the one with the lowest held-out loss stays"),
+    ("checkpoints.keep_every", "those of every so many steps stay; 0: none"),
+    (
+        "ledger.every",
+        "steps between proofs that forward reads the f32 tensors; 0: only at the beginning and the end",
+    ),
+    ("sentinel.on_fault", "something is not finite: abort, skip, rollback, escalate"),
+    ("sentinel.fault_limit", "after so many faults the run stops, whatever on_fault says"),
+    ("sentinel.spike_sigma", "loss or gradient norm so many deviations above the mean is a spike; 0: never"),
+    ("sentinel.on_spike", "report, skip"),
+    ("tensorboard", "write event files for TensorBoard"),
+];
+
+/// An error for the first key that is not in [`KEYS`].
+pub(super) fn check_keys(table: &Table, above: &str, place: &str) -> Result {
+    for (key, value) in table {
+        let path = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
+        let known = KEYS.iter().any(|(name, _)| *name == path);
+        let section = KEYS
+            .iter()
+            .any(|(name, _)| name.strip_prefix(path.as_str()).is_some_and(|rest| rest.starts_with('.')));
+        match value {
+            Value::Table(inner) if section => check_keys(inner, &path, place)?,
+            _ if known => {}
+            _ if section => {
+                return Err(Error::Config(format!(
+                    "{place}`{path}` is a section; what it holds is `{path}.<key>`"
+                )));
+            }
+            _ => {
+                let path = first_leaf(&path, value);
+                let near = nearest(&path);
+                return Err(Error::Config(format!(
+                    "{place}`{path}` is not known; the nearest key is `{near}`"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The path of the first value in an unknown section, which says more than the section alone.
+fn first_leaf(path: &str, value: &Value) -> String {
+    match value.as_table().and_then(|table| table.iter().next()) {
+        Some((key, inner)) => first_leaf(&format!("{path}.{key}"), inner),
+        None => path.into(),
+    }
+}
+
+/// The known key with the fewest changes.
+fn nearest(path: &str) -> &'static str {
+    let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_string();
+    // A key in the wrong section is found by its last part.
+    let distance = |key: &str| changes(path, key).min(1 + changes(&last(path), &last(key)));
+    KEYS.iter().map(|(key, _)| *key).min_by_key(|key| distance(key)).unwrap_or("steps")
+}
+
+/// Insertions, deletions and replacements between two words.
+fn changes(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+/// Puts `a.b=c` into the table; c is TOML, or a bare word.
+pub(super) fn apply(table: &mut Table, setting: &str) -> Result {
+    let Some((path, text)) = setting.split_once('=') else {
+        return Err(Error::Config(format!("--set {setting:?}: a key, `=`, and a value were expected")));
+    };
+    let parsed = format!("value = {text}").parse::<Table>().ok();
+    let value = parsed.and_then(|mut table| table.remove("value")).unwrap_or(Value::String(text.into()));
+    let mut keys: Vec<&str> = path.trim().split('.').collect();
+    let last = keys.pop().unwrap_or_default();
+    let mut inner = table;
+    for key in keys {
+        let entry = inner.entry(key).or_insert_with(|| Value::Table(Table::new()));
+        inner = entry
+            .as_table_mut()
+            .ok_or_else(|| Error::Config(format!("--set {setting:?}: `{key}` is not a section")))?;
+    }
+    // One source of a model takes the place of another.
+    const SOURCES: [&str; 3] = ["preset", "config", "checkpoint"];
+    if path.trim().starts_with("model.") && SOURCES.contains(&last) {
+        SOURCES.iter().for_each(|source| drop(inner.remove(*source)));
+    }
+    inner.insert(last.into(), value);
+    Ok(())
+}
