@@ -1,0 +1,1 @@
+//! The model in f64.

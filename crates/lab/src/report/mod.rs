@@ -1,0 +1,1 @@
+//! lab.html: what was found, as one page.
