@@ -2,7 +2,7 @@
 //!
 //! C = alpha C + beta A B, one thread. A, B and C are strided views; the result depends on shapes and values alone.
 //! Large products go to the `gemm` crate, which packs its operands; `small` has those of blocks that lie in a cache, `bf16`
-//! those whose operands are both stored in bf16.
+//! those whose operands are both stored in bf16. [`matmul_f64`] is for references, which want the same in f64.
 
 mod bf16;
 mod small;
@@ -16,20 +16,20 @@ use crate::shared::Shared;
 
 /// A matrix inside a slice: element (i, j) is `data[i * row_stride + j * column_stride]`.
 #[derive(Clone, Copy)]
-pub struct Mat<'a> {
-    data: &'a [f32],
+pub struct Mat<'a, T = f32> {
+    data: &'a [T],
     rows: usize,
     columns: usize,
     row_stride: usize,
     column_stride: usize,
 }
 
-impl<'a> Mat<'a> {
+impl<'a, T> Mat<'a, T> {
     /// Row-major, `row_stride` elements from row to row.
     ///
     /// # Panics
     /// When the slice is too short.
-    pub fn new(data: &'a [f32], rows: usize, columns: usize, row_stride: usize) -> Mat<'a> {
+    pub fn new(data: &'a [T], rows: usize, columns: usize, row_stride: usize) -> Mat<'a, T> {
         let needed = if rows == 0 || columns == 0 { 0 } else { (rows - 1) * row_stride + columns };
         assert!(
             data.len() >= needed,
@@ -40,7 +40,7 @@ impl<'a> Mat<'a> {
     }
 
     /// Row-major without gaps.
-    pub fn dense(data: &'a [f32], rows: usize, columns: usize) -> Mat<'a> {
+    pub fn dense(data: &'a [T], rows: usize, columns: usize) -> Mat<'a, T> {
         Mat::new(data, rows, columns, columns)
     }
 
@@ -58,7 +58,7 @@ impl<'a> Mat<'a> {
     ///
     /// # Panics
     /// When the rows are not contiguous, or there is no such row.
-    pub fn row(&self, i: usize) -> &'a [f32] {
+    pub fn row(&self, i: usize) -> &'a [T] {
         assert!(self.column_stride == 1 && i < self.rows, "row {i} of {}", self.rows);
         &self.data[i * self.row_stride..i * self.row_stride + self.columns]
     }
@@ -67,7 +67,7 @@ impl<'a> Mat<'a> {
     ///
     /// # Panics
     /// When it is not inside.
-    pub fn part(self, rows: Range<usize>, columns: Range<usize>) -> Mat<'a> {
+    pub fn part(self, rows: Range<usize>, columns: Range<usize>) -> Mat<'a, T> {
         assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
         assert!(
             columns.start <= columns.end && columns.end <= self.columns,
@@ -85,7 +85,7 @@ impl<'a> Mat<'a> {
     }
 
     /// The transpose, without moving anything.
-    pub fn t(self) -> Mat<'a> {
+    pub fn t(self) -> Mat<'a, T> {
         Mat {
             rows: self.columns,
             columns: self.rows,
@@ -102,6 +102,25 @@ impl<'a> Mat<'a> {
 /// # Panics
 /// When the shapes do not fit.
 pub fn matmul_strided(c: &mut [f32], row_stride: usize, alpha: f32, beta: f32, a: Mat<'_>, b: Mat<'_>) {
+    strided(c, row_stride, alpha, beta, a, b);
+}
+
+/// [`matmul_strided`] in f64.
+///
+/// # Panics
+/// When the shapes do not fit.
+pub fn matmul_f64(c: &mut [f64], row_stride: usize, alpha: f64, beta: f64, a: Mat<'_, f64>, b: Mat<'_, f64>) {
+    strided(c, row_stride, alpha, beta, a, b);
+}
+
+fn strided<T: Default + PartialEq + 'static>(
+    c: &mut [T],
+    row_stride: usize,
+    alpha: T,
+    beta: T,
+    a: Mat<'_, T>,
+    b: Mat<'_, T>,
+) {
     let (m, n, k) = (a.rows, b.columns, a.columns);
     assert_eq!(k, b.rows, "inner sizes");
     if m == 0 || n == 0 {
@@ -140,7 +159,14 @@ pub(crate) unsafe fn matmul_tile(
 
 /// # Safety
 /// `c` points to m rows of n elements, `row_stride` apart, that nothing else uses.
-unsafe fn product(c: *mut f32, row_stride: usize, alpha: f32, beta: f32, a: Mat<'_>, b: Mat<'_>) {
+unsafe fn product<T: Default + PartialEq + 'static>(
+    c: *mut T,
+    row_stride: usize,
+    alpha: T,
+    beta: T,
+    a: Mat<'_, T>,
+    b: Mat<'_, T>,
+) {
     let (m, n, k) = (a.rows, b.columns, a.columns);
     // SAFETY: every element of A and B that the product touches lies inside its slice, as `Mat::new` has checked;
     // C by the caller's promise.
@@ -152,7 +178,7 @@ unsafe fn product(c: *mut f32, row_stride: usize, alpha: f32, beta: f32, a: Mat<
             c,
             1,
             row_stride as isize,
-            alpha != 0.0,
+            alpha != T::default(),
             a.data.as_ptr(),
             a.column_stride as isize,
             a.row_stride as isize,
@@ -233,6 +259,22 @@ mod tests {
         let part = Mat::dense(&data, 3, 4).t().part(2..4, 1..3).t();
         assert_eq!((part.row(0), part.row(1)), (&[6.0, 7.0][..], &[10.0, 11.0][..]));
         assert_eq!(Mat::dense(&data, 3, 4).part(3..3, 0..4).rows(), 0);
+    }
+
+    #[test]
+    fn in_f64_no_digit_of_f32_is_lost() {
+        let (a, b) = (values(40 * 70, 1), values(50 * 70, 2));
+        let [wide_a, wide_b] = [&a, &b].map(|x| x.iter().map(|x| *x as f64).collect::<Vec<f64>>());
+        let (gap, mut c) = (3, vec![1.0; 40 * 53]);
+        let (rows, columns) = (Mat::dense(&wide_a, 40, 70), Mat::dense(&wide_b, 50, 70).t());
+        matmul_f64(&mut c, 50 + gap, 1.0, 2.0, rows, columns);
+        for (i, row) in c.chunks(50 + gap).enumerate() {
+            for (j, got) in row[..50].iter().enumerate() {
+                let products = (0..70).map(|l| a[i * 70 + l] as f64 * b[j * 70 + l] as f64);
+                assert!((got - 1.0 - 2.0 * products.sum::<f64>()).abs() < 1e-13);
+            }
+            assert_eq!(row[50..], [1.0; 3]);
+        }
     }
 
     #[test]

@@ -37,7 +37,7 @@ mod ties;
 mod tests;
 
 pub use loss::{Grads, Target, attention_distribution, indexer_loss, loss_buffer, loss_scratch};
-pub use ties::Ties;
+pub use ties::{Score, Ties, choose};
 
 pub use score::{indexer_scores, indexer_topk, indexer_topk_decode, topk_scratch};
 

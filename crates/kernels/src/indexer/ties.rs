@@ -6,6 +6,8 @@
 //! by tensor, that partition (nth_element of the GNU C++ library: median of three, unguarded, insertion sort below four) is
 //! done here in the same steps.
 
+use std::cmp::Ordering;
+
 /// Which of several equal scores are taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Ties {
@@ -16,13 +18,41 @@ pub enum Ties {
     Torch,
 }
 
+/// What keys are compared by: f32, or f64 in references.
+pub trait Score: Copy + PartialOrd {
+    /// Of a key that is not seen.
+    const LOWEST: Self;
+
+    /// A total order.
+    fn order(&self, other: &Self) -> Ordering;
+}
+
+impl Score for f32 {
+    const LOWEST: f32 = f32::NEG_INFINITY;
+
+    fn order(&self, other: &f32) -> Ordering {
+        self.total_cmp(other)
+    }
+}
+
+impl Score for f64 {
+    const LOWEST: f64 = f64::NEG_INFINITY;
+
+    fn order(&self, other: &f64) -> Ordering {
+        self.total_cmp(other)
+    }
+}
+
 /// The front of `order` becomes the min(topk, len) keys of the highest score, ascending; `scores` has those of the keys
-/// that are seen, the others of `order` count as lower than any.
-pub(super) fn choose(order: &mut [u32], scores: &[f32], topk: usize, ties: Ties) {
+/// that are seen, the others of `order`, which come after them, count as lower than any.
+///
+/// # Panics
+/// When topk is 0, or `order` is shorter than `scores`.
+pub fn choose<S: Score>(order: &mut [u32], scores: &[S], topk: usize, ties: Ties) {
     let seen = scores.len();
     if ties == Ties::Torch && topk < order.len() && order.len() < 64 * topk {
         order.iter_mut().zip(0..).for_each(|(slot, key)| *slot = key);
-        let score = |key: u32| scores.get(key as usize).copied().unwrap_or(f32::NEG_INFINITY);
+        let score = |key: u32| scores.get(key as usize).copied().unwrap_or(S::LOWEST);
         partition(order, topk - 1, |a, b| score(a) > score(b));
         order[..topk].sort_unstable();
         return;
@@ -32,7 +62,7 @@ pub(super) fn choose(order: &mut [u32], scores: &[f32], topk: usize, ties: Ties)
     if topk < order.len() {
         // A total order: no two keys are equal, so the set is determined.
         order.select_nth_unstable_by(topk - 1, |a, b| {
-            scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b))
+            scores[*b as usize].order(&scores[*a as usize]).then(a.cmp(b))
         });
         order[..topk].sort_unstable();
     }
