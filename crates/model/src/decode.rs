@@ -9,6 +9,7 @@ use ballast_kernels::{Element, Scratch};
 use half::bf16;
 
 use crate::batch::Batch;
+use crate::config::{Layer, Mixer};
 use crate::error::{Error, Result};
 use crate::layers::{Keep, Links, State};
 use crate::model::Model;
@@ -41,6 +42,24 @@ impl Model {
             Storage::Bf16 => Stored::Bf16(self.states(sequences)),
         };
         Session { model: self, states, lengths: vec![0; sequences], scratch: Scratch::new(0) }
+    }
+
+    /// Bytes of caches and states of one sequence of `tokens` tokens: what [`Session::bytes`] will be.
+    pub fn session_bytes(&self, tokens: usize) -> usize {
+        let element = self.precision().activations.bytes();
+        let bytes = |layer: &Layer| match &layer.mixer {
+            Mixer::Linear(linear) => {
+                let (kd, vd) = (linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim);
+                (2 * kd + vd) * (linear.conv_width - 1) * element + 4 * linear.key_dim * vd
+            }
+            Mixer::Softmax(attention) if attention.shared_from.is_some() => 0,
+            Mixer::Softmax(attention) => 2 * tokens * attention.kv_heads * attention.head_dim * element,
+            Mixer::Latent(latent) => {
+                let head = latent.nope_dim + latent.rope_dim + latent.value_dim;
+                tokens * (latent.heads * head + latent.index_dim) * element
+            }
+        };
+        self.config.layers.iter().map(bytes).sum()
     }
 }
 

@@ -35,16 +35,7 @@ pub(crate) struct Source {
 impl Model {
     /// Reads a model; `precision` is made for its configuration.
     pub fn load(path: &Path, precision: impl FnOnce(&Config) -> Result<Precision>) -> Result<Model> {
-        let checkpoint = Arc::new(Checkpoint::open_consistent(path)?);
-        let Some(json) = &checkpoint.config else {
-            let problem = "is not there, and without it the tensors cannot be understood".to_string();
-            return Err(Error::Config {
-                file: checkpoint.config_path(),
-                field: "config.json".into(),
-                problem,
-            });
-        };
-        let config = Config::parse(json, &checkpoint.config_path())?;
+        let (checkpoint, config) = open(path)?;
         let precision = precision(&config)?;
         let mut model = Model::build(config, precision.clone())?;
         memory::check("the model's parameters", model.specs.bytes(precision.params) as u64)?;
@@ -76,8 +67,19 @@ impl Model {
     }
 }
 
+/// A checkpoint and its configuration.
+pub(crate) fn open(path: &Path) -> Result<(Arc<Checkpoint>, Config)> {
+    let checkpoint = Arc::new(Checkpoint::open_consistent(path)?);
+    let Some(json) = &checkpoint.config else {
+        let problem = "is not there, and without it the tensors cannot be understood".to_string();
+        return Err(Error::Config { file: checkpoint.config_path(), field: "config.json".into(), problem });
+    };
+    let config = Config::parse(json, &checkpoint.config_path())?;
+    Ok((checkpoint, config))
+}
+
 /// The view of every parameter, in the order of the specs; an error that lists all that does not fit.
-fn sort(
+pub(crate) fn sort(
     model: &Model,
     views: Vec<View>,
     checkpoint: Arc<Checkpoint>,

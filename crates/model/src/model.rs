@@ -2,13 +2,12 @@
 
 use std::cell::{Cell, RefCell};
 
-use ballast_kernels::elementwise::{accumulate, convert, scale};
-use ballast_kernels::embedding::{embedding_backward, embedding_forward};
+use ballast_kernels::elementwise::scale;
+use ballast_kernels::embedding::embedding_forward;
 use ballast_kernels::indexer::Ties;
 use ballast_kernels::linear_cross_entropy::{
     self as loss_kernel, Loss, linear_cross_entropy, linear_cross_entropy_scratch, logits_len,
 };
-use ballast_kernels::norm::Saved as NormSaved;
 use ballast_kernels::rotary::{Rotary, Table};
 use ballast_kernels::simd;
 use ballast_kernels::{Element, Precision as Rounding, Scratch};
@@ -17,7 +16,7 @@ use half::bf16;
 use crate::batch::{Batch, IGNORED};
 use crate::config::{Config, Mixer, Rope};
 use crate::error::{Error, Result};
-use crate::layers::{InputsSaved, Keep, Layer, Linear, Links, Norm, OwnInputs, Saved};
+use crate::layers::{Keep, Layer, Linear, Norm, OwnInputs};
 use crate::load::Source;
 use crate::params::{Grads, Id, Init, Params, Spec, Specs, Weight};
 use crate::precision::{Precision, Storage};
@@ -49,11 +48,11 @@ pub struct Model {
     precision: Precision,
     ties: Ties,
     rotaries: Vec<Rotary>,
-    embedding: Id<Weight>,
-    own_inputs: Option<OwnInputs>,
+    pub(crate) embedding: Id<Weight>,
+    pub(crate) own_inputs: Option<OwnInputs>,
     layers: Vec<Layer>,
-    norm: Norm,
-    head: Linear,
+    pub(crate) norm: Norm,
+    pub(crate) head: Linear,
     pub(crate) source: Option<Source>,
 }
 
@@ -111,38 +110,6 @@ pub struct StepLoss {
     pub balance: f64,
 }
 
-/// What a forward kept.
-struct Trail<A> {
-    layers: Vec<LayerTrail<A>>,
-    /// What the last norm reads: [tokens, H]
-    x: Vec<A>,
-    norm: NormSaved,
-    links: Links<A>,
-    /// The embeddings [tokens, H], where layers have inputs of their own that are made from them
-    embedded: Vec<A>,
-    own_inputs: InputsSaved<A>,
-}
-
-enum LayerTrail<A> {
-    Input(Vec<A>),
-    Saved(Box<Saved<A>>),
-}
-
-impl<A> Trail<A> {
-    fn bytes(&self) -> usize {
-        let layer = |trail: &LayerTrail<A>| match trail {
-            LayerTrail::Input(x) => x.len() * size_of::<A>(),
-            LayerTrail::Saved(saved) => saved.bytes(),
-        };
-        let own_inputs: usize = self.links.own_inputs.iter().map(|input| input.len() * size_of::<A>()).sum();
-        self.layers.iter().map(layer).sum::<usize>()
-            + (self.x.len() + self.embedded.len()) * size_of::<A>()
-            + self.norm.bytes()
-            + self.own_inputs.bytes()
-            + own_inputs
-    }
-}
-
 impl Model {
     /// The layers of a configuration, with parameters that have no values yet.
     pub(crate) fn build(config: Config, precision: Precision) -> Result<Model> {
@@ -196,12 +163,10 @@ impl Model {
     /// Casts the weights, and rounds those protected tensors that the new precision's policy leaves out.
     pub fn set_precision(&mut self, precision: Precision) {
         self.params.cast(precision.params);
-        if precision.params == Storage::Bf16 {
-            let policy = precision.policy();
-            for (spec, tensor) in self.specs.protected.iter().zip(&mut self.params.protected) {
-                if policy.rule_for(&format!("model.{}", spec.name)).is_none() {
-                    tensor.forget_beyond(Rounding::Bf16);
-                }
+        let policy = precision.policy();
+        for (spec, tensor) in self.specs.protected.iter().zip(&mut self.params.protected) {
+            if precision.rounds(&policy, &spec.name) {
+                tensor.forget_beyond(Rounding::Bf16);
             }
         }
         self.precision = precision;
@@ -282,6 +247,21 @@ impl Model {
         options: &LossOptions,
         work: impl FnOnce(&Run<'_>) -> Result<R>,
     ) -> Result<R> {
+        let tables = self.tables(&batch.positions);
+        let scratch = Scratch::new(self.scratch_len::<A>(batch.tokens()));
+        let probe = probe.map(|probe| probe as &mut dyn Probe);
+        work(&self.run_on(batch, &tables, &scratch, probe, options)?)
+    }
+
+    /// What all layers share.
+    pub(crate) fn run_on<'a>(
+        &'a self,
+        batch: &'a Batch,
+        tables: &'a [Table],
+        scratch: &'a Scratch,
+        probe: Option<&'a mut dyn Probe>,
+        options: &LossOptions,
+    ) -> Result<Run<'a>> {
         batch.check(self.config.vocabulary)?;
         if options.indexer.is_some() && !self.config.has_indexer() {
             let problem = "the model has no indexer that could be trained; leave the indexer's loss out";
@@ -299,17 +279,15 @@ impl Model {
             }
             _ => None,
         };
-        let tables = self.tables(&batch.positions);
-        let scratch = Scratch::new(self.scratch_len::<A>(batch.tokens()));
-        work(&Run {
+        Ok(Run {
             config: &self.config,
             parameters: Parameters::new(&self.specs, &self.params),
             precision: &self.precision,
             batch,
-            tables: &tables,
-            scratch: &scratch,
+            tables,
+            scratch,
             ties: self.ties,
-            probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
+            probe: probe.map(RefCell::new),
             indexer: options.indexer.map(|loss| IndexerTraining { loss, sum: Cell::new(0.0) }),
             balance,
         })
@@ -317,8 +295,8 @@ impl Model {
 
     fn logits_in<A: Element>(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
         self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
-            let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
-            let hidden = self.last_norm(run, &x)?;
+            let trail = self.forward::<A>(run, Recompute::None, false)?;
+            let hidden = self.last_norm(run, &trail.x)?;
             self.project(run, &hidden)
         })
     }
@@ -343,8 +321,8 @@ impl Model {
         probe: Option<&mut dyn Probe>,
     ) -> Result<Loss> {
         self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
-            let (x, _) = self.stream::<A>(run, Keep::Nothing, false)?;
-            let hidden = self.last_norm(run, &x)?;
+            let trail = self.forward::<A>(run, Recompute::None, false)?;
+            let hidden = self.last_norm(run, &trail.x)?;
             let options = self.loss_options(options);
             let mut logits = zeros(logits_len(self.config.vocabulary, run.tokens(), &options));
             with_weight!(run.weight(self.head.weight()), |w| {
@@ -363,30 +341,6 @@ impl Model {
             logits: self.precision.loss,
             ..loss_kernel::Options::default()
         }
-    }
-
-    /// The residual stream after the last layer, and what was kept of each.
-    fn stream<A: Element>(&self, run: &Run<'_>, keep: Keep, only_inputs: bool) -> Result<(Vec<A>, Trail<A>)> {
-        let mut x = self.embed::<A>(run)?;
-        let mut links = Links::new(&self.config);
-        let (mut embedded, mut own_inputs) = (Vec::new(), InputsSaved::default());
-        if let Some(inputs) = &self.own_inputs {
-            let kept = if keep.any() || only_inputs { Keep::Everything } else { Keep::Nothing };
-            (links.own_inputs, own_inputs) = inputs.forward(run, &x, kept)?;
-            embedded = kept.dear(x.clone());
-        }
-        let mut layers = Vec::new();
-        for layer in &self.layers {
-            let input = only_inputs.then(|| x.clone());
-            let (out, saved) = layer.forward(run, x, &mut links, None, keep)?;
-            x = out;
-            match input {
-                Some(input) => layers.push(LayerTrail::Input(input)),
-                None if keep.any() => layers.push(LayerTrail::Saved(Box::new(saved))),
-                None => {}
-            }
-        }
-        Ok((x, Trail { layers, x: Vec::new(), norm: NormSaved::default(), links, embedded, own_inputs }))
     }
 
     pub(crate) fn layers(&self) -> &[Layer] {
@@ -418,7 +372,7 @@ impl Model {
     }
 
     /// The scale as models were trained with: rounded to the weight's type.
-    fn embedding_scale(&self) -> f32 {
+    pub(crate) fn embedding_scale(&self) -> f32 {
         match self.precision.params {
             Storage::F32 => self.config.embedding_scale,
             Storage::Bf16 => Rounding::Bf16.round(self.config.embedding_scale),
@@ -434,43 +388,20 @@ impl Model {
         probe: Option<&mut dyn Probe>,
     ) -> Result<StepLoss> {
         self.with_run::<A, _>(batch, probe, options, |run| {
-            let (x, mut trail) = self.stream::<A>(run, recompute.keep(), recompute == Recompute::Full)?;
+            let mut trail = self.forward::<A>(run, recompute, true)?;
             let balance = run.balance.as_ref().map_or(0.0, Balancing::complete);
-            let (hidden, norm) = self.norm.forward(run, &x)?;
-            run.see(None, "norm", &hidden);
-            (trail.x, trail.norm) = (x, norm);
-            let (language, dhidden) = self.loss_backward(run, grads, &hidden, options)?;
-            drop(hidden);
-            run.see_gradient(None, "norm", &dhidden);
-            let mut dx = self.norm.backward(run, grads, &dhidden, &trail.x, &trail.norm)?;
-            drop((dhidden, std::mem::take(&mut trail.x)));
-            let Trail { layers, mut links, embedded, own_inputs, .. } = trail;
-            for (layer, kept) in self.layers.iter().zip(layers).rev() {
-                let saved = match kept {
-                    LayerTrail::Saved(saved) => *saved,
-                    LayerTrail::Input(x) => layer.forward(run, x, &mut links, None, Keep::Everything)?.1,
-                };
-                dx = layer.backward(run, grads, dx, &mut links, saved)?;
+            let language = self.turn(run, grads, &mut trail, options)?;
+            for index in (0..self.layers.len()).rev() {
+                self.layer_backward(run, grads, &mut trail, index)?;
             }
-            if let Some(inputs) = &self.own_inputs {
-                let mut sum = vec![0.0; dx.len()];
-                accumulate(&mut sum, &dx)?;
-                inputs.backward(run, grads, &mut sum, &links.d_own_inputs, &embedded, &own_inputs)?;
-                convert(&mut dx, &sum)?;
-            }
-            run.see_gradient(None, "embed", &dx);
-            if let Some(dw) = grads.of(self.embedding) {
-                run.forget_padding(&mut dx);
-                let scale = self.embedding_scale();
-                embedding_backward(dw, &dx, &batch.ids, scale, self.config.hidden, &mut Vec::new())?;
-            }
+            self.arrive(run, grads, trail)?;
             let indexer = run.indexer.as_ref().map_or(0.0, |training| training.sum.get());
             Ok(StepLoss { language, indexer, balance })
         })
     }
 
     /// The loss and the gradient of hidden, and the output head's.
-    fn loss_backward<A: Element>(
+    pub(crate) fn loss_backward<A: Element>(
         &self,
         run: &Run<'_>,
         grads: &mut Grads,
@@ -517,9 +448,8 @@ impl Model {
         recompute: Recompute,
     ) -> Result<usize> {
         self.with_run::<A, _>(batch, None, options, |run| {
-            let (x, mut trail) = self.stream::<A>(run, recompute.keep(), recompute == Recompute::Full)?;
-            let (_, norm) = self.norm.forward(run, &x)?;
-            (trail.x, trail.norm) = (x, norm);
+            let mut trail = self.forward::<A>(run, recompute, true)?;
+            trail.norm = self.norm.forward(run, &trail.x)?.1;
             Ok(trail.bytes())
         })
     }

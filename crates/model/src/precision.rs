@@ -16,7 +16,8 @@
 //! | `loss` | the output logits, before the softmax |
 //!
 //! `policy` says which of the contract's tensors keep their f32 values; the others of them are rounded to bf16 when
-//! `params` is bf16. They stay in f32 storage: a protected tensor has no other type.
+//! `params` is bf16. They stay in f32 storage: a protected tensor has no other type. `rounded` names further ones that are
+//! rounded whatever `params` is: to see what one of them alone does.
 
 use ballast_checkpoint::Checkpoint;
 use ballast_contract::{Dtype, Policy, Registry};
@@ -56,6 +57,8 @@ pub struct Precision {
     pub activations: Storage,
     /// Which protected tensors keep their f32 values: a policy of the contract.
     pub policy: &'static str,
+    /// Protected tensors that are rounded to bf16 whatever the policy says: by the end of their names.
+    pub rounded: Vec<&'static str>,
     /// See the module.
     pub gate_projections: Rounding,
     /// See the module.
@@ -98,6 +101,7 @@ impl Precision {
             params: Storage::F32,
             activations: Storage::F32,
             policy: "strict",
+            rounded: Vec::new(),
             gate_projections: Rounding::F32,
             decay_gate: Rounding::F32,
             beta: Rounding::F32,
@@ -165,6 +169,15 @@ impl Precision {
         Registry::builtin().policy(self.policy).expect("presets name policies of the built-in registry")
     }
 
+    /// Whether the values of a protected tensor are rounded to bf16; `name` is that of its [`crate::params::Spec`], `policy`
+    /// is [`Precision::policy`].
+    pub fn rounds(&self, policy: &Policy, name: &str) -> bool {
+        let ends =
+            |end: &&str| name.strip_suffix(*end).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'));
+        let left_out = || policy.rule_for(&format!("model.{name}")).is_none();
+        self.rounded.iter().any(ends) || self.params == Storage::Bf16 && left_out()
+    }
+
     /// The sites by name, as the module lists them.
     pub fn sites(&self) -> [(&'static str, Rounding); 11] {
         [
@@ -210,6 +223,7 @@ impl Precision {
             "self_attn.indexer.scores" => &["indexer_logits"],
             "mlp.router" => &["router"],
             "input_layernorm"
+            | "per_layer_inputs"
             | "norm"
             | "self_attn.q"
             | "self_attn.k"

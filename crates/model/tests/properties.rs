@@ -182,3 +182,18 @@ fn presets_that_do_not_exist_are_named() {
     let error = Precision::preset("fp8", &model.config).unwrap_err().to_string();
     assert!(error.contains("\"fp8\"") && error.contains("hf-bf16"), "{error}");
 }
+
+#[test]
+fn caches_are_as_large_as_was_said_before() {
+    for name in MODELS {
+        for preset in ["f32", "bf16"] {
+            let model = load(name, preset);
+            let mut session = model.session(1);
+            let ids = ids(name);
+            for (begin, end) in [(0, 7), (7, 8), (8, 40)] {
+                session.advance(&[&ids[begin..end]]).unwrap();
+                assert_eq!(session.bytes(), model.session_bytes(end), "{name} {preset}: {end} tokens");
+            }
+        }
+    }
+}

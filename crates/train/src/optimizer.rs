@@ -258,10 +258,9 @@ impl Optimizer {
     }
 }
 
-/// Whether a protected tensor runs rounded: the policy leaves it out, and the model runs in bf16.
+/// Whether a protected tensor runs rounded.
 pub fn is_rounded(precision: &Precision, spec: &Spec) -> bool {
-    precision.params == Storage::Bf16
-        && precision.policy().rule_for(&format!("model.{}", spec.name)).is_none()
+    precision.rounds(&precision.policy(), &spec.name)
 }
 
 /// The gradient of a parameter.

@@ -2,6 +2,7 @@
 
 use crate::decode::{PREFILL_TOKENS, Session};
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::model::Model;
 
 use super::Sampler;
@@ -15,6 +16,9 @@ pub struct Generation<'m> {
     /// After the session's last token.
     logits: Vec<f32>,
 }
+
+/// Tokens between two looks at the memory.
+const MEMORY_TOKENS: usize = 1024;
 
 impl<'m> Generation<'m> {
     /// An empty text.
@@ -65,10 +69,21 @@ impl<'m> Generation<'m> {
         Ok(id)
     }
 
+    /// An error before the caches grow to where they would not fit; asked for every so many tokens.
+    fn check_memory(&self, known: usize, end: usize) -> Result {
+        if known > 0 && known / MEMORY_TOKENS == end / MEMORY_TOKENS {
+            return Ok(());
+        }
+        let tokens = end.max(self.ids.len()).next_multiple_of(MEMORY_TOKENS);
+        let more = self.model.session_bytes(tokens).saturating_sub(self.session.bytes());
+        memory::check(&format!("the caches of {tokens} tokens"), more as u64)
+    }
+
     /// Gives the session the tokens before `end`.
     fn advance(&mut self, end: usize) -> Result {
         let known = self.known();
         if known < end {
+            self.check_memory(known, end)?;
             let mut logits = self.session.advance(&[&self.ids[known..end]])?;
             self.logits = logits.pop().unwrap_or_default();
         }

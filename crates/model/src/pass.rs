@@ -1,0 +1,258 @@
+//! A run layer by layer: what flows through a model, and nothing of the model.
+//!
+//! ```text
+//! begin (embedding) -> forward 0, 1, ..., n-1 -> turn (norm, loss) -> backward n-1, ..., 1, 0 -> arrive (embedding)
+//! ```
+//! [`Model::backward`] walks this way in one go. A [`Pass`] stops wherever its caller wants, so that the parameters of one
+//! layer are enough to have in memory, and several runs can go side by side.
+
+use ballast_kernels::elementwise::{accumulate, convert};
+use ballast_kernels::embedding::embedding_backward;
+use ballast_kernels::linear_cross_entropy::Loss;
+use ballast_kernels::norm::Saved as NormSaved;
+use ballast_kernels::rotary::Table;
+use ballast_kernels::{Element, Scratch};
+use half::bf16;
+
+use crate::batch::Batch;
+use crate::error::Result;
+use crate::layers::{InputsSaved, Keep, Links, Saved};
+use crate::model::{LossOptions, Model, Recompute};
+use crate::params::Grads;
+use crate::precision::Storage;
+use crate::probe::Probe;
+use crate::run::Run;
+
+/// What flows, and what a forward kept.
+pub(crate) struct Trail<A> {
+    /// The residual stream [tokens, H]; on the way back its gradient
+    pub(crate) x: Vec<A>,
+    layers: Vec<LayerTrail<A>>,
+    pub(crate) norm: NormSaved,
+    links: Links<A>,
+    /// The embeddings [tokens, H], where layers have inputs of their own that are made from them
+    embedded: Vec<A>,
+    own_inputs: InputsSaved<A>,
+    /// Whether a backward will follow, and how much of it is made anew.
+    recompute: Option<Recompute>,
+}
+
+enum LayerTrail<A> {
+    Input(Vec<A>),
+    Saved(Box<Saved<A>>),
+}
+
+impl<A> Trail<A> {
+    pub(crate) fn bytes(&self) -> usize {
+        let layer = |trail: &LayerTrail<A>| match trail {
+            LayerTrail::Input(x) => x.len() * size_of::<A>(),
+            LayerTrail::Saved(saved) => saved.bytes(),
+        };
+        let own_inputs: usize = self.links.own_inputs.iter().map(|input| input.len() * size_of::<A>()).sum();
+        self.layers.iter().map(layer).sum::<usize>()
+            + (self.x.len() + self.embedded.len()) * size_of::<A>()
+            + self.norm.bytes()
+            + self.own_inputs.bytes()
+            + own_inputs
+    }
+}
+
+impl Model {
+    /// All layers; `backward`: whether their trail is kept.
+    pub(crate) fn forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        recompute: Recompute,
+        backward: bool,
+    ) -> Result<Trail<A>> {
+        let mut trail = self.begin(run, backward.then_some(recompute))?;
+        for index in 0..self.layers().len() {
+            self.layer_forward(run, &mut trail, index)?;
+        }
+        Ok(trail)
+    }
+
+    /// The embedding.
+    fn begin<A: Element>(&self, run: &Run<'_>, recompute: Option<Recompute>) -> Result<Trail<A>> {
+        let x = self.embed::<A>(run)?;
+        let mut links = Links::new(&self.config);
+        let (mut embedded, mut own_inputs) = (Vec::new(), InputsSaved::default());
+        if let Some(inputs) = &self.own_inputs {
+            let keep = if recompute.is_some() { Keep::Everything } else { Keep::Nothing };
+            (links.own_inputs, own_inputs) = inputs.forward(run, &x, keep)?;
+            embedded = keep.dear(x.clone());
+        }
+        let (layers, norm) = (Vec::new(), NormSaved::default());
+        Ok(Trail { x, layers, norm, links, embedded, own_inputs, recompute })
+    }
+
+    /// One layer forward.
+    fn layer_forward<A: Element>(&self, run: &Run<'_>, trail: &mut Trail<A>, index: usize) -> Result {
+        let keep = trail.recompute.map_or(Keep::Nothing, Recompute::keep);
+        let input = (trail.recompute == Some(Recompute::Full)).then(|| trail.x.clone());
+        let x = std::mem::take(&mut trail.x);
+        let (out, saved) = self.layers()[index].forward(run, x, &mut trail.links, None, keep)?;
+        trail.x = out;
+        match input {
+            Some(input) => trail.layers.push(LayerTrail::Input(input)),
+            None if keep.any() => trail.layers.push(LayerTrail::Saved(Box::new(saved))),
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// The last norm and the loss, and back through both.
+    pub(crate) fn turn<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        trail: &mut Trail<A>,
+        options: &LossOptions,
+    ) -> Result<Loss> {
+        let (hidden, norm) = self.norm.forward(run, &trail.x)?;
+        run.see(None, "norm", &hidden);
+        trail.norm = norm;
+        let (loss, dhidden) = self.loss_backward(run, grads, &hidden, options)?;
+        drop(hidden);
+        run.see_gradient(None, "norm", &dhidden);
+        trail.x = self.norm.backward(run, grads, &dhidden, &trail.x, &trail.norm)?;
+        Ok(loss)
+    }
+
+    /// One layer backward, the last first.
+    pub(crate) fn layer_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        trail: &mut Trail<A>,
+        index: usize,
+    ) -> Result {
+        let (layer, links) = (&self.layers()[index], &mut trail.links);
+        let saved = match trail.layers.pop().expect("every layer was passed, with its trail kept") {
+            LayerTrail::Saved(saved) => *saved,
+            LayerTrail::Input(x) => layer.forward(run, x, links, None, Keep::Everything)?.1,
+        };
+        trail.x = layer.backward(run, grads, std::mem::take(&mut trail.x), links, saved)?;
+        Ok(())
+    }
+
+    /// Back to the embedding.
+    pub(crate) fn arrive<A: Element>(&self, run: &Run<'_>, grads: &mut Grads, trail: Trail<A>) -> Result {
+        let Trail { x: mut dx, links, embedded, own_inputs, .. } = trail;
+        if let Some(inputs) = &self.own_inputs {
+            let mut sum = vec![0.0; dx.len()];
+            accumulate(&mut sum, &dx)?;
+            inputs.backward(run, grads, &mut sum, &links.d_own_inputs, &embedded, &own_inputs)?;
+            convert(&mut dx, &sum)?;
+        }
+        run.see_gradient(None, "embed", &dx);
+        if let Some(dw) = grads.of(self.embedding) {
+            run.forget_padding(&mut dx);
+            let (scale, ids) = (self.embedding_scale(), &run.batch.ids);
+            embedding_backward(dw, &dx, ids, scale, self.config.hidden, &mut Vec::new())?;
+        }
+        Ok(())
+    }
+}
+
+/// A run that stops between layers. The model is given anew to every step, with the parameters of that step in memory
+/// ([`crate::Stored`]); it must be the same one otherwise.
+pub struct Pass<'b> {
+    batch: &'b Batch,
+    tables: Vec<Table>,
+    scratch: Scratch,
+    flow: Flow,
+}
+
+enum Flow {
+    F32(Trail<f32>),
+    Bf16(Trail<bf16>),
+}
+
+/// Runs `$body` with what all layers share and the trail, whatever its type.
+macro_rules! with_flow {
+    ($pass:expr, $model:expr, $probe:expr, |$run:ident, $trail:ident| $body:expr) => {{
+        let Pass { batch, tables, scratch, flow } = $pass;
+        let probe = $probe.map(|probe| probe as &mut dyn Probe);
+        let $run = &$model.run_on(batch, tables, scratch, probe, &LossOptions::default())?;
+        match flow {
+            Flow::F32($trail) => $body,
+            Flow::Bf16($trail) => $body,
+        }
+    }};
+}
+
+impl<'b> Pass<'b> {
+    /// The embedding; `recompute` says how a backward will be made, `None` that there will be none.
+    pub fn begin(
+        model: &Model,
+        batch: &'b Batch,
+        recompute: Option<Recompute>,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<Pass<'b>> {
+        let tables = model.tables(&batch.positions);
+        let narrow = model.precision().activations == Storage::Bf16;
+        let (tokens, none) = (batch.tokens(), LossOptions::default());
+        let scratch = Scratch::new(if narrow {
+            model.scratch_len::<bf16>(tokens)
+        } else {
+            model.scratch_len::<f32>(tokens)
+        });
+        let flow = {
+            let probe = probe.map(|probe| probe as &mut dyn Probe);
+            let run = model.run_on(batch, &tables, &scratch, probe, &none)?;
+            if narrow {
+                Flow::Bf16(model.begin(&run, recompute)?)
+            } else {
+                Flow::F32(model.begin(&run, recompute)?)
+            }
+        };
+        Ok(Pass { batch, tables, scratch, flow })
+    }
+
+    /// Layer `index` forward.
+    pub fn forward(&mut self, model: &Model, index: usize, probe: Option<&mut dyn Probe>) -> Result {
+        with_flow!(self, model, probe, |run, trail| model.layer_forward(run, trail, index))
+    }
+
+    /// The last norm; the logits [rows, V] of these tokens.
+    pub fn logits(
+        &self,
+        model: &Model,
+        rows: std::ops::Range<usize>,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<Vec<f32>> {
+        with_flow!(self, model, probe, |run, trail| {
+            let hidden = model.last_norm(run, &trail.x)?;
+            let width = model.config.hidden;
+            model.project(run, &hidden[rows.start * width..rows.end * width])
+        })
+    }
+
+    /// The mean loss, and back through head and last norm.
+    pub fn turn(&mut self, model: &Model, grads: &mut Grads, probe: Option<&mut dyn Probe>) -> Result<Loss> {
+        with_flow!(self, model, probe, |run, trail| model.turn(run, grads, trail, &LossOptions::default()))
+    }
+
+    /// Layer `index` backward; the last one first.
+    pub fn backward(
+        &mut self,
+        model: &Model,
+        grads: &mut Grads,
+        index: usize,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result {
+        with_flow!(self, model, probe, |run, trail| model.layer_backward(run, grads, trail, index))
+    }
+
+    /// Back to the embedding, where it ends.
+    pub fn arrive(self, model: &Model, grads: &mut Grads, probe: Option<&mut dyn Probe>) -> Result {
+        let Pass { batch, tables, scratch, flow } = self;
+        let probe = probe.map(|probe| probe as &mut dyn Probe);
+        let run = model.run_on(batch, &tables, &scratch, probe, &LossOptions::default())?;
+        match flow {
+            Flow::F32(trail) => model.arrive(&run, grads, trail),
+            Flow::Bf16(trail) => model.arrive(&run, grads, trail),
+        }
+    }
+}
