@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 
 use super::plot::{Axis, Band, Histogram, Level, LinePlot, Look, Marker, Scale, Series, grid};
-use super::{Report, events, say};
+use super::say::{self, sentence};
+use super::{Report, events};
 use crate::metrics::{Evaluation, Record, Step};
 
 /// Fewer steps than this are not smoothed.
@@ -326,18 +327,6 @@ fn change(name: &str, points: &[(f64, f64)]) -> Option<String> {
         says += &format!(" and is not finite from step {} on", say::count(point.0 as u64));
     }
     Some(says)
-}
-
-/// What there is to say, as one sentence.
-fn sentence(parts: &[Option<String>]) -> String {
-    let parts: Vec<&str> = parts.iter().flatten().map(|part| &part[..]).collect();
-    if parts.is_empty() {
-        return String::new();
-    }
-    let text = parts.join("; ");
-    let mut characters = text.chars();
-    let first: String = characters.next().into_iter().flat_map(char::to_uppercase).collect();
-    format!("{first}{}.", characters.as_str())
 }
 
 /// The finite point whose y is furthest in the direction that `further` says; the first of equals.

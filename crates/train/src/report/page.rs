@@ -19,6 +19,20 @@ pub fn inline(text: &str) -> String {
     escape(text, false)
 }
 
+/// The same for a sentence, where names stand between backticks and are shown as code.
+pub fn prose(text: &str) -> String {
+    let parts: Vec<&str> = text.split('`').collect();
+    let mut html = String::with_capacity(text.len());
+    for (index, part) in parts.iter().enumerate() {
+        match (index % 2 == 1, index + 1 == parts.len()) {
+            (false, _) => html += &inline(part),
+            (true, false) => html += &format!("<code>{}</code>", inline(part)),
+            (true, true) => html += &format!("`{}", inline(part)),
+        }
+    }
+    html
+}
+
 /// The same where line breaks and tabs are kept.
 pub fn block(text: &str) -> String {
     escape(text, true)
@@ -60,5 +74,13 @@ mod tests {
         assert_eq!(block("a\nb\tc\r"), "a\nb\tc[U+000D]");
         assert_eq!(inline("\u{202e}\u{85}\u{200b}"), "[U+202E][U+0085][U+200B]");
         assert_eq!(inline("köln 東京 🚩"), "köln 東京 🚩");
+    }
+
+    #[test]
+    fn names_between_backticks_are_code_and_a_backtick_alone_is_text() {
+        assert_eq!(prose("`a<b` is <c>"), "<code>a&lt;b</code> is &lt;c&gt;");
+        assert_eq!(prose("one `two"), "one `two");
+        assert_eq!(prose("`a` and `b` and `c"), "<code>a</code> and <code>b</code> and `c");
+        assert_eq!(prose(""), "");
     }
 }

@@ -77,6 +77,39 @@ pub fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
+/// A share with as many decimals as tell it from nothing and from everything: `12.3 %`, `99.97 %`, `0.004 %`, `100 %`.
+pub fn share(share: f64) -> String {
+    let from_end = 100.0 * share.min(1.0 - share);
+    match from_end {
+        _ if !share.is_finite() => "not finite".into(),
+        0.0 => format!("{:.0} %", 100.0 * share),
+        _ if from_end < 0.0 => percent(share),
+        _ => format!("{:.*} %", (-from_end.log10().floor()).clamp(1.0, 9.0) as usize, 100.0 * share),
+    }
+}
+
+/// The name with a star for every part that is a number: `layers.*.mlp.router`.
+pub fn pattern(name: &str) -> String {
+    let star = |part| match part {
+        "" => part,
+        part if part.bytes().all(|byte| byte.is_ascii_digit()) => "*",
+        part => part,
+    };
+    name.split('.').map(star).collect::<Vec<_>>().join(".")
+}
+
+/// What there is to say, as one sentence.
+pub fn sentence(parts: &[Option<String>]) -> String {
+    let parts: Vec<&str> = parts.iter().flatten().map(|part| &part[..]).collect();
+    if parts.is_empty() {
+        return String::new();
+    }
+    let text = parts.join("; ");
+    let mut characters = text.chars();
+    let first: String = characters.next().into_iter().flat_map(char::to_uppercase).collect();
+    format!("{first}{}.", characters.as_str())
+}
+
 /// `0.52 s`, `2 min 5 s`, `3 h 12 min`.
 pub fn duration(seconds: f64) -> String {
     if seconds.is_nan() || seconds < 59.95 {
@@ -123,5 +156,29 @@ mod tests {
             ("0.50 s".into(), "2 min 5 s".into(), "3 h 12 min".into())
         );
         assert_eq!((counted(1, "step"), counted(2000, "step")), ("1 step".into(), "2,000 steps".into()));
+    }
+
+    #[test]
+    fn a_share_is_told_from_nothing_and_from_everything() {
+        let cases = [
+            (0.0, "0 %"),
+            (1.0, "100 %"),
+            (0.1234, "12.3 %"),
+            (0.9997, "99.97 %"),
+            (0.999_997, "99.9997 %"),
+            (4e-5, "0.004 %"),
+            (1.5, "150.0 %"),
+            (f64::NAN, "not finite"),
+        ];
+        for (value, text) in cases {
+            assert_eq!(share(value), text);
+        }
+    }
+
+    #[test]
+    fn numbers_in_names_fold_into_stars() {
+        assert_eq!(pattern("layers.12.mlp.experts.3.up"), "layers.*.mlp.experts.*.up");
+        assert_eq!(pattern("conv1d.a2"), "conv1d.a2");
+        assert_eq!(pattern(".."), "..");
     }
 }

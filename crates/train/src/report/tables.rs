@@ -146,10 +146,10 @@ pub(super) fn ledger(rows: &[LedgerRow]) -> String {
     let mut groups: BTreeMap<(bool, String, &str), Vec<&LedgerRow>> = BTreeMap::new();
     let mut faulty: BTreeMap<(String, &str), bool> = BTreeMap::new();
     for row in rows {
-        *faulty.entry((pattern(&row.name), &row.dtype)).or_default() |= !row.fine;
+        *faulty.entry((say::pattern(&row.name), &row.dtype)).or_default() |= !row.fine;
     }
     for row in rows {
-        let key = (pattern(&row.name), &row.dtype[..]);
+        let key = (say::pattern(&row.name), &row.dtype[..]);
         groups.entry((!faulty[&key], key.0, key.1)).or_default().push(row);
     }
     let groups: String = groups
@@ -200,14 +200,4 @@ fn ledger_group(fine: bool, pattern: &str, dtype: &str, rows: &[&LedgerRow]) -> 
         inline(dtype),
         say::counted(rows.len() as u64, "tensor")
     )
-}
-
-/// The name with a star for every part that is a number.
-fn pattern(name: &str) -> String {
-    let star = |part| match part {
-        "" => part,
-        part if part.bytes().all(|byte| byte.is_ascii_digit()) => "*",
-        part => part,
-    };
-    name.split('.').map(star).collect::<Vec<_>>().join(".")
 }

@@ -1,7 +1,7 @@
 //! Bars: how values are spread, and how a whole is made up.
 
 use super::axis::{Axis, Scale};
-use super::{COLOURS, Figure, at};
+use super::{COLOURS, Figure, at, frame};
 use crate::report::page::inline;
 use crate::report::say;
 
@@ -67,21 +67,8 @@ impl Histogram {
     }
 
     fn svg(&self, x: &Axis, y: &Axis, counts: &[u64], extents: &[(f64, f64)]) -> String {
-        let mut svg = format!(
-            "<div class=\"plot\"><svg class=\"frame\" role=\"img\" aria-label=\"{}\">",
-            inline(if self.says.is_empty() { &self.title } else { &self.says })
-        );
-        for tick in y.ticks(3) {
-            let place = at(1.0 - y.place(tick.value).unwrap_or(0.0));
-            svg += &format!("<line class=\"rule\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
-            svg += &format!("<text class=\"y\" x=\"-8\" y=\"{place}\" dy=\".35em\">{}</text>", tick.label);
-        }
-        for tick in x.ticks(5) {
-            let class = if tick.stays { "x" } else { "x odd" };
-            let place = at(x.place(tick.value).unwrap_or(0.0));
-            svg +=
-                &format!("<text class=\"{class}\" x=\"{place}\" y=\"100%\" dy=\"18\">{}</text>", tick.label);
-        }
+        let label = if self.says.is_empty() { &self.title } else { &self.says };
+        let mut svg = frame(label, (x, 5), (y, 3), false);
         let width = 1.0 / counts.len() as f64;
         for (index, (count, (low, high))) in counts.iter().zip(extents).enumerate() {
             let height = y.place(*count as f64).unwrap_or(0.0);

@@ -1,8 +1,10 @@
 //! Curves over steps, or over anything else.
 
+use std::collections::BTreeSet;
+
 use super::axis::{Axis, Scale};
 use super::thin::thin;
-use super::{COLOURS, Figure, at};
+use super::{COLOURS, Figure, at, frame, legend};
 use crate::report::page::inline;
 use crate::report::say;
 
@@ -27,6 +29,8 @@ pub enum Look {
     Pale,
     /// A line with a dot at each value, for values that are few.
     Dots,
+    /// A dot at each value and no line: several values may share an x.
+    Cloud,
 }
 
 /// One curve.
@@ -111,12 +115,15 @@ impl LinePlot {
         let band_xs = self.bands.iter().flat_map(|band| band.points.iter().map(|point| point.0));
         let x = self.x_axis.unwrap_or_else(|| Axis::tight(Scale::Linear, xs.chain(band_xs)));
         let y = self.y_axis.unwrap_or_else(|| Axis::airy(self.scale, self.y_values()));
-        let unit = match (y.scale(), self.unit.is_empty()) {
-            _ if self.small => self.unit.clone(),
-            (Scale::Linear, _) => self.unit.clone(),
-            (Scale::Log, true) => "log scale".into(),
-            (Scale::Log, false) => format!("{}, log scale", self.unit),
+        let log = match (x.scale(), y.scale()) {
+            _ if self.small => "",
+            (Scale::Log, Scale::Log) => "both axes log",
+            (Scale::Linear, Scale::Log) => "log scale",
+            (Scale::Log, Scale::Linear) => "x on a log scale",
+            (Scale::Linear, Scale::Linear) => "",
         };
+        let comma = if self.unit.is_empty() || log.is_empty() { "" } else { ", " };
+        let unit = format!("{}{comma}{log}", self.unit);
         let drawing = if self.y_values().any(|value| y.place(value).is_some()) {
             self.svg(&x, &y)
         } else {
@@ -144,20 +151,17 @@ impl LinePlot {
 
     fn legend(&self) -> String {
         let entries: Vec<(String, &str)> = (self.bands.iter())
-            .map(|band| (format!("key area c{}", band.colour % COLOURS), &band.name[..]))
+            .map(|band| (format!("area c{}", band.colour % COLOURS), &band.name[..]))
             .chain(self.series.iter().map(|series| {
-                let look = if series.look == Look::Pale { " pale" } else { "" };
-                (format!("key{look} c{}", series.colour % COLOURS), &series.name[..])
+                let look = if series.look == Look::Pale { "pale " } else { "" };
+                (format!("{look}c{}", series.colour % COLOURS), &series.name[..])
             }))
-            .chain(self.levels.iter().map(|level| ("key level".to_string(), &level.name[..])))
+            .chain(self.levels.iter().map(|level| ("level".to_string(), &level.name[..])))
             .collect();
         if entries.len() < 2 || self.small {
             return String::new();
         }
-        let entries: String = (entries.iter())
-            .map(|(class, name)| format!("<li><i class=\"{class}\"></i>{}</li>", inline(name)))
-            .collect();
-        format!("<ul class=\"legend\">{entries}</ul>")
+        legend(&entries)
     }
 
     /// A curve with the gaps of an earlier one, as a smoothed one has, is not named again.
@@ -175,12 +179,16 @@ impl LinePlot {
                     true => "not positive",
                     false => "not finite",
                 };
+                let (one, several) = match series.look {
+                    Look::Cloud => ("it is not drawn", "they are not drawn"),
+                    _ => ("the line has a gap there", "the line has gaps there"),
+                };
                 let name = if series.name.is_empty() { &self.title } else { &series.name };
                 let at = format!("{} {}", self.x_name, x_text(first.0));
                 Some(match more {
-                    0 => format!("{name}: the value at {at} is {why}; the line has a gap there."),
+                    0 => format!("{name}: the value at {at} is {why}; {one}."),
                     _ => format!(
-                        "{name}: {} values are {why}, the first at {at}; the line has gaps there.",
+                        "{name}: {} values are {why}, the first at {at}; {several}.",
                         say::count(more as u64 + 1)
                     ),
                 })
@@ -190,11 +198,13 @@ impl LinePlot {
 
     fn svg(&self, x: &Axis, y: &Axis) -> String {
         let label = if self.says.is_empty() { &self.title } else { &self.says };
-        let mut svg = format!(
-            "<div class=\"plot\"><svg class=\"frame\" role=\"img\" aria-label=\"{}\">",
-            inline(label)
-        );
-        svg += &self.axes(x, y);
+        let (across, up) = if self.small { (3, 3) } else { (8, 5) };
+        let mut svg = frame(label, (x, across), (y, up), self.small);
+        for level in &self.levels {
+            if let Some(place) = y.place(level.y).map(|place| at(1.0 - place)) {
+                svg += &format!("<line class=\"level\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
+            }
+        }
         svg += &format!(
             "<svg width=\"100%\" height=\"100%\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" preserveAspectRatio=\"none\">"
         );
@@ -222,27 +232,6 @@ impl LinePlot {
             svg += &self.flags(x);
         }
         svg + "</svg></div>"
-    }
-
-    fn axes(&self, x: &Axis, y: &Axis) -> String {
-        let mut svg = String::new();
-        for tick in y.ticks(if self.small { 3 } else { 5 }) {
-            let place = at(1.0 - y.place(tick.value).unwrap_or(0.0));
-            svg += &format!("<line class=\"rule\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
-            svg += &format!("<text class=\"y\" x=\"-8\" y=\"{place}\" dy=\".35em\">{}</text>", tick.label);
-        }
-        for tick in x.ticks(if self.small { 3 } else { 8 }) {
-            let place = at(x.place(tick.value).unwrap_or(0.0));
-            let class = if tick.stays || self.small { "x" } else { "x odd" };
-            svg +=
-                &format!("<text class=\"{class}\" x=\"{place}\" y=\"100%\" dy=\"18\">{}</text>", tick.label);
-        }
-        for level in &self.levels {
-            if let Some(place) = y.place(level.y).map(|place| at(1.0 - place)) {
-                svg += &format!("<line class=\"level\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
-            }
-        }
-        svg
     }
 
     /// Strips from top to bottom, each with the values of its steps: min to max where there are several.
@@ -353,6 +342,33 @@ fn x_text(x: f64) -> String {
 }
 
 fn series_path(series: &Series, x: &Axis, y: &Axis, columns: usize) -> String {
+    let (path, class) = match series.look {
+        Look::Cloud => (cloud_path(series, x, y), " cloud"),
+        Look::Pale => (line_path(series, x, y, columns), " pale"),
+        Look::Line | Look::Dots => (line_path(series, x, y, columns), ""),
+    };
+    let mut svg = format!("<path class=\"line{class} c{}\" d=\"{path}\"/>", series.colour % COLOURS);
+    let lost = series.points.iter().filter(|point| y.place(point.1).is_none());
+    let lost = lost.filter_map(|point| Some((x.place(point.0)?, 0.0)));
+    let ticks: String = (thin(lost.map(Some), columns / 4).iter())
+        .map(|place| format!("M{:.0} 0v40", place.x * WIDTH))
+        .collect();
+    if !ticks.is_empty() {
+        svg += &format!("<path class=\"lost\" d=\"{ticks}\"/>");
+    }
+    svg
+}
+
+/// A line without length is drawn as a dot. Of those in one place, one.
+fn cloud_path(series: &Series, x: &Axis, y: &Axis) -> String {
+    let places: BTreeSet<(i64, i64)> = (series.points.iter())
+        .filter_map(|(px, py)| Some((x.place(*px)?, y.place(*py)?)))
+        .map(|(px, py)| ((px * WIDTH).round() as i64, ((1.0 - py) * HEIGHT).round() as i64))
+        .collect();
+    places.iter().map(|(px, py)| format!("M{px} {py}h0")).collect()
+}
+
+fn line_path(series: &Series, x: &Axis, y: &Axis, columns: usize) -> String {
     let points = series.points.iter().map(|(px, py)| Some((x.place(*px)?, y.place(*py)?)));
     let mut path = String::new();
     let places = thin(points, columns);
@@ -363,18 +379,7 @@ fn series_path(series: &Series, x: &Axis, y: &Axis, columns: usize) -> String {
             path += "h0";
         }
     }
-    let pale = if series.look == Look::Pale { " pale" } else { "" };
-    let mut svg = format!("<path class=\"line{pale} c{}\" d=\"{path}\"/>", series.colour % COLOURS);
-
-    let lost = series.points.iter().filter(|point| y.place(point.1).is_none());
-    let lost = lost.filter_map(|point| Some((x.place(point.0)?, 0.0)));
-    let ticks: String = (thin(lost.map(Some), columns / 4).iter())
-        .map(|place| format!("M{:.0} 0v40", place.x * WIDTH))
-        .collect();
-    if !ticks.is_empty() {
-        svg += &format!("<path class=\"lost\" d=\"{ticks}\"/>");
-    }
-    svg
+    path
 }
 
 fn series_dots(series: &Series, x: &Axis, y: &Axis) -> String {
@@ -454,5 +459,30 @@ mod tests {
             html.split("class=\"band c1\" d=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
         assert_eq!(path.matches('M').count(), 2);
         assert_eq!(path.matches('z').count(), 2);
+    }
+
+    #[test]
+    fn a_cloud_is_dots_without_a_line_and_equal_ones_are_one() {
+        let points = vec![(1.0, 1.0), (1.0, 3.0), (1.0, 3.0), (2.0, 2.0), (2.0, f64::NAN)];
+        let mut cloud = plot(points);
+        cloud.series[0].look = Look::Cloud;
+        let html = cloud.html();
+        let path = html.split("class=\"line cloud c0\" d=\"").nth(1).and_then(|rest| rest.split('"').next());
+        let path = path.unwrap();
+        assert_eq!(
+            (path.matches('M').count(), path.matches("h0").count(), path.matches('L').count()),
+            (3, 3, 0)
+        );
+        assert!(html.contains("train: the value at step 2 is not finite; it is not drawn."));
+        assert!(html.contains("train: 1.00 to 3.00"), "{html}");
+    }
+
+    #[test]
+    fn a_plot_says_which_of_its_axes_are_logs() {
+        let x_axis = Some(Axis::tight(Scale::Log, [1.0, 100.0]));
+        let both = LinePlot { scale: Scale::Log, x_axis, ..plot(vec![(1.0, 1.0), (100.0, 50.0)]) };
+        assert!(both.html().contains("both axes log"));
+        let one = LinePlot { unit: "nats".into(), x_axis, ..plot(vec![(1.0, 1.0), (100.0, 50.0)]) };
+        assert!(one.html().contains("nats, x on a log scale"));
     }
 }

@@ -9,15 +9,19 @@
 
 mod axis;
 mod bars;
+mod binned;
 mod line;
+mod ranking;
 mod thin;
 
 pub use axis::{Axis, Scale, Tick};
 pub use bars::{Histogram, StackedBar};
+pub use binned::{Bin, Binned, Zone};
 pub use line::{Band, Level, LinePlot, Look, Marker, Series};
+pub use ranking::{Rank, Ranking};
 pub use thin::{Place, thin};
 
-use super::page::inline;
+use super::page::{inline, prose};
 
 /// How many colours there are before they come again.
 pub const COLOURS: usize = 8;
@@ -48,7 +52,7 @@ impl Figure<'_> {
             html += &format!(" <span class=\"unit\">{}</span>", inline(self.unit));
         }
         if !self.says.is_empty() {
-            html += &format!("<p>{}</p>", inline(self.says));
+            html += &format!("<p>{}</p>", prose(self.says));
         }
         html += "</figcaption>";
         html += &self.legend;
@@ -60,9 +64,38 @@ impl Figure<'_> {
     }
 }
 
+/// What the lines and areas of a plot are, or of several plots that share them: the classes of a key and its name.
+pub fn legend(entries: &[(String, &str)]) -> String {
+    let entries: String = (entries.iter())
+        .map(|(class, name)| format!("<li><i class=\"key {class}\"></i>{}</li>", inline(name)))
+        .collect();
+    format!("<ul class=\"legend\">{entries}</ul>")
+}
+
 /// Figures beside each other, as many as fit.
 pub fn grid(figures: &[String]) -> String {
     format!("<div class=\"grid\">{}</div>\n", figures.concat())
+}
+
+/// The beginning of a drawing: rules and numbers of the y axis, numbers of the x axis. What is drawn over them follows,
+/// then `</svg></div>`.
+fn frame(label: &str, x: (&Axis, usize), y: (&Axis, usize), small: bool) -> String {
+    let mut svg = format!(
+        "<div class=\"plot\"><svg class=\"frame\" role=\"img\" aria-label=\"{}\">",
+        inline(&label.replace('`', ""))
+    );
+    let ticks = Some(y.0.ticks(y.1)).filter(|ticks| ticks.len() > 1).unwrap_or_else(|| y.0.ticks(2 * y.1));
+    for tick in ticks {
+        let place = at(1.0 - y.0.place(tick.value).unwrap_or(0.0));
+        svg += &format!("<line class=\"rule\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
+        svg += &format!("<text class=\"y\" x=\"-8\" y=\"{place}\" dy=\".35em\">{}</text>", tick.label);
+    }
+    for tick in x.0.ticks(x.1) {
+        let place = at(x.0.place(tick.value).unwrap_or(0.0));
+        let class = if tick.stays || small { "x" } else { "x odd" };
+        svg += &format!("<text class=\"{class}\" x=\"{place}\" y=\"100%\" dy=\"18\">{}</text>", tick.label);
+    }
+    svg
 }
 
 /// A share of the whole as an SVG percentage.
