@@ -15,7 +15,9 @@ pub const CHUNK_BYTES: u64 = 1 << 20;
 pub trait Observer: Sync {
     /// A phase of `bytes` bytes begins.
     fn phase(&self, _name: &'static str, _bytes: u64) {}
-    /// `bytes` more are done.
+    /// A phase of `steps` steps of any kind begins.
+    fn steps(&self, _name: &'static str, _steps: u64) {}
+    /// `bytes` (or steps) more are done.
     fn advance(&self, _bytes: u64) {}
     /// Whether the user asked to stop.
     fn cancelled(&self) -> bool {

@@ -5,8 +5,23 @@
 // Outputs, then inputs, then sizes: the grammar of the kernels.
 #![allow(clippy::too_many_arguments)]
 
+mod answers;
+pub mod choices;
+pub mod dump;
+pub mod embedded;
+mod engine;
+pub mod error;
+pub mod experiment;
+mod facts;
 pub mod findings;
+pub mod input;
+mod measure;
 pub mod reference;
 pub mod report;
+mod study;
+mod training;
 
+pub use choices::Choice;
+pub use error::{Error, Result};
 pub use findings::Findings;
+pub use study::{Study, Training, headline};

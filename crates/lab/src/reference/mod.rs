@@ -1,1 +1,267 @@
-//! The model in f64.
+//! The decoder once more, in f64: slow, and easy to believe. Everything else is compared with it.
+//!
+//! ```text
+//! embed -> layer 0, 1, 2, ... -> norm -> logits or loss          loss -> layer_backward ..., 2, 1, 0 -> embed_backward
+//! ```
+//! It has the formulas of the model's layers and nothing of their arithmetic: products in f64, the delta rule token by
+//! token, gradients by a tape that lives for one layer. Between the layers only the residual stream exists, and every
+//! layer's input if a backward is to follow; the layer then runs once more. At any moment it asks for the weights of the
+//! part that it runs alone, so a model can be compared layer by layer that does not fit in memory.
+//!
+//! Weights are f32 as stored, or what another type was widened to, and so are the configuration's numbers (eps, scales,
+//! inverse frequencies). Choices of experts and keys are made on f64 scores.
+
+mod layers;
+mod loss;
+mod ops;
+mod pass;
+mod product;
+mod tape;
+
+use std::sync::Arc;
+
+use ballast_kernels::packing::check_cu_seqlens;
+use ballast_model::config::{Mixer, PerLayerInputs};
+use ballast_model::{Batch, Config, Ties};
+
+use crate::{Error, Result};
+use layers::{KeyValues, Links};
+use pass::{Pass, Setting};
+use tape::Value;
+
+/// Where parameters come from: values by the names of [`ballast_model::params::Spec`] (`embed_tokens.weight`,
+/// `layers.0.linear_attn.A_log`, `lm_head.weight`, ...). For a name that it does not know it may return an empty slice.
+pub type Weights<'a, 'w> = &'a dyn Fn(&str) -> &'w [f32];
+
+/// Sees a named tensor: site, shape, values. The names, their order and the shapes are those that a
+/// [`ballast_model::Probe`] sees in a forward, but for the parameters, the logits of attentions, and the scores of
+/// indexers beyond 2^24.
+pub type Sites<'a> = &'a mut dyn FnMut(&str, &[usize], &[f64]);
+
+/// Takes the gradient of a parameter: name, values. A parameter that learns nothing from the loss, as an indexer's, has
+/// none.
+pub type Gradients<'a> = &'a mut dyn FnMut(&str, Vec<f64>);
+
+/// A run of a decoder over a batch.
+pub struct Reference {
+    setting: Arc<Setting>,
+    keep: bool,
+    stage: Stage,
+    /// The residual stream: [tokens, H]
+    x: Arc<Vec<f64>>,
+    /// After the last norm: [tokens, H]
+    hidden: Vec<f64>,
+    /// What entered each layer, if it is kept
+    inputs: Vec<Arc<Vec<f64>>>,
+    /// Inputs that layers have of their own: [tokens, L, P]
+    own_inputs: Vec<f64>,
+    /// By layer: k and v that other layers use
+    key_values: Vec<Option<[Arc<Vec<f64>>; 2]>>,
+    /// Gradients of the same
+    dx: Vec<f64>,
+    d_own_inputs: Vec<f64>,
+    d_key_values: Vec<Option<[Vec<f64>; 2]>>,
+}
+
+/// How far a run has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Nothing was done.
+    New,
+    /// The stream before this layer is there.
+    Before(usize),
+    /// The last norm was taken.
+    Normed,
+    /// The gradient of the stream before this layer is there.
+    Back(usize),
+    /// All gradients were given.
+    Done,
+}
+
+impl Reference {
+    /// A run over a batch; `keep`: whether a backward will follow.
+    pub fn new(config: &Config, batch: &Batch, ties: Ties, keep: bool) -> Result<Reference> {
+        check_batch(config, batch)?;
+        let layers = config.layers.len();
+        Ok(Reference {
+            setting: Arc::new(Setting::new(config, batch, ties)?),
+            keep,
+            stage: Stage::New,
+            x: Arc::default(),
+            hidden: Vec::new(),
+            inputs: Vec::new(),
+            own_inputs: Vec::new(),
+            key_values: vec![None; layers],
+            dx: Vec::new(),
+            d_own_inputs: Vec::new(),
+            d_key_values: vec![None; layers],
+        })
+    }
+
+    /// The embedding, and the inputs that layers have of their own.
+    pub fn embed(&mut self, weights: Weights<'_, '_>, sites: Sites<'_>) -> Result {
+        self.expect(Stage::New, "embed")?;
+        let mut pass = Pass::new(&self.setting, false, weights, Some(sites), None);
+        let (x, own_inputs) = embedded(&mut pass)?;
+        self.x = x.share();
+        self.own_inputs = own_inputs.map_or(Vec::new(), |inputs| inputs.to_vec());
+        self.stage = Stage::Before(0);
+        Ok(())
+    }
+
+    /// A layer: 0, 1, 2, ... in order.
+    pub fn layer(&mut self, index: usize, weights: Weights<'_, '_>, sites: Sites<'_>) -> Result {
+        self.expect(Stage::Before(index), "layer")?;
+        self.check_layer(index)?;
+        let mut pass = Pass::new(&self.setting, false, weights, Some(sites), Some(index));
+        let (x, mut links) = self.enter(&mut pass, index, self.x.clone());
+        let out = layers::layer(&mut pass, index, &x, &mut links)?;
+        if self.is_shared(index) {
+            self.key_values[index] = links.key_values.map(|kv| [kv.k.share(), kv.v.share()]);
+        }
+        let before = std::mem::replace(&mut self.x, out.share());
+        if self.keep {
+            self.inputs.push(before);
+        }
+        self.stage = Stage::Before(index + 1);
+        Ok(())
+    }
+
+    /// The last norm.
+    pub fn norm(&mut self, weights: Weights<'_, '_>, sites: Sites<'_>) -> Result {
+        self.expect(Stage::Before(self.layers()), "norm")?;
+        let mut pass = Pass::new(&self.setting, false, weights, Some(sites), None);
+        let x = pass.tape.leaf(self.x.clone());
+        let hidden = pass.norm(&x, "norm", self.setting.config.hidden)?;
+        pass.see("norm", &hidden);
+        self.hidden = hidden.to_vec();
+        self.stage = Stage::Normed;
+        Ok(())
+    }
+
+    /// The gradients of a layer: the last one first.
+    pub fn layer_backward(
+        &mut self,
+        index: usize,
+        weights: Weights<'_, '_>,
+        gradients: Gradients<'_>,
+    ) -> Result {
+        self.expect(Stage::Back(index + 1), "layer_backward")?;
+        let mut pass = Pass::new(&self.setting, true, weights, None, Some(index));
+        let (x, mut links) = self.enter(&mut pass, index, self.inputs[index].clone());
+        let entered = links.clone();
+        let out = layers::layer(&mut pass, index, &x, &mut links)?;
+        let mut seeds: Vec<(&Value, &[f64])> = vec![(&out, &self.dx)];
+        // What later layers did with this one's keys and values.
+        if let (Some(used), Some([dk, dv])) = (&links.key_values, &self.d_key_values[index]) {
+            seeds.extend([(&used.k, &dk[..]), (&used.v, &dv[..])]);
+        }
+        let mut sums = pass.tape.backward(&seeds);
+        self.d_key_values[index] = None;
+        if let (Some(source), Some(kv)) = (self.source(index), &entered.key_values) {
+            let new = [sums.take(&kv.k), sums.take(&kv.v)];
+            match &mut self.d_key_values[source] {
+                Some(sum) => sum.iter_mut().zip(&new).for_each(|(sum, new)| tape::add(sum, new)),
+                none => *none = Some(new),
+            }
+        }
+        if let (Some(shape), Some(input)) = (self.setting.config.per_layer_inputs, &entered.own_input) {
+            let all = self.layers() * shape.width;
+            self.d_own_inputs.resize(self.own_inputs.len(), 0.0);
+            let rows = self.d_own_inputs.chunks_mut(all);
+            for (row, new) in rows.zip(sums.take(input).chunks(shape.width)) {
+                row[index * shape.width..][..shape.width].copy_from_slice(new);
+            }
+        }
+        self.dx = sums.take(&x);
+        self.inputs.pop();
+        self.stage = Stage::Back(index);
+        sums.into_parameters().into_iter().for_each(|(name, gradient)| gradients(&name, gradient));
+        Ok(())
+    }
+
+    /// The gradients of the embedding.
+    pub fn embed_backward(&mut self, weights: Weights<'_, '_>, gradients: Gradients<'_>) -> Result {
+        self.expect(Stage::Back(0), "embed_backward")?;
+        let mut pass = Pass::new(&self.setting, true, weights, None, None);
+        let (x, own_inputs) = embedded(&mut pass)?;
+        let mut seeds: Vec<(&Value, &[f64])> = vec![(&x, &self.dx)];
+        if let Some(inputs) = &own_inputs {
+            seeds.push((inputs, &self.d_own_inputs));
+        }
+        let sums = pass.tape.backward(&seeds);
+        self.stage = Stage::Done;
+        sums.into_parameters().into_iter().for_each(|(name, gradient)| gradients(&name, gradient));
+        Ok(())
+    }
+
+    fn layers(&self) -> usize {
+        self.setting.config.layers.len()
+    }
+
+    fn expect(&self, stage: Stage, call: &str) -> Result {
+        if self.stage == stage {
+            return Ok(());
+        }
+        Err(Error::Input(format!("{call} was called at {:?}, and belongs to {stage:?}", self.stage)))
+    }
+
+    fn check_layer(&self, index: usize) -> Result {
+        if index < self.layers() {
+            return Ok(());
+        }
+        Err(Error::Input(format!("there is no layer {index}: the model has {}", self.layers())))
+    }
+
+    /// What enters a layer, on its tape.
+    fn enter(&self, pass: &mut Pass<'_, '_>, index: usize, x: Arc<Vec<f64>>) -> (Value, Links) {
+        let x = pass.tape.leaf(x);
+        let own_input = self.setting.config.per_layer_inputs.map(|PerLayerInputs { width, .. }| {
+            let rows = self.own_inputs.chunks(self.layers() * width);
+            let part = rows.flat_map(|row| &row[index * width..][..width]).copied().collect();
+            pass.tape.leaf(Arc::new(part))
+        });
+        let kv = self.source(index).and_then(|source| self.key_values[source].clone());
+        let key_values = kv.map(|[k, v]| KeyValues { k: pass.tape.leaf(k), v: pass.tape.leaf(v) });
+        (x, Links { own_input, key_values })
+    }
+
+    /// The layer whose keys and values another one uses.
+    fn source(&self, index: usize) -> Option<usize> {
+        match &self.setting.config.layers[index].mixer {
+            Mixer::Softmax(attention) => attention.shared_from,
+            _ => None,
+        }
+    }
+
+    fn is_shared(&self, index: usize) -> bool {
+        (0..self.layers()).any(|layer| self.source(layer) == Some(index))
+    }
+}
+
+/// The embeddings [tokens, H] and, where layers have inputs of their own, these: [tokens, L, P].
+fn embedded(pass: &mut Pass<'_, '_>) -> Result<(Value, Option<Value>)> {
+    let setting = pass.setting.clone();
+    let config = &setting.config;
+    let table = pass.param("embed_tokens.weight", config.vocabulary * config.hidden)?;
+    let (ids, factor) = (&setting.batch.ids, config.embedding_scale as f64);
+    let x = ops::embedding(&mut pass.tape, &table, ids, config.padding, factor, config.hidden);
+    pass.see("embed", &x);
+    let inputs = config.per_layer_inputs.map(|shape| layers::own_inputs(pass, &x, shape)).transpose()?;
+    Ok((x, inputs))
+}
+
+fn check_batch(config: &Config, batch: &Batch) -> Result {
+    batch.check(config.vocabulary)?;
+    if let Some(inputs) = config.per_layer_inputs {
+        Batch { targets: Vec::new(), ..batch.clone() }.check(inputs.vocabulary)?;
+    }
+    let tokens = check_cu_seqlens(&batch.cu_seqlens).map_err(ballast_model::Error::from)?;
+    let lengths = [batch.ids.len(), batch.targets.len(), batch.positions.len()];
+    if lengths != [tokens; 3] {
+        return Err(Error::Input(format!(
+            "ids, targets and positions have {lengths:?} entries for {tokens} tokens"
+        )));
+    }
+    Ok(())
+}

@@ -1,0 +1,570 @@
+//! The same input through a reference and through every run, layer by layer, side by side.
+//!
+//! All runs stand before the same layer; its parameters are read once, the reference goes first, each run follows and is
+//! compared with it at every named tensor, and the layer's parameters and tensors go. So a checkpoint of any size needs the
+//! memory of its largest layer, and of the streams. On the way back, if gradients are wanted, the same in reverse.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use ballast_checkpoint::jobs::Observer;
+use ballast_model::config::{Layer, Mixer};
+use ballast_model::params::Params;
+use ballast_model::{Batch, Precision, Stored, memory};
+
+use crate::choices::Choice;
+use crate::engine::{Engine, Gradient, Part, Site};
+use crate::error::Result;
+use crate::findings::{
+    Findings, GradientError, LayerError, NotFinite, PositionError, Reference, Run, SiteError,
+};
+use crate::measure::attention::{Roundings, Rows, Shape};
+use crate::measure::decay::Decays;
+use crate::measure::output::Outputs;
+use crate::measure::position::{self, MeanErrors, Sums};
+use crate::measure::{difference, indexer};
+
+/// What the reference computes in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Arithmetic {
+    #[default]
+    F64,
+    F32,
+}
+
+impl Arithmetic {
+    /// `f64` or `f32`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Arithmetic::F64 => "f64",
+            Arithmetic::F32 => "f32",
+        }
+    }
+
+    fn engine<'b>(self, stored: &Stored, batch: &'b Batch, backward: bool) -> Result<Engine<'b>> {
+        match self {
+            Arithmetic::F64 => Engine::exact(stored, batch, backward),
+            Arithmetic::F32 => Engine::model(stored, batch, Precision::f32(), backward),
+        }
+    }
+}
+
+/// How an experiment is made.
+pub struct Setup<'a> {
+    /// The model.
+    pub stored: &'a Stored,
+    /// What it reads.
+    pub batch: &'a Batch,
+    /// What the reference computes in.
+    pub reference: Arithmetic,
+    /// Whether gradients are compared too.
+    pub backward: bool,
+    /// Progress: units are a part of the model for one run.
+    pub observer: &'a dyn Observer,
+}
+
+/// A run on its way.
+struct Runner<'a> {
+    stored: &'a Stored,
+    engine: Engine<'a>,
+    rounds: Option<Roundings>,
+    /// Largest error that is no difference; `None`: every bit counts, compared with the run in f32.
+    tolerance: Option<f64>,
+    found: Run,
+    outputs: Outputs,
+    hidden: Vec<f64>,
+    recurrence: MeanErrors,
+    keys: HashMap<usize, Vec<f64>>,
+    pending: HashMap<String, Vec<f64>>,
+    squared: f64,
+    reference: f64,
+}
+
+/// What runs are compared with.
+pub enum Contestant<'a> {
+    /// The same checkpoint in some precision.
+    Choice(Choice),
+    /// Another checkpoint, in the reference's arithmetic.
+    Checkpoint {
+        /// As it was given.
+        name: String,
+        /// It.
+        stored: &'a Stored,
+    },
+    /// Tensors that another framework wrote.
+    Dump {
+        /// As it was given.
+        name: String,
+        /// Them.
+        dump: crate::dump::Dump,
+        /// Largest error that is no difference.
+        tolerance: f64,
+    },
+}
+
+/// Units of progress that an experiment has.
+pub fn units(setup: &Setup<'_>, contestants: usize) -> u64 {
+    let parts = setup.stored.config.layers.len() + 2;
+    ((contestants + 1) * parts * if setup.backward { 2 } else { 1 }) as u64
+}
+
+/// Runs everything. With choices, the first of them must be [`Choice::f32`].
+pub fn run(setup: &Setup<'_>, contestants: Vec<Contestant<'_>>) -> Result<Findings> {
+    check_memory(setup, contestants.len())?;
+    let runners: Result<Vec<Runner<'_>>> =
+        contestants.into_iter().map(|one| Runner::new(setup, one)).collect();
+    let mut experiment = Experiment {
+        setup,
+        reference: setup.reference.engine(setup.stored, setup.batch, setup.backward)?,
+        runners: runners?,
+        buckets: position::buckets(setup.batch),
+        keys: HashMap::new(),
+        pending: HashMap::new(),
+        outputs: Outputs::default(),
+        findings: Findings::default(),
+    };
+    experiment.forward()?;
+    if setup.backward {
+        experiment.backward()?;
+    }
+    Ok(experiment.finish())
+}
+
+struct Experiment<'a> {
+    setup: &'a Setup<'a>,
+    reference: Engine<'a>,
+    runners: Vec<Runner<'a>>,
+    /// By token.
+    buckets: Vec<usize>,
+    keys: HashMap<usize, Vec<f64>>,
+    pending: HashMap<String, Vec<f64>>,
+    outputs: Outputs,
+    findings: Findings,
+}
+
+/// What the reference and the f32 run showed of a part.
+struct Shown {
+    reference: Vec<Site>,
+    control: Vec<Site>,
+    decays: Option<Decays>,
+    rows: Option<Rows>,
+}
+
+impl<'a> Experiment<'a> {
+    fn step(&self) -> Result {
+        self.setup.observer.advance(1);
+        if self.setup.observer.cancelled() {
+            return Err(ballast_checkpoint::Error::Interrupted.into());
+        }
+        Ok(())
+    }
+
+    fn forward(&mut self) -> Result {
+        self.part(Part::Embedding)?;
+        for index in 0..self.setup.stored.config.layers.len() {
+            self.part(Part::Layer(index))?;
+        }
+        self.part(Part::Head)?;
+        self.compare_outputs()
+    }
+
+    /// One part of the model, in the reference and in every run.
+    fn part(&mut self, part: Part) -> Result {
+        let stored = self.setup.stored;
+        let values = read(stored, part)?;
+        let reference = advance(&mut self.reference, part, stored, &values)?;
+        self.step()?;
+        let mut shown = Shown { reference, control: Vec::new(), decays: None, rows: None };
+        if let Part::Layer(index) = part {
+            shown.decays = decays(&self.reference, index, &shown.reference, stored, &values);
+            shown.rows = self.rows(index, &shown.reference);
+            self.findings.decays.extend(shown.decays.iter().flat_map(|decays| decays.describe(index)));
+            self.findings.attention.extend(shown.rows.iter().map(|rows| rows.range(index)));
+        }
+        for number in 0..self.runners.len() {
+            let runner = &mut self.runners[number];
+            let values = runner.values(stored, part, &values)?;
+            let sites = advance(&mut runner.engine, part, runner.stored, &values)?;
+            runner.compare(&sites, &shown, &self.buckets);
+            if let Part::Layer(index) = part {
+                runner.compare_layer(index, &sites, &shown, self.setup, &values);
+            }
+            if number == 0 {
+                shown.control = sites;
+            }
+            self.step()?;
+        }
+        Ok(())
+    }
+
+    /// Logits of sampled queries in the reference.
+    fn rows(&mut self, index: usize, sites: &[Site]) -> Option<Rows> {
+        let config = &self.setup.stored.config;
+        let shape = Shape::of(index, &config.layers[index].mixer)?;
+        // An f32 reference rounds nothing either.
+        sampled(&mut self.keys, index, &shape, sites, self.setup, None)
+    }
+
+    /// Logits slice by slice: those of the whole input may not fit.
+    fn compare_outputs(&mut self) -> Result {
+        let (stored, batch) = (self.setup.stored, self.setup.batch);
+        let (vocabulary, tokens) = (stored.config.vocabulary, batch.tokens());
+        let values = read(stored, Part::Head)?;
+        let rows = slice_rows(vocabulary);
+        for begin in (0..tokens).step_by(rows) {
+            let slice = begin..(begin + rows).min(tokens);
+            let targets = &batch.targets[slice.clone()];
+            let exact = self.reference.logits(slice.clone(), &stored.specs, &values)?;
+            self.outputs.add(&exact, &exact, targets, vocabulary);
+            let mut control = None;
+            for runner in &mut self.runners {
+                if !runner.engine.has_logits() {
+                    continue;
+                }
+                let values = runner.values(stored, Part::Head, &values)?;
+                let logits = runner.engine.logits(slice.clone(), &runner.stored.specs, &values)?;
+                runner.see_logits(&logits, &exact, control.as_deref());
+                runner.outputs.add(&logits, &exact, targets, vocabulary);
+                control.get_or_insert(logits);
+            }
+        }
+        Ok(())
+    }
+
+    fn backward(&mut self) -> Result {
+        self.part_backward(Part::Head)?;
+        for index in (0..self.setup.stored.config.layers.len()).rev() {
+            self.part_backward(Part::Layer(index))?;
+        }
+        self.part_backward(Part::Embedding)
+    }
+
+    fn part_backward(&mut self, part: Part) -> Result {
+        let stored = self.setup.stored;
+        let values = read(stored, part)?;
+        let exact = gradients(&mut self.reference, part, stored, &values, &mut self.pending)?;
+        self.step()?;
+        for number in 0..self.runners.len() {
+            let runner = &mut self.runners[number];
+            let values = runner.values(stored, part, &values)?;
+            let found = gradients(&mut runner.engine, part, runner.stored, &values, &mut runner.pending)?;
+            runner.compare_gradients(&found, &exact);
+            self.step()?;
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> Findings {
+        let loss = self.outputs.loss();
+        self.findings.reference =
+            Reference { arithmetic: self.setup.reference.name().into(), loss, perplexity: loss.exp() };
+        for runner in self.runners {
+            self.findings.runs.push(runner.finish(loss, &self.buckets));
+        }
+        let damage = |run: &Run| if run.kl.mean.is_finite() { run.kl.mean } else { f64::INFINITY };
+        self.findings.runs.sort_by(|a, b| damage(b).total_cmp(&damage(a)));
+        self.findings
+    }
+}
+
+impl<'a> Runner<'a> {
+    fn new(setup: &Setup<'a>, contestant: Contestant<'a>) -> Result<Runner<'a>> {
+        let (batch, backward) = (setup.batch, setup.backward);
+        let (engine, stored, rounds, tolerance, found) = match contestant {
+            Contestant::Choice(choice) => {
+                let engine = Engine::model(setup.stored, batch, choice.precision.clone(), backward)?;
+                let found = Run { name: choice.name, what: choice.what, kind: choice.kind, ..Run::default() };
+                (engine, setup.stored, Some(Roundings::of(&choice.precision)), None, found)
+            }
+            Contestant::Checkpoint { name, stored } => {
+                let what = format!("another checkpoint, in {}", setup.reference.name());
+                let kind = crate::findings::Kind::Checkpoint;
+                let found = Run { name, what, kind, ..Run::default() };
+                (setup.reference.engine(stored, batch, backward)?, stored, None, Some(0.0), found)
+            }
+            Contestant::Dump { name, dump, tolerance } => {
+                let what = "tensors that were written by another framework".into();
+                let kind = crate::findings::Kind::Checkpoint;
+                let found = Run { name, what, kind, ..Run::default() };
+                (Engine::Dump(Box::new(dump)), setup.stored, None, Some(tolerance), found)
+            }
+        };
+        Ok(Runner {
+            stored,
+            engine,
+            rounds,
+            tolerance,
+            found,
+            outputs: Outputs::default(),
+            hidden: Vec::new(),
+            recurrence: MeanErrors::default(),
+            keys: HashMap::new(),
+            pending: HashMap::new(),
+            squared: 0.0,
+            reference: 0.0,
+        })
+    }
+
+    /// The values of a part: those of the reference's checkpoint, or of its own.
+    fn values<'v>(&self, shared: &Stored, part: Part, values: &'v Params) -> Result<Cow<'v, Params>> {
+        if std::ptr::eq(self.stored, shared) {
+            return Ok(Cow::Borrowed(values));
+        }
+        Ok(Cow::Owned(read(self.stored, part)?))
+    }
+
+    fn see_not_finite(&mut self, site: &str, dtype: &str, values: &[f64], exact: &[f64]) {
+        if self.found.not_finite.is_some() {
+            return;
+        }
+        let count = values.iter().zip(exact).filter(|(a, b)| !a.is_finite() && b.is_finite()).count();
+        if count > 0 {
+            self.found.not_finite = Some(NotFinite { site: site.into(), count, dtype: dtype.into() });
+        }
+    }
+
+    fn see_logits(&mut self, logits: &[f64], exact: &[f64], control: Option<&[f64]>) {
+        self.see_not_finite("logits", "f32", logits, exact);
+        let differs = match (self.tolerance, control) {
+            (Some(tolerance), _) => is_beyond(difference(logits, exact).error, tolerance),
+            (None, control) => control.is_some_and(|control| !same_bits(control, logits)),
+        };
+        if differs && self.found.first_difference.is_none() {
+            self.found.first_difference = Some("logits".into());
+        }
+    }
+
+    /// Every tensor of a part, in the reference's order.
+    fn compare(&mut self, sites: &[Site], shown: &Shown, buckets: &[usize]) {
+        let own: HashMap<&str, &Site> = sites.iter().map(|site| (site.name.as_str(), site)).collect();
+        let control: HashMap<&str, &Site> =
+            shown.control.iter().map(|site| (site.name.as_str(), site)).collect();
+        for exact in &shown.reference {
+            let Some(site) = own.get(exact.name.as_str()) else { continue };
+            if site.values.len() != exact.values.len() {
+                continue;
+            }
+            let found = difference(&site.values, &exact.values);
+            self.see_not_finite(&site.name, site.dtype, &site.values, &exact.values);
+            let differs = match (self.tolerance, control.get(exact.name.as_str())) {
+                (Some(tolerance), _) => is_beyond(found.error, tolerance),
+                (None, Some(control)) => !same_bits(&control.values, &site.values),
+                (None, None) => false,
+            };
+            if differs && self.found.first_difference.is_none() {
+                self.found.first_difference = Some(site.name.clone());
+            }
+            if exact.name == "norm" {
+                self.hidden = Sums::new(&site.values, &exact.values, buckets).errors();
+            }
+            if exact.name.ends_with("linear_attn.o") {
+                self.recurrence.add(&Sums::new(&site.values, &exact.values, buckets).errors());
+            }
+            self.found.sites.push(SiteError {
+                site: site.name.clone(),
+                dtype: site.dtype.into(),
+                error: found.error,
+                max_abs: found.max_abs,
+                largest: found.largest,
+            });
+        }
+    }
+
+    /// What belongs to a layer's kind.
+    fn compare_layer(
+        &mut self,
+        index: usize,
+        sites: &[Site],
+        shown: &Shown,
+        setup: &Setup<'_>,
+        values: &Params,
+    ) {
+        let out = format!("layers.{index}.out");
+        if let Some(site) = self.found.sites.iter().rev().find(|site| site.site == out) {
+            self.found.by_layer.push(LayerError { layer: index, error: site.error });
+        }
+        let own = decays(&self.engine, index, sites, self.stored, values);
+        if let (Some(own), Some(exact)) = (own, &shown.decays) {
+            self.found.decay.extend(own.compare(exact, index));
+        }
+        let mixer = &setup.stored.config.layers[index].mixer;
+        if let (Some(shape), Some(exact)) = (Shape::of(index, mixer), &shown.rows)
+            && let Some(rows) = sampled(&mut self.keys, index, &shape, sites, setup, self.rounds)
+        {
+            self.found.attention.push(rows.compare(exact, index));
+        }
+        let scores = format!("layers.{index}.self_attn.indexer.scores");
+        if let (Mixer::Latent(latent), Some(own), Some(exact)) =
+            (mixer, site(sites, &scores), site(&shown.reference, &scores))
+        {
+            let (ends, topk) = (&setup.batch.cu_seqlens, latent.index_topk);
+            let found = indexer::compare(own, exact, ends, topk, index);
+            if found.queries > 0 {
+                self.found.indexer.push(found);
+            }
+        }
+    }
+
+    fn compare_gradients(&mut self, found: &[Gradient], exact: &[Gradient]) {
+        let own: HashMap<&str, &Vec<f64>> =
+            found.iter().map(|(name, values)| (name.as_str(), values)).collect();
+        for (name, exact) in exact {
+            let Some(own) = own.get(name.as_str()) else { continue };
+            let found = difference(own, exact);
+            self.see_not_finite(&format!("grad.{name}"), "f32", own, exact);
+            self.squared += found.squared;
+            self.reference += found.reference;
+            self.found.gradients.push(GradientError {
+                tensor: name.clone(),
+                error: found.error,
+                cosine: found.cosine,
+            });
+        }
+    }
+
+    fn finish(self, loss: f64, buckets: &[usize]) -> Run {
+        let mut found = self.found;
+        if !self.outputs.kl.is_empty() {
+            found.loss = self.outputs.loss();
+            found.perplexity = found.loss.exp();
+            found.loss_difference = found.loss - loss;
+            found.kl = self.outputs.spread();
+            found.top1_agreement = self.outputs.agreement();
+        }
+        if !found.gradients.is_empty() {
+            found.gradient_error = Some((self.squared / self.reference).sqrt());
+        }
+        for bucket in 0..self.hidden.len() {
+            let of_bucket = self.outputs.kl.iter().zip(buckets).filter(|(_, at)| **at == bucket);
+            let (count, sum) = of_bucket.fold((0, 0.0), |(count, sum), (kl, _)| (count + 1, sum + kl));
+            if !buckets.contains(&bucket) {
+                continue;
+            }
+            let range = position::range(bucket);
+            found.by_position.push(PositionError {
+                from: range.start,
+                to: range.end,
+                hidden: self.hidden[bucket],
+                recurrence: self.recurrence.error(bucket),
+                kl: if count == 0 { 0.0 } else { sum / count as f64 },
+            });
+        }
+        found
+    }
+}
+
+fn read(stored: &Stored, part: Part) -> Result<Params> {
+    let tied = stored.config.tied;
+    Ok(stored.read(|spec| part.has(spec, tied))?)
+}
+
+/// One part forward.
+fn advance(engine: &mut Engine<'_>, part: Part, stored: &Stored, values: &Params) -> Result<Vec<Site>> {
+    match part {
+        Part::Embedding => engine.begin(&stored.specs, values),
+        Part::Layer(index) => engine.layer(index, &stored.specs, values),
+        Part::Head => engine.norm(&stored.specs, values),
+    }
+}
+
+/// One part backward: its gradients, those of a tied head only when the embedding's are added.
+fn gradients(
+    engine: &mut Engine<'_>,
+    part: Part,
+    stored: &Stored,
+    values: &Params,
+    pending: &mut HashMap<String, Vec<f64>>,
+) -> Result<Vec<Gradient>> {
+    let mut found = match part {
+        Part::Head => engine.turn(&stored.specs, values)?,
+        Part::Layer(index) => engine.layer_backward(index, &stored.specs, values)?,
+        Part::Embedding => engine.arrive(&stored.specs, values)?,
+    };
+    if part == Part::Head && stored.config.tied {
+        let (head, rest): (Vec<Gradient>, Vec<Gradient>) =
+            found.into_iter().partition(|(name, _)| name == "embed_tokens.weight");
+        pending.extend(head);
+        return Ok(rest);
+    }
+    for (name, gradient) in &mut found {
+        for (sum, early) in gradient.iter_mut().zip(pending.remove(name).unwrap_or_default()) {
+            *sum += early;
+        }
+    }
+    Ok(found)
+}
+
+fn site<'s>(sites: &'s [Site], name: &str) -> Option<&'s [f64]> {
+    sites.iter().find(|site| site.name == name).map(|site| &site.values[..])
+}
+
+fn decays(
+    engine: &Engine<'_>,
+    index: usize,
+    sites: &[Site],
+    stored: &Stored,
+    values: &Params,
+) -> Option<Decays> {
+    let g = site(sites, &format!("layers.{index}.linear_attn.g"))?;
+    let a_log = engine.protected(&format!("layers.{index}.linear_attn.A_log"), &stored.specs, values)?;
+    Some(Decays::new(&a_log, g))
+}
+
+/// Logits of sampled queries; keys of layers that others use are kept.
+fn sampled(
+    keys: &mut HashMap<usize, Vec<f64>>,
+    index: usize,
+    shape: &Shape,
+    sites: &[Site],
+    setup: &Setup<'_>,
+    rounds: Option<Roundings>,
+) -> Option<Rows> {
+    let q = site(sites, &format!("layers.{index}.self_attn.q"))?;
+    let own = site(sites, &format!("layers.{index}.self_attn.k"));
+    let mut users = setup.stored.config.layers.iter().enumerate();
+    let uses = |(user, layer): (usize, &Layer)| {
+        user > index && Shape::of(user, &layer.mixer).is_some_and(|shape| shape.keys_of == index)
+    };
+    if let Some(k) = own
+        && users.any(uses)
+    {
+        keys.insert(index, k.to_vec());
+    }
+    let k = own.or_else(|| keys.get(&shape.keys_of).map(|k| &k[..]))?;
+    Some(Rows::new(q, k, shape, setup.batch, rounds))
+}
+
+/// What is not a number is beyond anything.
+fn is_beyond(error: f64, tolerance: f64) -> bool {
+    error.is_nan() || error > tolerance
+}
+
+fn same_bits(a: &[f64], b: &[f64]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
+}
+
+/// Rows of logits that are looked at together.
+fn slice_rows(vocabulary: usize) -> usize {
+    ((1 << 25) / vocabulary.max(1)).max(16)
+}
+
+/// An error before anything is read, where it would not fit.
+fn check_memory(setup: &Setup<'_>, contestants: usize) -> Result {
+    let (config, specs) = (&setup.stored.config, &setup.stored.specs);
+    let tokens = setup.batch.tokens() as u64;
+    let elements = |part: Part| -> u64 {
+        specs.all().filter(|spec| part.has(spec, config.tied)).map(|spec| spec.len() as u64).sum()
+    };
+    let layers = (0..config.layers.len()).map(Part::Layer);
+    let largest = layers.chain([Part::Embedding, Part::Head]).map(elements).max().unwrap_or(0);
+    let stream = tokens * config.hidden as u64;
+    let kept = if setup.backward { config.layers.len() as u64 + 1 } else { 2 };
+    let streams = stream * kept * (8 + 4 * contestants as u64);
+    // Parameters as read and as held; a layer's tensors, some twenty of the stream's size, of three runs in f64; a slice of
+    // logits of two runs, thrice each; on the way back gradients of two runs.
+    let gradients = if setup.backward { 3 * 8 * largest } else { 0 };
+    let logits = 6 * 8 * (slice_rows(config.vocabulary) as u64).min(tokens) * config.vocabulary as u64;
+    let needed = 2 * 4 * largest + gradients + streams + 3 * 20 * 8 * stream + logits;
+    Ok(memory::check("this run of the lab (fewer tokens or policies, or --no-gradients, take less)", needed)?)
+}

@@ -1,0 +1,64 @@
+//! What a checkpoint and its shapes say without a run: protected tensors, and the bytes of the q/k norm.
+
+use ballast_kernels::Precision as Rounding;
+use ballast_kernels::gated_delta_rule::{self as gdn, L2Norm};
+use ballast_model::config::Mixer;
+use ballast_model::{Config, Stored};
+use half::bf16;
+
+use crate::error::Result;
+use crate::findings::{L2NormBytes, ProtectedTensor};
+
+/// Lengths that the bytes of the q/k norm are given for.
+pub const LENGTHS: [usize; 3] = [8 << 10, 32 << 10, 128 << 10];
+
+/// Every protected tensor: what it is stored in, and whether its values need that.
+pub fn protected(stored: &Stored) -> Result<Vec<ProtectedTensor>> {
+    let mut found = Vec::new();
+    let dtypes: Vec<_> = stored.protected_dtypes().collect();
+    for (index, (spec, dtype)) in dtypes.into_iter().enumerate() {
+        let values = stored.read(|other| other.name == spec.name)?;
+        let values = values.protected()[index].values();
+        let moved = |x: &f32| (Rounding::Bf16.round(*x) as f64 - *x as f64).abs();
+        let relative = |x: &f32| if *x == 0.0 { 0.0 } else { moved(x) / x.abs() as f64 };
+        found.push(ProtectedTensor {
+            name: spec.name.clone(),
+            dtype: dtype.to_string(),
+            elements: values.len() as u64,
+            beyond_bf16: values.iter().filter(|x| moved(x) > 0.0).count() as u64,
+            bf16_error: values.iter().map(relative).fold(0.0, f64::max),
+        });
+    }
+    Ok(found)
+}
+
+/// Bytes kept for backward of q, k and their norm in bf16, over all layers with linear attention.
+pub fn l2norm(config: &Config) -> Vec<L2NormBytes> {
+    let bytes = |l2norm: L2Norm, tokens: usize| -> u64 {
+        let one = |mixer: &Mixer| match mixer {
+            Mixer::Linear(shape) => {
+                let dims = gdn::Dims {
+                    key_heads: shape.key_heads,
+                    value_heads: shape.value_heads,
+                    key_dim: shape.key_dim,
+                    value_dim: shape.value_dim,
+                };
+                let saved = |l2norm| {
+                    let options = gdn::Options { l2norm, ..gdn::Options::default() };
+                    gdn::saved_bytes::<bf16>(dims, &options, &[0, tokens])
+                };
+                let raw = 2 * tokens * shape.key_heads * shape.key_dim * size_of::<bf16>();
+                raw + saved(l2norm) - saved(L2Norm::Off)
+            }
+            _ => 0,
+        };
+        config.layers.iter().map(|layer| one(&layer.mixer) as u64).sum()
+    };
+    let has_linear = config.layers.iter().any(|layer| matches!(layer.mixer, Mixer::Linear(_)));
+    let row = |tokens| L2NormBytes {
+        tokens,
+        inside: bytes(L2Norm::Inside, tokens),
+        outside: bytes(L2Norm::Outside, tokens),
+    };
+    if has_linear { LENGTHS.map(row).to_vec() } else { Vec::new() }
+}

@@ -1,0 +1,200 @@
+//! Attention logits of a sample of queries, made from q and k: range, resolution, and which key is the largest.
+//!
+//! ```text
+//! x[i,j] = scale <q_i, k_j>,  then cap tanh(x / cap),   rounded where the run rounds
+//! ```
+//! All causal keys inside the window are looked at, also where an indexer would leave some of them out.
+
+use ballast_kernels::Precision as Rounding;
+use ballast_model::config::{Attention, LatentAttention, Mixer};
+use ballast_model::{Batch, Precision};
+use rayon::prelude::*;
+
+use super::output::argmax;
+use crate::choices::ulp;
+use crate::findings::{AttentionError, LogitRange};
+
+/// Queries of a layer that are looked at, by head.
+const QUERIES: usize = 64;
+
+const BINS: usize = 40;
+
+/// What the logits of a layer are made of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Shape {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    scale: f32,
+    window: Option<usize>,
+    soft_cap: Option<f32>,
+    /// The layer whose keys are used.
+    pub keys_of: usize,
+}
+
+impl Shape {
+    /// Of a layer, unless its attention is linear.
+    pub fn of(layer: usize, mixer: &Mixer) -> Option<Shape> {
+        match mixer {
+            Mixer::Linear(_) => None,
+            Mixer::Softmax(Attention {
+                heads,
+                kv_heads,
+                head_dim,
+                scale,
+                window,
+                soft_cap,
+                shared_from,
+                ..
+            }) => Some(Shape {
+                heads: *heads,
+                kv_heads: *kv_heads,
+                head_dim: *head_dim,
+                scale: *scale,
+                window: *window,
+                soft_cap: *soft_cap,
+                keys_of: shared_from.unwrap_or(layer),
+            }),
+            Mixer::Latent(LatentAttention { heads, nope_dim, rope_dim, scale, .. }) => Some(Shape {
+                heads: *heads,
+                kv_heads: *heads,
+                head_dim: nope_dim + rope_dim,
+                scale: *scale,
+                window: None,
+                soft_cap: None,
+                keys_of: layer,
+            }),
+        }
+    }
+}
+
+/// Where a run rounds; `None` is f64.
+#[derive(Clone, Copy, Debug)]
+pub struct Roundings {
+    qk_product: Rounding,
+    logits: Rounding,
+}
+
+impl Roundings {
+    /// Of a precision.
+    pub fn of(precision: &Precision) -> Roundings {
+        Roundings { qk_product: precision.qk_product, logits: precision.logits }
+    }
+}
+
+/// Logits of sampled queries: by head and query, those of the keys that it sees.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rows(pub Vec<Vec<f64>>);
+
+impl Rows {
+    /// From q [tokens, heads, d] and k [tokens, kv_heads, d].
+    pub fn new(q: &[f64], k: &[f64], shape: &Shape, batch: &Batch, rounds: Option<Roundings>) -> Rows {
+        let wanted: Vec<(usize, usize, usize)> =
+            sample(batch).flat_map(|(begin, i)| (0..shape.heads).map(move |head| (head, begin, i))).collect();
+        let d = shape.head_dim;
+        let row = |(head, begin, i): (usize, usize, usize)| -> Vec<f64> {
+            let q = &q[((begin + i) * shape.heads + head) * d..][..d];
+            let first = shape.window.map_or(0, |window| (i + 1).saturating_sub(window));
+            let kv = head / (shape.heads / shape.kv_heads);
+            (first..=i)
+                .map(|j| {
+                    let k = &k[((begin + j) * shape.kv_heads + kv) * d..][..d];
+                    logit(q.iter().zip(k).map(|(q, k)| q * k).sum(), shape, rounds)
+                })
+                .collect()
+        };
+        Rows(wanted.into_par_iter().map(row).collect())
+    }
+
+    /// What there is to say of the reference's.
+    pub fn range(&self, layer: usize) -> LogitRange {
+        let all = || self.0.iter().flatten().copied();
+        let (min, max) = (all().fold(f64::INFINITY, f64::min), all().fold(f64::NEG_INFINITY, f64::max));
+        let largest = min.abs().max(max.abs());
+        let width = (max - min) / BINS as f64;
+        let mut counts = vec![0u64; BINS];
+        for x in all() {
+            let bin = if width > 0.0 { ((x - min) / width) as usize } else { 0 };
+            counts[bin.min(BINS - 1)] += 1;
+        }
+        LogitRange {
+            layer,
+            min,
+            max,
+            largest,
+            bf16_ulp: ulp(largest, Rounding::Bf16).unwrap_or(f64::INFINITY),
+            f16_ulp: ulp(largest, Rounding::F16),
+            histogram: (0..BINS).map(|bin| (min + bin as f64 * width, counts[bin])).collect(),
+            rows: self.0.len(),
+        }
+    }
+
+    /// What became of the reference's.
+    pub fn compare(&self, reference: &Rows, layer: usize) -> AttentionError {
+        let (mut largest, mut max_abs, mut changed, mut ties) = (0f64, 0f64, 0, 0);
+        for (row, exact) in self.0.iter().zip(&reference.0) {
+            for (x, exact) in row.iter().zip(exact) {
+                let apart = if x == exact { 0.0 } else { (x - exact).abs() };
+                max_abs = if apart > max_abs || apart.is_nan() { apart } else { max_abs };
+                largest = if x.abs() > largest || x.is_nan() { x.abs() } else { largest };
+            }
+            let best = argmax(row);
+            changed += (best != argmax(exact)) as usize;
+            ties += (row.iter().filter(|x| **x == row[best]).count() > 1) as usize;
+        }
+        let share = |count: usize| count as f64 / self.0.len().max(1) as f64;
+        AttentionError { layer, largest, max_abs, top_key_changed: share(changed), ties: share(ties) }
+    }
+}
+
+/// As the kernel has it: see `ballast_kernels::attention::attention_logits`.
+fn logit(product: f64, shape: &Shape, rounds: Option<Roundings>) -> f64 {
+    let Some(Roundings { qk_product, logits }) = rounds else {
+        let x = product * shape.scale as f64;
+        return shape.soft_cap.map_or(x, |cap| cap as f64 * (x / cap as f64).tanh());
+    };
+    let mut x = qk_product.round(product as f32 * shape.scale);
+    if let Some(cap) = shape.soft_cap {
+        x = qk_product.round(cap * (x / cap).tanh());
+    }
+    logits.round(x) as f64
+}
+
+/// Queries: where their sequence begins, and their place in it; evenly over all tokens but the first of a sequence, which
+/// sees itself alone.
+fn sample(batch: &Batch) -> impl Iterator<Item = (usize, usize)> {
+    let all: Vec<(usize, usize)> = batch
+        .cu_seqlens
+        .windows(2)
+        .flat_map(|ends| (1..ends[1] - ends[0]).map(move |i| (ends[0], i)))
+        .collect();
+    let taken = all.len().min(QUERIES);
+    // The last token is always among them.
+    (0..taken).map(move |n| all[(n + 1) * all.len() / taken - 1])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sample_is_even_and_has_the_longest_row() {
+        let batch = Batch::packed(vec![0; 1000], vec![0, 1000]).unwrap();
+        let rows: Vec<_> = sample(&batch).collect();
+        assert_eq!((rows.len(), rows[63]), (QUERIES, (0, 999)));
+        let short = Batch::packed(vec![0; 5], vec![0, 1, 5]).unwrap();
+        assert_eq!(sample(&short).collect::<Vec<_>>(), [(1, 1), (1, 2), (1, 3)]);
+    }
+
+    #[test]
+    fn rounding_makes_ties_and_moves_the_largest_key() {
+        let reference = Rows(vec![vec![300.0, 300.4], vec![5.0, 1.0]]);
+        let rounded = Rows(vec![vec![300.0, 300.0], vec![5.0, 1.0]]);
+        let found = rounded.compare(&reference, 3);
+        assert_eq!((found.top_key_changed, found.ties), (0.5, 0.5));
+        assert!((found.max_abs - 0.4).abs() < 1e-9);
+        let range = reference.range(3);
+        assert_eq!((range.min, range.max, range.bf16_ulp), (1.0, 300.4, 2.0));
+        assert_eq!(range.histogram.iter().map(|(_, n)| n).sum::<u64>(), 4);
+    }
+}

@@ -1,0 +1,70 @@
+//! What is measured of a run beside the reference.
+
+pub mod attention;
+pub mod decay;
+pub mod indexer;
+pub mod output;
+pub mod position;
+
+/// How far a is from b.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Difference {
+    /// RMS(a - b) / RMS(b); 0 where they are equal, whatever b is.
+    pub error: f64,
+    /// Largest |a - b|.
+    pub max_abs: f64,
+    /// Largest |b|.
+    pub largest: f64,
+    /// <a, b> / (|a| |b|); 1 where both are zero.
+    pub cosine: f64,
+    /// Values of a that are not finite where b's are.
+    pub not_finite: usize,
+    /// Sum of (a - b)^2.
+    pub squared: f64,
+    /// Sum of b^2.
+    pub reference: f64,
+}
+
+/// How far a is from b, which is as long.
+pub fn difference(a: &[f64], b: &[f64]) -> Difference {
+    let mut found = Difference::default();
+    let (mut along, mut own) = (0.0, 0.0);
+    for (a, b) in a.iter().zip(b) {
+        found.not_finite += (!a.is_finite() && b.is_finite()) as usize;
+        let apart = if a == b { 0.0 } else { (a - b).abs() };
+        found.squared += apart * apart;
+        found.reference += b * b;
+        // f64::max drops NaN: a difference that is none must stay.
+        found.max_abs = if apart > found.max_abs || apart.is_nan() { apart } else { found.max_abs };
+        found.largest = found.largest.max(b.abs());
+        along += a * b;
+        own += a * a;
+    }
+    found.error = if found.squared == 0.0 { 0.0 } else { (found.squared / found.reference).sqrt() };
+    found.cosine =
+        if own == 0.0 && found.reference == 0.0 { 1.0 } else { along / (own * found.reference).sqrt() };
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_tensors_are_not_apart_and_opposite_ones_are_two() {
+        let a = [1.0, -2.0, 0.0];
+        let same = difference(&a, &a);
+        assert_eq!((same.error, same.max_abs, same.largest), (0.0, 0.0, 2.0));
+        let other = difference(&a.map(|x| -x), &a);
+        assert!((other.error - 2.0).abs() < 1e-15 && (other.cosine + 1.0).abs() < 1e-15);
+        assert_eq!(difference(&[0.0], &[0.0]).cosine, 1.0);
+    }
+
+    #[test]
+    fn what_is_not_finite_is_counted_and_not_lost() {
+        let found = difference(&[1.0, f64::NAN, 3.0], &[1.0, 2.0, 3.0]);
+        assert_eq!(found.not_finite, 1);
+        assert!(found.max_abs.is_nan() && found.error.is_nan());
+        assert_eq!(difference(&[f64::INFINITY], &[1.0]).max_abs, f64::INFINITY);
+    }
+}

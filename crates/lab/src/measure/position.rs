@@ -1,0 +1,91 @@
+//! Errors by position in the sequence: buckets that double, 0, 1, 2..4, 4..8, ...
+
+use std::ops::Range;
+
+use ballast_model::Batch;
+
+/// Positions of a bucket.
+pub fn range(bucket: usize) -> Range<usize> {
+    if bucket == 0 { 0..1 } else { 1 << (bucket - 1)..1 << bucket }
+}
+
+/// The bucket of a position.
+pub fn bucket(position: usize) -> usize {
+    (usize::BITS - position.leading_zeros()) as usize
+}
+
+/// By token: its bucket.
+pub fn buckets(batch: &Batch) -> Vec<usize> {
+    batch.positions.iter().map(|position| bucket(*position as usize)).collect()
+}
+
+/// Squared differences and squares of the reference, by bucket.
+#[derive(Clone, Debug, Default)]
+pub struct Sums {
+    apart: Vec<f64>,
+    reference: Vec<f64>,
+}
+
+impl Sums {
+    /// Of tensors [tokens, ...].
+    pub fn new(a: &[f64], b: &[f64], buckets: &[usize]) -> Sums {
+        let count = buckets.iter().max().map_or(0, |last| last + 1);
+        let mut sums = Sums { apart: vec![0.0; count], reference: vec![0.0; count] };
+        let width = (b.len() / buckets.len().max(1)).max(1);
+        for ((a, b), bucket) in a.chunks(width).zip(b.chunks(width)).zip(buckets) {
+            for (a, b) in a.iter().zip(b) {
+                sums.apart[*bucket] += (a - b) * (a - b);
+                sums.reference[*bucket] += b * b;
+            }
+        }
+        sums
+    }
+
+    /// RMS(a - b) / RMS(b) by bucket.
+    pub fn errors(&self) -> Vec<f64> {
+        let error =
+            |(apart, reference): (&f64, &f64)| if *apart == 0.0 { 0.0 } else { (apart / reference).sqrt() };
+        self.apart.iter().zip(&self.reference).map(error).collect()
+    }
+}
+
+/// Mean of squares over several tensors (layers), by bucket.
+#[derive(Clone, Debug, Default)]
+pub struct MeanErrors {
+    squares: Vec<f64>,
+    tensors: usize,
+}
+
+impl MeanErrors {
+    /// Adds one tensor's errors.
+    pub fn add(&mut self, errors: &[f64]) {
+        self.squares.resize(errors.len().max(self.squares.len()), 0.0);
+        for (sum, error) in self.squares.iter_mut().zip(errors) {
+            *sum += error * error;
+        }
+        self.tensors += 1;
+    }
+
+    /// The root of the mean; `None` where nothing was added.
+    pub fn error(&self, bucket: usize) -> Option<f64> {
+        (self.tensors > 0).then(|| (self.squares[bucket] / self.tensors as f64).sqrt())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_position_is_in_the_range_of_its_bucket() {
+        for position in 0..5000 {
+            assert!(range(bucket(position)).contains(&position), "{position}");
+        }
+    }
+
+    #[test]
+    fn an_error_is_counted_where_it_is() {
+        let (a, b) = ([1.0, 1.0, 1.0, 3.0], [1.0; 4]);
+        assert_eq!(Sums::new(&a, &b, &[0, 1, 2, 2]).errors(), [0.0, 0.0, 2f64.sqrt()]);
+    }
+}

@@ -1,0 +1,69 @@
+//! One layer:
+//! ```text
+//! x = x + mixer(norm(x))          Gemma: x + after(mixer(norm(x)))
+//! x = x + feed_forward(x)
+//! Gemma 4:  x = x + after(W_p (gelu(W_g x) * own input)),  then  x = s x
+//! ```
+
+use ballast_model::config::Mixer;
+
+use super::attention::attention;
+use super::feed_forward::feed_forward;
+use super::latent_attention::latent_attention;
+use super::linear_attention::linear_attention;
+use super::own_input::add_own_input;
+use crate::Result;
+use crate::reference::ops;
+use crate::reference::pass::Pass;
+use crate::reference::tape::Value;
+
+/// Keys and values: [tokens, kv heads, hd] each, rotated and normed.
+#[derive(Clone, Debug)]
+pub struct KeyValues {
+    pub k: Value,
+    pub v: Value,
+}
+
+/// What comes into a layer beside the residual stream, and out of it.
+#[derive(Clone, Debug, Default)]
+pub struct Links {
+    /// Its own input [tokens, P], where layers have one
+    pub own_input: Option<Value>,
+    /// Keys and values: another layer's before, those that were used afterwards
+    pub key_values: Option<KeyValues>,
+}
+
+/// The residual stream [tokens, H] after layer `index`.
+pub fn layer(pass: &mut Pass<'_, '_>, index: usize, x: &Value, links: &mut Links) -> Result<Value> {
+    let setting = pass.setting.clone();
+    let (config, shape) = (&setting.config, &setting.config.layers[index]);
+    let normed = pass.norm(x, "input_layernorm", config.hidden)?;
+    pass.see("input_layernorm", &normed);
+    let mut mixed = match &shape.mixer {
+        Mixer::Linear(shape) => linear_attention(pass, &normed, *shape)?,
+        Mixer::Latent(shape) => latent_attention(pass, &normed, shape)?,
+        Mixer::Softmax(shape) => {
+            let (y, used) = attention(pass, &normed, shape, links.key_values.take())?;
+            links.key_values = Some(used);
+            y
+        }
+    };
+    pass.see("mixer.out", &mixed);
+    if config.norms_after {
+        mixed = pass.norm(&mixed, "post_attention_layernorm", config.hidden)?;
+    }
+    let middle = ops::add(&mut pass.tape, x, &mixed);
+    pass.see("middle", &middle);
+    let out = feed_forward(pass, &middle, shape)?;
+    let mut out = ops::add(&mut pass.tape, &middle, &out);
+    if let (Some(inputs), Some(input)) = (config.per_layer_inputs, &links.own_input) {
+        out = add_own_input(pass, &out, input, inputs.width)?;
+    }
+    if config.layer_scalar {
+        // A constant: it is not learned.
+        let scalar = pass.param("layer_scalar", 1)?.at(0);
+        out = ops::scale(&mut pass.tape, &out, scalar);
+    }
+    pass.see("out", &out);
+    Ok(out)
+}

@@ -1,0 +1,140 @@
+//! What the parts of a layer share while it runs: the tape, the weights, who looks on, the batch.
+
+use std::sync::Arc;
+
+use ballast_model::config::{Mixer, Rope};
+use ballast_model::{Batch, Config, Ties};
+
+use super::ops::{self, Gamma, Rotation};
+use super::tape::{Param, Tape, Value};
+use super::{Sites, Weights};
+use crate::{Error, Result};
+
+/// What a run works on.
+#[derive(Debug)]
+pub struct Setting {
+    pub config: Config,
+    pub batch: Batch,
+    pub ties: Ties,
+    rotations: Vec<(Rope, Arc<Rotation>)>,
+}
+
+impl Setting {
+    pub fn new(config: &Config, batch: &Batch, ties: Ties) -> Result<Setting> {
+        let mut setting =
+            Setting { config: config.clone(), batch: batch.clone(), ties, rotations: Vec::new() };
+        for layer in &config.layers {
+            let ropes = match &layer.mixer {
+                Mixer::Linear(_) => vec![],
+                Mixer::Softmax(attention) => vec![attention.rope],
+                Mixer::Latent(attention) => vec![attention.rope, attention.indexer_rope],
+            };
+            for rope in ropes {
+                if setting.find(&rope).is_none() {
+                    setting.rotations.push((rope, Arc::new(Rotation::new(&rope, &batch.positions)?)));
+                }
+            }
+        }
+        Ok(setting)
+    }
+
+    fn find(&self, rope: &Rope) -> Option<&Arc<Rotation>> {
+        self.rotations.iter().find(|(known, _)| known == rope).map(|(_, rotation)| rotation)
+    }
+
+    /// The sines and cosines of a rotation of the configuration.
+    pub fn rotation(&self, rope: &Rope) -> Result<Arc<Rotation>> {
+        let problem = || Error::Input(format!("no layer of the configuration rotates by {rope:?}"));
+        self.find(rope).cloned().ok_or_else(problem)
+    }
+
+    pub fn tokens(&self) -> usize {
+        self.batch.ids.len()
+    }
+}
+
+/// One forward through a part of the model.
+pub struct Pass<'w, 's> {
+    pub setting: Arc<Setting>,
+    pub tape: Tape<'w>,
+    weights: Weights<'s, 'w>,
+    sites: Option<Sites<'s>>,
+    /// What stands before the names of parameters and sites: nothing, or `layers.3.`
+    prefix: String,
+}
+
+impl<'w, 's> Pass<'w, 's> {
+    pub fn new(
+        setting: &Arc<Setting>,
+        recording: bool,
+        weights: Weights<'s, 'w>,
+        sites: Option<Sites<'s>>,
+        layer: Option<usize>,
+    ) -> Pass<'w, 's> {
+        let prefix = layer.map_or(String::new(), |layer| format!("layers.{layer}."));
+        Pass { setting: setting.clone(), tape: Tape::new(recording), weights, sites, prefix }
+    }
+
+    /// The parameter of this name, which must have `len` elements.
+    pub fn param(&self, name: &str, len: usize) -> Result<Param<'w>> {
+        let name = format!("{}{name}", self.prefix);
+        let values = (self.weights)(&name);
+        if values.len() != len {
+            return Err(Error::Input(format!("{name} has {} elements where {len} are needed", values.len())));
+        }
+        Ok(Param::new(name, values))
+    }
+
+    /// The linear layer of this name on x [tokens, inputs].
+    pub fn linear(&mut self, x: &Value, name: &str, inputs: usize, outputs: usize) -> Result<Value> {
+        let weight = self.param(&format!("{name}.weight"), inputs * outputs)?;
+        Ok(ops::linear(&mut self.tape, x, &weight, inputs))
+    }
+
+    /// The same with a bias, if `bias`.
+    pub fn affine(
+        &mut self,
+        x: &Value,
+        name: &str,
+        inputs: usize,
+        outputs: usize,
+        bias: bool,
+    ) -> Result<Value> {
+        let y = self.linear(x, name, inputs, outputs)?;
+        if !bias {
+            return Ok(y);
+        }
+        let bias = self.param(&format!("{name}.bias"), outputs)?;
+        Ok(ops::add_bias(&mut self.tape, &y, &bias))
+    }
+
+    /// The norm of this name over rows of `width`, in the form that the model's norms have.
+    pub fn norm(&mut self, x: &Value, name: &str, width: usize) -> Result<Value> {
+        self.norm_with(x, name, width, self.setting.config.eps)
+    }
+
+    pub fn norm_with(&mut self, x: &Value, name: &str, width: usize, eps: f32) -> Result<Value> {
+        let weight = self.param(&format!("{name}.weight"), width)?;
+        let one_plus = self.setting.config.one_plus_norms;
+        let gamma = if one_plus { Gamma::OnePlus(weight) } else { Gamma::Plain(weight) };
+        Ok(ops::rms_norm(&mut self.tape, x, gamma, eps as f64, width))
+    }
+
+    /// Whether somebody looks on.
+    pub fn is_watched(&self) -> bool {
+        self.sites.is_some()
+    }
+
+    /// Shows a tensor [tokens, ...].
+    pub fn see(&mut self, name: &str, values: &[f64]) {
+        let tokens = self.setting.tokens();
+        self.show(name, &[tokens, values.len() / tokens.max(1)], values);
+    }
+
+    /// Shows a tensor of this shape.
+    pub fn show(&mut self, name: &str, shape: &[usize], values: &[f64]) {
+        if let Some(sites) = &mut self.sites {
+            sites(&format!("{}{name}", self.prefix), shape, values);
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Which keys sparse indexers choose, compared with the reference's choice.
+
+use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
+use ballast_train::report::say::{self, sentence};
+
+use super::table::{Column, Table};
+use super::words::{FLOOR_COLOUR, badness, code, counted, floor, heading, is_floor, mean, named, share_cell};
+use crate::Findings;
+use crate::findings::Run;
+
+/// Curves, beside the floor.
+const CURVES: usize = 7;
+
+pub(super) fn section(findings: &Findings) -> String {
+    let mut runs: Vec<&Run> =
+        findings.runs.iter().filter(|run| !run.indexer.is_empty() && !is_floor(run)).collect();
+    if runs.is_empty() {
+        return String::new();
+    }
+    runs.sort_by(|a, b| badness(lost(b)).total_cmp(&badness(lost(a))));
+    let about = "The mean share of the keys of the reference that are chosen too, over the queries that have a choice.";
+    heading("indexer", "Indexer", about) + &plot(findings, &runs) + &table(&runs)
+}
+
+/// The mean share of keys that are not chosen.
+fn lost(run: &Run) -> f64 {
+    mean(run.indexer.iter().map(|layer| 1.0 - layer.overlap)).unwrap_or(f64::NAN)
+}
+
+fn plot(findings: &Findings, runs: &[&Run]) -> String {
+    let points = |run: &Run| -> Vec<(f64, f64)> {
+        run.indexer.iter().map(|layer| (layer.layer as f64, 100.0 * layer.overlap)).collect()
+    };
+    let mut series: Vec<Series> = (runs.iter().take(CURVES).enumerate())
+        .map(|(colour, run)| Series { name: run.name.clone(), points: points(run), look: Look::Dots, colour })
+        .collect();
+    let floor = floor(findings).filter(|floor| !floor.indexer.is_empty());
+    series.extend(floor.map(|floor| Series {
+        name: "f32, the floor".into(),
+        points: points(floor),
+        look: Look::Pale,
+        colour: FLOOR_COLOUR,
+    }));
+    let layers = series.iter().flat_map(|series| series.points.iter().map(|point| point.0));
+    LinePlot {
+        id: "indexer-overlap".into(),
+        title: "Keys that are chosen too".into(),
+        unit: "% of the reference's, by layer".into(),
+        says: says(runs),
+        x_name: "layer".into(),
+        x_axis: Some(Axis::tight(Scale::Linear, layers).whole()),
+        series,
+        ..LinePlot::default()
+    }
+    .html()
+}
+
+fn says(runs: &[&Run]) -> String {
+    let layers = runs.iter().flat_map(|run| run.indexer.iter().map(move |layer| (run, layer)));
+    let worst = layers.max_by(|a, b| badness(1.0 - a.1.overlap).total_cmp(&badness(1.0 - b.1.overlap)));
+    let text = worst.map(|(run, layer)| match layer.overlap == 1.0 {
+        true => "every policy chooses the same keys in every layer".to_string(),
+        false => format!(
+            "the least is {} for {} in layer {}, where {} of {} queries choose exactly the same keys",
+            say::share(layer.overlap),
+            named(&run.name),
+            layer.layer,
+            say::share(layer.same),
+            say::count(layer.queries as u64)
+        ),
+    });
+    let same = runs.iter().filter(|run| run.indexer.iter().all(|layer| layer.overlap == 1.0)).count();
+    let same = (same > 0 && same < runs.len())
+        .then(|| format!("{same} of {} policies choose the same keys everywhere", runs.len()));
+    let left_out = runs.len().saturating_sub(CURVES);
+    let left_out =
+        (left_out > 0).then(|| format!("{} that lose less are not drawn", counted(left_out, "run")));
+    sentence(&[text, same, left_out])
+}
+
+fn table(runs: &[&Run]) -> String {
+    let mut table = Table::new(&[
+        Column::Text("policy"),
+        Column::Number("keys chosen too"),
+        Column::Number("worst layer"),
+        Column::Number("queries with the same keys"),
+    ]);
+    for run in runs {
+        let worst =
+            run.indexer.iter().max_by(|a, b| badness(1.0 - a.overlap).total_cmp(&badness(1.0 - b.overlap)));
+        table.row(&[
+            code(&run.name),
+            share_cell(1.0 - lost(run)),
+            worst.map_or(String::new(), |layer| {
+                format!(
+                    "{}<span class=\"soft\"> layer&nbsp;{}</span>",
+                    share_cell(layer.overlap),
+                    layer.layer
+                )
+            }),
+            mean(run.indexer.iter().map(|layer| layer.same)).map_or(String::new(), share_cell),
+        ]);
+    }
+    table.folded("By policy", "means over layers", runs.len() <= 12)
+}

@@ -1,0 +1,145 @@
+//! Every run in a line: how far its outputs are from the reference's, and where that begins.
+
+use ballast_train::report::page::inline;
+use ballast_train::report::plot::{Rank, Ranking, Scale};
+use ballast_train::report::say::{self, sentence};
+
+use super::table::{Column, Table};
+use super::words::{
+    FLOOR_COLOUR, cell, code, counted, floor, heading, is_broken, is_floor, named, policies, share_cell,
+    signed_cell,
+};
+use crate::Findings;
+use crate::findings::{Kind, NotFinite, Run};
+
+pub(super) fn section(findings: &Findings) -> String {
+    if findings.runs.is_empty() {
+        return String::new();
+    }
+    let says = "Each policy runs the same input. The loss is compared with the reference's; KL is the divergence of its next-token \
+                distributions from the reference's, over tokens, in nats. What differs first is compared with the run in f32.";
+    heading("runs", "Every policy", says) + &ranking(findings) + &table(findings)
+}
+
+fn ranking(findings: &Findings) -> String {
+    let rows = (findings.runs.iter())
+        .map(|run| Rank { name: run.name.clone(), value: run.kl.mean, colour: colour(run) })
+        .collect();
+    let mut colours: Vec<(String, String)> = Vec::new();
+    for run in policies(findings) {
+        let entry = (format!("c{}", colour(run)), kind_name(run.kind).to_string());
+        if !colours.contains(&entry) {
+            colours.push(entry);
+        }
+    }
+    Ranking {
+        id: "damage".into(),
+        title: "Mean KL divergence from the reference".into(),
+        unit: "nats".into(),
+        says: ranking_says(findings),
+        rows,
+        scale: Scale::Log,
+        colours,
+        level: floor(findings).map(|floor| ("the floor: f32".into(), floor.kl.mean)),
+    }
+    .html()
+}
+
+fn ranking_says(findings: &Findings) -> String {
+    let finite: Vec<&Run> = policies(findings).filter(|run| !is_broken(run) && run.kl.mean > 0.0).collect();
+    let (Some(most), Some(least)) = (finite.first(), finite.last()) else {
+        return "No policy has a divergence that can be drawn.".into();
+    };
+    let spread = match finite.len() {
+        1 => format!("{} has {}", named(&most.name), say::number(most.kl.mean)),
+        _ => format!(
+            "from {} for {} down to {} for {}",
+            say::number(most.kl.mean),
+            named(&most.name),
+            say::number(least.kl.mean),
+            named(&least.name)
+        ),
+    };
+    let broken = match policies(findings).filter(|run| is_broken(run)).count() {
+        0 => None,
+        1 => Some("one policy is not finite".to_string()),
+        number => Some(format!("{number} policies are not finite")),
+    };
+    let floor = floor(findings).map(|floor| format!("f32 itself has {}", say::number(floor.kl.mean)));
+    sentence(&[Some(spread), broken, floor])
+}
+
+fn colour(run: &Run) -> usize {
+    match run.kind {
+        _ if is_floor(run) => FLOOR_COLOUR,
+        Kind::Preset => 0,
+        Kind::Tensor => 1,
+        Kind::Site => 2,
+        Kind::Several => 6,
+        Kind::Checkpoint => 4,
+    }
+}
+
+fn kind_name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Preset => "preset",
+        Kind::Tensor => "one protected tensor rounded",
+        Kind::Site => "one operation lowered",
+        Kind::Several => "several at once",
+        Kind::Checkpoint => "another checkpoint",
+    }
+}
+
+/// Columns that no run has anything for are left out.
+fn table(findings: &Findings) -> String {
+    let gradients = findings.runs.iter().any(|run| run.gradient_error.is_some());
+    let lost = findings.runs.iter().any(|run| run.not_finite.is_some());
+    let mut columns = vec![
+        Column::Text("policy"),
+        Column::Number("loss difference"),
+        Column::Number("perplexity"),
+        Column::Number("KL mean"),
+        Column::Number("KL 99\u{a0}%"),
+        Column::Number("KL largest"),
+        Column::Number("same top token"),
+    ];
+    columns.extend(gradients.then_some(Column::Number("gradient error")));
+    columns.push(Column::Text("differs first at"));
+    columns.extend(lost.then_some(Column::Text("not finite")));
+    let mut table = Table::new(&columns);
+    for run in &findings.runs {
+        let mut cells = vec![
+            name(run),
+            signed_cell(run.loss_difference),
+            cell(run.perplexity),
+            cell(run.kl.mean),
+            cell(run.kl.p99),
+            cell(run.kl.max),
+            share_cell(run.top1_agreement),
+        ];
+        cells.extend(gradients.then(|| run.gradient_error.map_or(String::new(), cell)));
+        cells.push(match &run.first_difference {
+            Some(site) => code(site),
+            None if is_floor(run) => String::new(),
+            None => "<span class=\"soft\">nowhere</span>".into(),
+        });
+        cells.extend(lost.then(|| run.not_finite.as_ref().map_or(String::new(), not_finite)));
+        if is_floor(run) { table.aside(&cells) } else { table.row(&cells) }
+    }
+    table.html()
+}
+
+fn name(run: &Run) -> String {
+    let floor = if is_floor(run) { "the floor: " } else { "" };
+    let what = if is_floor(run) && run.what.is_empty() { "what f32 itself costs" } else { &run.what };
+    format!("{}<span class=\"what\">{floor}{}</span>", code(&run.name), inline(what))
+}
+
+fn not_finite(lost: &NotFinite) -> String {
+    format!(
+        "{}<span class=\"what\">{} in {}</span>",
+        code(&lost.site),
+        counted(lost.count, "value"),
+        inline(&lost.dtype)
+    )
+}

@@ -1,0 +1,157 @@
+//! Where the error enters: named tensors by kind, the numbers of layers folded.
+
+use std::collections::BTreeMap;
+
+use ballast_train::report::page::inline;
+use ballast_train::report::say::{self, pattern};
+
+use super::table::{Column, Table};
+use super::words::{badness, cell, code, floor, heading, named, top};
+use crate::Findings;
+use crate::findings::{Run, SiteError};
+
+/// Whole policies, and as many single choices.
+const RUNS: usize = 3;
+/// Kinds of a run beyond this many are counted, not shown.
+const ROWS: usize = 40;
+
+/// All tensors of a kind that are not as in f32.
+struct Group<'a> {
+    pattern: String,
+    tensors: usize,
+    first: &'a SiteError,
+    largest: &'a SiteError,
+}
+
+pub(super) fn section(findings: &Findings) -> String {
+    let runs = top(findings, RUNS, |run| !run.sites.is_empty());
+    if runs.is_empty() {
+        return String::new();
+    }
+    let of_floor: BTreeMap<&str, &SiteError> = (floor(findings).iter())
+        .flat_map(|floor| floor.sites.iter().map(|site| (&site.site[..], site)))
+        .collect();
+    let says = "Tensors of one kind in all layers, in the order in which they are made, those as in f32 left out. The \
+                error is RMS of the difference over RMS; the first is that of the first layer in which the kind \
+                differs from f32.";
+    let tables: String =
+        (runs.iter().enumerate()).map(|(index, run)| table(run, &of_floor, index == 0)).collect();
+    heading("sites", "Where the error enters", says) + &tables
+}
+
+fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String {
+    let groups = groups(run, of_floor);
+    let worst = worst(run);
+    let mut table = Table::new(&[
+        Column::Text("tensor"),
+        Column::Number("how many"),
+        Column::Number("first"),
+        Column::Number("largest"),
+        Column::Number("of f32's"),
+        Column::Number("furthest value off by"),
+    ]);
+    for group in groups.iter().take(ROWS) {
+        let name = code(&group.pattern);
+        let is_worst = worst.is_some_and(|worst| worst.site == group.largest.site);
+        let floor = of_floor.get(&group.largest.site[..]).map(|site| group.largest.error / site.error);
+        table.row(&[
+            format!(
+                "{} <span class=\"soft\">{}</span>",
+                if is_worst { format!("<strong>{name}</strong>") } else { name },
+                inline(&group.largest.dtype)
+            ),
+            say::count(group.tensors as u64),
+            error(group.first),
+            error(group.largest),
+            floor
+                .filter(|ratio| ratio.is_finite())
+                .map_or(String::new(), |ratio| format!("{} ×", say::number(ratio))),
+            cell(group.largest.max_abs),
+        ]);
+    }
+    let more = match groups.len().saturating_sub(ROWS) {
+        0 => String::new(),
+        more => format!("; {} more kinds are in lab.json", say::count(more as u64)),
+    };
+    let says = match &run.first_difference {
+        None => "no tensor differs from f32".to_string(),
+        Some(first) => {
+            let largest = worst.map_or(String::new(), |worst| {
+                format!(", largest error {} at {}", say::number(worst.error), named(&worst.site))
+            });
+            format!("differs first at {}{largest}{more}", named(first))
+        }
+    };
+    table.folded(&code(&run.name), &says, open)
+}
+
+/// The first of those with the largest error.
+fn worst(run: &Run) -> Option<&SiteError> {
+    run.sites
+        .iter()
+        .reduce(|worst, site| if badness(site.error) > badness(worst.error) { site } else { worst })
+}
+
+/// The error, and the numbers in the tensor's name.
+fn error(site: &SiteError) -> String {
+    let is_number = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    let numbers: Vec<&str> = site.site.split('.').filter(is_number).collect();
+    match numbers.is_empty() {
+        true => cell(site.error),
+        false => format!("{}<span class=\"soft\"> layer&nbsp;{}</span>", cell(site.error), numbers.join(".")),
+    }
+}
+
+fn groups<'a>(run: &'a Run, of_floor: &BTreeMap<&str, &SiteError>) -> Vec<Group<'a>> {
+    let mut groups: Vec<Group<'a>> = Vec::new();
+    let mut places: BTreeMap<String, usize> = BTreeMap::new();
+    for site in &run.sites {
+        let differs = match of_floor.get(&site.site[..]) {
+            Some(floor) => *floor != site,
+            None => site.error != 0.0,
+        };
+        if !differs {
+            continue;
+        }
+        let pattern = pattern(&site.site);
+        match places.get(&pattern) {
+            None => {
+                places.insert(pattern.clone(), groups.len());
+                groups.push(Group { pattern, tensors: 1, first: site, largest: site });
+            }
+            Some(place) => {
+                let group = &mut groups[*place];
+                group.tensors += 1;
+                if badness(site.error) > badness(group.largest.error) {
+                    group.largest = site;
+                }
+            }
+        }
+    }
+    groups
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_fold_into_the_first_and_the_worst_and_nan_is_the_worst() {
+        let site = |name: &str, error: f64| SiteError { site: name.into(), error, ..SiteError::default() };
+        let sites = vec![
+            site("embed", 0.0),
+            site("layers.0.out", 0.1),
+            site("layers.1.out", 0.3),
+            site("layers.2.out", f64::NAN),
+            site("layers.3.out", 0.2),
+            site("logits", 0.5),
+        ];
+        let run = Run { sites, ..Run::default() };
+        let floor = site("layers.0.out", 0.1);
+        let groups = groups(&run, &BTreeMap::from([("layers.0.out", &floor)]));
+        let names: Vec<&str> = groups.iter().map(|group| &group.pattern[..]).collect();
+        assert_eq!(names, ["layers.*.out", "logits"]);
+        assert_eq!((groups[0].tensors, groups[0].first.error), (3, 0.3));
+        assert_eq!(groups[0].largest.site, "layers.2.out");
+    }
+}

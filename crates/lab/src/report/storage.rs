@@ -1,0 +1,102 @@
+//! What the checkpoint stores of protected tensors, and what the norm inside the kernel saves.
+
+use std::collections::BTreeMap;
+
+use ballast_train::report::page::inline;
+use ballast_train::report::say::{self, pattern, sentence};
+
+use super::table::{Column, Table};
+use super::words::{badness, cell, code, counted, heading, named, share_cell};
+use crate::Findings;
+use crate::findings::ProtectedTensor;
+
+/// Protected tensors by kind and type.
+pub(super) fn protected(findings: &Findings) -> String {
+    if findings.protected.is_empty() {
+        return String::new();
+    }
+    let mut groups: BTreeMap<(String, &str), Vec<&ProtectedTensor>> = BTreeMap::new();
+    for tensor in &findings.protected {
+        groups.entry((pattern(&tensor.name), &tensor.dtype)).or_default().push(tensor);
+    }
+    let mut table = Table::new(&[
+        Column::Text("tensor"),
+        Column::Number("how many"),
+        Column::Text("stored in"),
+        Column::Number("elements"),
+        Column::Number("beyond bf16"),
+        Column::Number("share"),
+        Column::Number("largest change by bf16"),
+    ]);
+    for ((pattern, dtype), tensors) in &groups {
+        let elements: u64 = tensors.iter().map(|tensor| tensor.elements).sum();
+        let beyond: u64 = tensors.iter().map(|tensor| tensor.beyond_bf16).sum();
+        let most = tensors.iter().map(|tensor| badness(tensor.bf16_error)).fold(0.0, f64::max);
+        table.row(&[
+            code(pattern),
+            say::count(tensors.len() as u64),
+            inline(dtype),
+            say::count(elements),
+            say::count(beyond),
+            if elements > 0 { share_cell(beyond as f64 / elements as f64) } else { String::new() },
+            cell(most),
+        ]);
+    }
+    heading("protected", "Protected tensors in the checkpoint", &protected_says(&findings.protected))
+        + &table.html()
+}
+
+fn protected_says(tensors: &[ProtectedTensor]) -> String {
+    let elements: u64 = tensors.iter().map(|tensor| tensor.elements).sum();
+    let beyond: u64 = tensors.iter().map(|tensor| tensor.beyond_bf16).sum();
+    let carry = match beyond {
+        0 => "none holds more than bf16 can: rounding them changes nothing".to_string(),
+        _ => format!(
+            "{} of {} elements hold more than bf16 can, and rounding loses it",
+            say::count(beyond),
+            say::count(elements)
+        ),
+    };
+    let worst = (tensors.iter()).max_by(|a, b| badness(a.bf16_error).total_cmp(&badness(b.bf16_error)));
+    let worst = worst.filter(|tensor| tensor.bf16_error != 0.0).map(|tensor| {
+        format!(
+            "the largest relative change of an element is {}, in {}",
+            say::number(tensor.bf16_error),
+            named(&tensor.name)
+        )
+    });
+    sentence(&[Some(format!("{}: {carry}", counted(tensors.len(), "tensor"))), worst])
+}
+
+/// Bytes that are kept for backward, with the q/k norm inside the kernel and outside.
+pub(super) fn l2norm(findings: &Findings) -> String {
+    let Some(longest) = findings.l2norm.iter().max_by_key(|row| row.tokens) else { return String::new() };
+    let saved = |inside: u64, outside: u64| match outside.checked_sub(inside) {
+        Some(bytes) => say::bytes(bytes),
+        None => format!("-{}", say::bytes(inside - outside)),
+    };
+    let share = |inside: u64, outside: u64| 1.0 - inside as f64 / outside as f64;
+    let mut table = Table::new(&[
+        Column::Number("tokens"),
+        Column::Number("norm inside"),
+        Column::Number("norm outside"),
+        Column::Number("saved"),
+        Column::Number("share"),
+    ]);
+    for row in &findings.l2norm {
+        table.row(&[
+            say::count(row.tokens as u64),
+            say::bytes(row.inside),
+            say::bytes(row.outside),
+            saved(row.inside, row.outside),
+            if row.outside > 0 { share_cell(share(row.inside, row.outside)) } else { String::new() },
+        ]);
+    }
+    let says = format!(
+        "What is kept for backward of q, k and their norm, over all layers with linear attention: at {} the norm \
+         inside the kernel saves {}.",
+        counted(longest.tokens, "token"),
+        saved(longest.inside, longest.outside)
+    );
+    heading("l2norm", "The norm of q and k inside the kernel", &says) + &table.html()
+}

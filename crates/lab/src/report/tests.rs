@@ -1,0 +1,165 @@
+use super::*;
+use crate::findings::*;
+
+/// The page without the style, which has words of its own.
+fn body(html: &str) -> &str {
+    html.split("</style>").nth(1).unwrap()
+}
+
+const SECTIONS: [&str; 13] = [
+    "answers",
+    "runs",
+    "layers",
+    "position",
+    "sites",
+    "attention",
+    "decay",
+    "indexer",
+    "gradients",
+    "training",
+    "protected",
+    "l2norm",
+    "notes",
+];
+
+#[test]
+fn every_section_is_there_in_its_order() {
+    let html = html(&example::findings());
+    let places = SECTIONS.map(|id| html.find(&format!("<h2 id=\"{id}\">")).unwrap_or_else(|| panic!("{id}")));
+    assert!(places.is_sorted(), "{places:?}");
+    assert!(!html.contains("Nothing to draw"));
+}
+
+#[test]
+fn what_was_not_measured_has_no_section() {
+    let empty = html(&Findings::default());
+    assert!(!body(&empty).contains("<h2") && empty.contains("No policy was run"));
+    let bare = Run { name: "bf16".into(), ..Run::default() };
+    let html = html(&Findings { runs: vec![bare], ..Findings::default() });
+    assert_eq!(html.matches("<h2").count(), 1);
+    assert!(html.contains("<h2 id=\"runs\">") && !html.contains("Nothing to draw"));
+}
+
+#[test]
+fn each_section_alone_makes_a_page() {
+    let all = example::findings;
+    let alone: [(&str, Findings); 8] = [
+        ("answers", Findings { answers: all().answers, ..Findings::default() }),
+        ("attention", Findings { attention: all().attention, ..Findings::default() }),
+        ("decay", Findings { decays: all().decays, ..Findings::default() }),
+        ("training", Findings { training: all().training, ..Findings::default() }),
+        ("protected", Findings { protected: all().protected, ..Findings::default() }),
+        ("l2norm", Findings { l2norm: all().l2norm, ..Findings::default() }),
+        ("notes", Findings { notes: all().notes, ..Findings::default() }),
+        (
+            "runs",
+            Findings {
+                runs: all().runs.into_iter().filter(|run| run.name != "f32").collect(),
+                ..Findings::default()
+            },
+        ),
+    ];
+    for (id, findings) in alone {
+        let html = html(&findings);
+        assert!(html.contains(&format!("<h2 id=\"{id}\">")), "{id}");
+        assert!(!body(&html).contains("NaN") && !body(&html).contains(">inf"), "{id}");
+    }
+}
+
+#[test]
+fn each_plot_says_what_one_sees() {
+    let html = html(&example::findings());
+    for says in [
+        "The model read 8,192 tokens of the embedded text: once in f64, which all else is compared with, and once under \
+         each of 20 policies.",
+        "<code>logits=f16</code> is not finite, first at <code>layers.7.self_attn.logits</code>. \
+         <code>hf-bf16</code> does most damage of the others: a mean KL divergence of 0.0210 nats",
+        "Of single choices <code>norms</code> matters most: a mean KL divergence of 0.00110 nats",
+        "<code>out_norm</code> and <code>router</code> change no bit.",
+        "<code>out_norm</code> and <code>router</code> are as f32 after every layer and not drawn",
+        "<code>A_log</code> grows with position: at tokens 1,025 to 2,048 it is 2.63 times what it is at tokens 1 to 8",
+        "In the reference the largest |logit| is 306, in layer 11, where neighbours are 2 apart in bf16 and 0.25 in f16",
+        "144 heads: from 0.3",
+        "hf-bf16, A_log=bf16,qk_product=bf16 and A_log",
+        "27 tensors: 270 of 1,440 elements hold more than bf16 can",
+        "at 131,072 tokens the norm inside the kernel saves 4.69 GiB",
+        "<code>model.<wbr>layers.<wbr>*.<wbr>linear_attn.<wbr>A_log<wbr></code>",
+        "the floor: everything in f32",
+    ] {
+        assert!(body(&html).contains(says), "{says}");
+    }
+}
+
+#[test]
+fn text_from_outside_cannot_become_markup() {
+    let mut findings = example::findings();
+    let evil = "</title><script src=x>\"'".to_string();
+    findings.model_type.clone_from(&evil);
+    findings.input.source.clone_from(&evil);
+    findings.reference.arithmetic.clone_from(&evil);
+    for run in &mut findings.runs {
+        run.name += &evil;
+        run.what += &evil;
+        run.first_difference = Some(evil.clone());
+        run.not_finite = Some(NotFinite { site: evil.clone(), count: 1, dtype: evil.clone() });
+        run.sites
+            .iter_mut()
+            .for_each(|site| (site.site, site.dtype) = (site.site.clone() + &evil, evil.clone()));
+        run.gradients.iter_mut().for_each(|gradient| gradient.tensor += &evil);
+    }
+    findings
+        .protected
+        .iter_mut()
+        .for_each(|tensor| (tensor.name, tensor.dtype) = (evil.clone(), evil.clone()));
+    findings.training.iter_mut().flat_map(|training| &mut training.runs).for_each(|run| run.name += &evil);
+    let html = html(&findings);
+    assert!(!html.contains("<script") && !html.contains("<b>") && !html.contains("<another>"));
+    assert!(html.contains("Hybrid-&lt;b&gt;0.8B&lt;/b&gt;") && html.contains("[U+202E]more"));
+    assert_eq!(html.matches("</title><script").count(), 0);
+}
+
+#[test]
+fn the_page_refers_to_nothing_outside_itself() {
+    let html = html(&example::findings());
+    for reference in ["http:", "https:", "//", "src=", "href=", "url(", "@import", "<link", "<script"] {
+        assert!(!html.contains(reference), "{reference}");
+    }
+}
+
+#[test]
+fn the_same_findings_give_the_same_bytes() {
+    assert_eq!(html(&example::findings()), html(&example::findings()));
+}
+
+#[test]
+fn findings_where_nothing_is_finite_make_a_page_that_says_so() {
+    let mut findings = example::findings();
+    for run in &mut findings.runs {
+        run.kl = Spread { mean: f64::NAN, p99: f64::INFINITY, max: f64::NAN };
+        (run.loss, run.loss_difference, run.perplexity) = (f64::NAN, f64::NAN, f64::INFINITY);
+        (run.top1_agreement, run.gradient_error) = (f64::NAN, Some(f64::NAN));
+        run.by_layer.iter_mut().for_each(|layer| layer.error = f64::NAN);
+        run.sites.iter_mut().for_each(|site| (site.error, site.max_abs) = (f64::NAN, f64::INFINITY));
+        run.by_position.iter_mut().for_each(|stretch| (stretch.kl, stretch.recurrence) = (f64::NAN, None));
+        run.decay.iter_mut().for_each(|head| (head.rate_error, head.half_life) = (f64::NAN, f64::NAN));
+        run.attention.iter_mut().for_each(|layer| layer.top_key_changed = f64::NAN);
+        run.indexer.iter_mut().for_each(|layer| layer.overlap = f64::NAN);
+        run.gradients.iter_mut().for_each(|gradient| gradient.cosine = f64::NAN);
+    }
+    findings.decays.iter_mut().for_each(|decay| decay.half_life = f64::INFINITY);
+    let limits =
+        |range: &mut LogitRange| (range.min, range.max, range.largest) = (f64::NAN, f64::NAN, f64::INFINITY);
+    findings.attention.iter_mut().for_each(limits);
+    let html = html(&findings);
+    assert!(!body(&html).contains("NaN") && !body(&html).contains(">inf"));
+    assert!(html.contains("No head has a half-life that is finite"));
+    assert!(html.contains("No policy has a divergence that can be drawn"));
+}
+
+/// `LAB_PAGE=lab.html cargo test -p ballast-lab a_page_to_look_at -- --ignored`
+#[test]
+#[ignore = "writes a file to look at"]
+fn a_page_to_look_at() {
+    let path = std::env::var("LAB_PAGE").expect("LAB_PAGE names the file");
+    std::fs::write(path, html(&example::findings())).unwrap();
+}

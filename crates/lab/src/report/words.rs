@@ -1,0 +1,181 @@
+//! Which run is which, and how figures are written.
+
+use ballast_train::report::page::{inline, prose};
+use ballast_train::report::say;
+
+use crate::Findings;
+use crate::findings::{Kind, Run};
+
+/// The colour of the floor in every plot.
+pub(super) const FLOOR_COLOUR: usize = 7;
+
+/// The run that shows what f32 arithmetic itself costs.
+pub(super) fn floor(findings: &Findings) -> Option<&Run> {
+    findings.runs.iter().find(|run| is_floor(run))
+}
+
+pub(super) fn is_floor(run: &Run) -> bool {
+    run.name == "f32"
+}
+
+/// All other runs, the one with most damage first.
+pub(super) fn policies(findings: &Findings) -> impl Iterator<Item = &Run> {
+    findings.runs.iter().filter(|run| !is_floor(run))
+}
+
+/// Whether a run changes one tensor or one site, and nothing else.
+pub(super) fn is_single(run: &Run) -> bool {
+    matches!(run.kind, Kind::Tensor | Kind::Site)
+}
+
+/// Whether its outputs are not finite.
+pub(super) fn is_broken(run: &Run) -> bool {
+    !run.kl.mean.is_finite()
+}
+
+/// Up to `each` whole policies and as many single choices, in the order of the findings, of those that `with` takes.
+pub(super) fn top(findings: &Findings, each: usize, with: impl Fn(&Run) -> bool) -> Vec<&Run> {
+    let (mut whole, mut single) = (0, 0);
+    policies(findings)
+        .filter(|run| with(run))
+        .filter(|run| {
+            let seen = if is_single(run) { &mut single } else { &mut whole };
+            *seen += 1;
+            *seen <= each
+        })
+        .collect()
+}
+
+/// A heading with the sentence below it.
+pub(super) fn heading(id: &str, title: &str, says: &str) -> String {
+    format!("<h2 id=\"{id}\">{}</h2>\n{}", inline(title), soft(says))
+}
+
+/// A paragraph beside the figures; nothing for nothing.
+pub(super) fn soft(text: &str) -> String {
+    if text.is_empty() { String::new() } else { format!("<p class=\"soft\">{}</p>\n", prose(text)) }
+}
+
+/// A name in a sentence: the page shows what is between backticks as code.
+pub(super) fn named(name: &str) -> String {
+    format!("`{}`", name.replace('`', "'"))
+}
+
+/// Names in a sentence, and how many more where there are more than `most`.
+pub(super) fn list(names: &[&str], most: usize) -> String {
+    let names: Vec<String> = names.iter().map(|name| named(name)).collect();
+    enumerate(&names.iter().map(|name| &name[..]).collect::<Vec<_>>(), most)
+}
+
+/// `a, b and c`, or `a, b and 7 more`.
+pub(super) fn enumerate(names: &[&str], most: usize) -> String {
+    let more = names.len().saturating_sub(most);
+    let (shown, last) = match (more, names) {
+        (0, []) => return String::new(),
+        (0, [one]) => return one.to_string(),
+        (0, [shown @ .., last]) => (shown, last.to_string()),
+        _ => (&names[..most], format!("{} more", say::count(more as u64))),
+    };
+    format!("{} and {last}", shown.join(", "))
+}
+
+/// `is` or `are`.
+pub(super) fn are(number: usize) -> &'static str {
+    if number == 1 { "is" } else { "are" }
+}
+
+/// `2 layers`.
+pub(super) fn counted(number: usize, noun: &str) -> String {
+    say::counted(number as u64, noun)
+}
+
+/// A difference, with its sign.
+pub(super) fn signed(value: f64) -> String {
+    let sign = if value > 0.0 && value.is_finite() { "+" } else { "" };
+    format!("{sign}{}", say::number(value))
+}
+
+/// `12.3 times`.
+pub(super) fn times(ratio: f64) -> String {
+    if ratio > 1e6 { "over a million times".into() } else { format!("{} times", say::number(ratio)) }
+}
+
+/// The ratio of two errors in words, where there is one.
+pub(super) fn times_floor(error: f64, floor: Option<f64>) -> Option<String> {
+    let ratio = error / floor?;
+    (ratio.is_finite() && ratio > 0.0).then(|| format!("{} the floor", times(ratio)))
+}
+
+/// A figure in a table.
+pub(super) fn cell(value: f64) -> String {
+    mark_lost(value, say::number(value))
+}
+
+/// A difference in a table.
+pub(super) fn signed_cell(value: f64) -> String {
+    mark_lost(value, signed(value))
+}
+
+/// A share in a table.
+pub(super) fn share_cell(value: f64) -> String {
+    mark_lost(value, say::share(value).replace(' ', "\u{a0}"))
+}
+
+fn mark_lost(value: f64, text: String) -> String {
+    if value.is_finite() { text } else { format!("<span class=\"bad\">{text}</span>") }
+}
+
+/// A name of a tensor or run, with places to break a line.
+pub(super) fn code(name: &str) -> String {
+    let mut html = String::from("<code>");
+    for part in name.split_inclusive(['.', '/', ',', '=']) {
+        html += &inline(part);
+        html += if part.len() > 1 { "<wbr>" } else { "" };
+    }
+    html + "</code>"
+}
+
+/// For an order in which what is not finite is worse than all else.
+pub(super) fn badness(error: f64) -> f64 {
+    if error.is_finite() { error.abs() } else { f64::INFINITY }
+}
+
+/// The largest size of some values; what is not finite is passed over.
+pub(super) fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
+    values.into_iter().map(f64::abs).filter(|value| value.is_finite()).fold(0.0, f64::max)
+}
+
+/// The mean of the finite ones.
+pub(super) fn mean(values: impl IntoIterator<Item = f64>) -> Option<f64> {
+    let (sum, count) = (values.into_iter().filter(|value| value.is_finite()))
+        .fold((0.0, 0_u64), |(sum, count), value| (sum + value, count + 1));
+    (count > 0).then(|| sum / count as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_read_as_a_person_says_them() {
+        assert_eq!(enumerate(&[], 3), "");
+        assert_eq!(enumerate(&["a"], 3), "a");
+        assert_eq!(enumerate(&["a", "b", "c"], 3), "a, b and c");
+        assert_eq!(enumerate(&["a", "b", "c", "d"], 2), "a, b and 2 more");
+        assert_eq!(list(&["a", "b`"], 2), "`a` and `b'`");
+    }
+
+    #[test]
+    fn names_break_at_their_dots_and_stay_text() {
+        assert_eq!(code("layers.3.A_log"), "<code>layers.<wbr>3.<wbr>A_log<wbr></code>");
+        assert_eq!(code("<b>"), "<code>&lt;b&gt;<wbr></code>");
+    }
+
+    #[test]
+    fn differences_have_a_sign_and_what_is_not_finite_is_marked() {
+        assert_eq!((signed(0.5), signed(-0.5), signed(0.0)), ("+0.500".into(), "-0.500".into(), "0".into()));
+        assert_eq!(signed_cell(f64::INFINITY), "<span class=\"bad\">not finite</span>");
+        assert_eq!(mean([f64::NAN]), None);
+        assert_eq!(mean([1.0, f64::NAN, 3.0]), Some(2.0));
+    }
+}

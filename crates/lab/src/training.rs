@@ -1,0 +1,133 @@
+//! The same few training steps in f32 and under every choice: losses, and how far the parameters drift apart.
+//!
+//! AdamW with f32 masters, the whole input in every step, no decay, a constant learning rate. A choice that rounds a tensor
+//! rounds it after every step.
+
+use std::path::Path;
+
+use ballast_checkpoint::jobs::Observer;
+use ballast_model::{Batch, LossOptions, Model, Plan, Precision, Recompute, Step, memory};
+use ballast_train::config::OptimizerConfig;
+use ballast_train::optimizer::{Optimizer, Place, Slot};
+
+use crate::choices::Choice;
+use crate::error::Result;
+use crate::findings::{Training, TrainingRun};
+
+/// What is trained, and for how long.
+pub struct Steps<'a> {
+    /// The checkpoint.
+    pub path: &'a Path,
+    /// What is read in every step.
+    pub batch: &'a Batch,
+    /// Steps.
+    pub steps: usize,
+    /// Of AdamW.
+    pub learning_rate: f64,
+    /// Progress: a unit is a step.
+    pub observer: &'a dyn Observer,
+}
+
+/// Where a run came to.
+struct Outcome {
+    losses: Vec<f64>,
+    not_finite: Option<usize>,
+    start: Vec<Vec<f32>>,
+    end: Vec<Vec<f32>>,
+    protected: Vec<bool>,
+}
+
+impl Steps<'_> {
+    /// All choices; the first must be [`Choice::f32`], and is what the others are compared with.
+    pub fn run(&self, choices: &[Choice]) -> Result<Training> {
+        let mut training =
+            Training { steps: self.steps, learning_rate: self.learning_rate, ..Training::default() };
+        let mut reference: Option<Outcome> = None;
+        for choice in choices {
+            let outcome = self.one(choice)?;
+            let exact = reference.get_or_insert_with(|| {
+                training.reference = outcome.losses.clone();
+                outcome.shallow()
+            });
+            training.runs.push(TrainingRun {
+                name: choice.name.clone(),
+                drift: outcome.drift(exact, |_| true),
+                protected_drift: exact.protected.contains(&true).then(|| outcome.drift(exact, |p| p)),
+                not_finite: outcome.not_finite,
+                losses: outcome.losses,
+            });
+        }
+        Ok(training)
+    }
+
+    fn one(&self, choice: &Choice) -> Result<Outcome> {
+        let mut model = Model::load(self.path, |_| Ok(Precision::f32()))?;
+        let step = Step::new(&self.batch.cu_seqlens, Recompute::None);
+        let plan = Plan::new(&model.config, &choice.precision, &step)?;
+        memory::check("the lab's training steps", (plan.total() + 6 * 4 * plan.parameters) as u64)?;
+        let mut grads = model.grads();
+        let settings = OptimizerConfig { weight_decay: 0.0, ..OptimizerConfig::default() };
+        let mut optimizer = Optimizer::new(&model, &grads, &settings, &choice.precision);
+        let start = values(&optimizer, &model);
+        model.set_precision(choice.precision.clone());
+        let (mut losses, mut not_finite) = (Vec::new(), None);
+        for number in 0..self.steps {
+            if self.observer.cancelled() {
+                return Err(ballast_checkpoint::Error::Interrupted.into());
+            }
+            grads.clear();
+            let loss =
+                model.backward(&mut grads, self.batch, &LossOptions::default(), Recompute::None, None)?;
+            let loss = loss.language.sum / loss.language.tokens.max(1) as f64;
+            let norm = optimizer.norms(&grads).global;
+            losses.push(loss);
+            if !loss.is_finite() || !norm.is_finite() {
+                not_finite = Some(number);
+                break;
+            }
+            optimizer.step(&mut model, &grads, norm, self.learning_rate)?;
+            self.observer.advance(1);
+        }
+        let protected =
+            optimizer.slots.iter().map(|slot| matches!(slot.place, Place::Protected(_))).collect();
+        Ok(Outcome { losses, not_finite, start, end: values(&optimizer, &model), protected })
+    }
+}
+
+/// What has been learned, in f32: masters where there are any.
+fn values(optimizer: &Optimizer, model: &Model) -> Vec<Vec<f32>> {
+    let value = |slot: &Slot| match (&slot.master, slot.place) {
+        (Some(master), _) => master.clone(),
+        (None, Place::Weight(i)) => model.params.weights()[i].to_f32(),
+        (None, Place::Protected(i)) => model.params.protected()[i].values().to_vec(),
+        (None, Place::AdapterA(_) | Place::AdapterB(_)) => Vec::new(),
+    };
+    optimizer.slots.iter().map(value).collect()
+}
+
+impl Outcome {
+    fn shallow(&self) -> Outcome {
+        Outcome {
+            losses: Vec::new(),
+            not_finite: self.not_finite,
+            start: self.start.clone(),
+            end: self.end.clone(),
+            protected: self.protected.clone(),
+        }
+    }
+
+    /// |a - b| / |b - start| over those tensors.
+    fn drift(&self, exact: &Outcome, wanted: impl Fn(bool) -> bool) -> f64 {
+        let (mut apart, mut moved) = (0.0, 0.0);
+        let tensors = self.end.iter().zip(&exact.end).zip(&exact.start).zip(&exact.protected);
+        for (((a, b), start), protected) in tensors {
+            if wanted(*protected) {
+                for ((a, b), start) in a.iter().zip(b).zip(start) {
+                    apart += (*a as f64 - *b as f64).powi(2);
+                    moved += (*b as f64 - *start as f64).powi(2);
+                }
+            }
+        }
+        if apart == 0.0 { 0.0 } else { (apart / moved).sqrt() }
+    }
+}

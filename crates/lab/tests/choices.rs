@@ -1,0 +1,166 @@
+//! Each choice changes what it names, there first, and by as much as the theory says.
+
+mod common;
+
+use ballast_kernels::Precision as Rounding;
+use ballast_lab::Choice;
+use ballast_lab::choices::ulp;
+use ballast_lab::experiment::Arithmetic;
+use ballast_lab::findings::Kind;
+use ballast_model::probe::Recorder;
+use ballast_model::{Model, Precision, Stored};
+use common::{MODELS, batch, defaults, folder, run, study};
+
+/// The first tensor whose bits differ, among everything that a probe can see.
+fn first_difference(model: &str, choice: &Choice) -> Option<String> {
+    let see = |precision: &Precision| {
+        let model = Model::load(&folder(model), |_| Ok(precision.clone())).unwrap();
+        let mut recorder = Recorder::default();
+        model.logits(&batch_of(model.config.vocabulary), Some(&mut recorder)).unwrap();
+        recorder.seen
+    };
+    let (plain, lowered) = (see(&Precision::f32()), see(&choice.precision));
+    assert_eq!(plain.len(), lowered.len());
+    let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let differing = plain.iter().zip(&lowered).find(|(a, b)| bits(&a.values) != bits(&b.values));
+    differing.map(|(_, seen)| seen.site.clone())
+}
+
+/// Long enough that an indexer has a choice.
+fn batch_of(vocabulary: usize) -> ballast_model::Batch {
+    ballast_model::Batch::rows((0..96).map(|t| (t * 37 % vocabulary) as u32).collect(), 48).unwrap()
+}
+
+#[test]
+fn every_single_choice_changes_its_own_site_first() {
+    let mut checked = 0;
+    for name in MODELS {
+        let stored = Stored::open(&folder(name)).unwrap();
+        for choice in defaults(&stored).iter().filter(|choice| choice.is_single()) {
+            let site = choice.name.split('=').next().unwrap();
+            let first = first_difference(name, choice);
+            if choice.kind == Kind::Tensor {
+                let end = choice.precision.rounded[0];
+                let values = stored.read(|spec| spec.name.ends_with(end)).unwrap();
+                let carries = values
+                    .protected()
+                    .iter()
+                    .any(|tensor| tensor.values().iter().any(|x| Rounding::Bf16.round(*x) != *x));
+                match first {
+                    Some(first) => {
+                        assert!(first.starts_with("param.") && first.ends_with(end), "{name} {site}: {first}")
+                    }
+                    None => assert!(!carries, "{name}: {site} carries more than bf16, and nothing changed"),
+                }
+            } else {
+                let first = first.unwrap_or_else(|| panic!("{name}: {} changes nothing", choice.name));
+                let sites = Precision::site_of(&first);
+                assert!(
+                    sites.contains(&site),
+                    "{name}: {} changes {first} first, which is {sites:?}",
+                    choice.name
+                );
+            }
+            checked += 1;
+        }
+    }
+    assert!(checked > 80, "{checked}");
+}
+
+#[test]
+fn a_rounded_a_log_moves_rates_by_two_to_the_minus_nine_of_it() {
+    let findings = study("qwen3_5", Arithmetic::F32, false, |study| {
+        let choice = Choice::parse("A_log", &study.stored.config).unwrap();
+        (study.choices(vec![choice], None).unwrap(), study.stored.read(|_| true).unwrap())
+    });
+    let (findings, values) = findings;
+    let stored = Stored::open(&folder("qwen3_5")).unwrap();
+    let mut checked = 0;
+    for error in &run(&findings, "A_log").decay {
+        let name = format!("layers.{}.linear_attn.A_log", error.layer);
+        let index = stored.specs.protected.iter().position(|spec| spec.name == name).unwrap();
+        let a_log = values.protected()[index].values()[error.head] as f64;
+        // Rounding to 8 bits moves A_log by at most 2^-9 of the power of two above it, the rate by as much relatively.
+        let most = 2f64.powi(-9) * 2f64.powf(a_log.abs().log2().ceil());
+        assert!(
+            error.rate_error.abs() <= most.exp_m1() * (1.0 + 1e-6),
+            "{name}: {} > {most}",
+            error.rate_error
+        );
+        checked += 1;
+    }
+    assert!(checked > 0);
+    let largest = |of: fn(&ballast_lab::findings::DecayError) -> f64| {
+        run(&findings, "A_log").decay.iter().map(of).fold(0.0, f64::max)
+    };
+    // Within a factor of 4 of the bound: of a few heads, one is rounded by a quarter of what is possible at least.
+    assert!(largest(|e| e.rate_error.abs()) > 2f64.powi(-9) / 4.0);
+    assert!(run(&findings, "f32").decay.iter().all(|e| e.rate_error == 0.0 && e.per_token_error == 0.0));
+}
+
+#[test]
+fn lowered_logits_are_off_by_half_an_ulp_at_most() {
+    for name in ["gemma3", "qwen3_next", "deepseek_v32"] {
+        let findings = study(name, Arithmetic::F32, false, |study| {
+            let choice = |name: &str| Choice::parse(name, &study.stored.config).unwrap();
+            study.choices(vec![choice("qk_product"), choice("qk_product=f16")], None).unwrap()
+        });
+        for (choice, dtype) in [("qk_product", Rounding::Bf16), ("qk_product=f16", Rounding::F16)] {
+            // The first layer with attention: later ones see other inputs.
+            let (exact, found) = (&findings.attention[0], &run(&findings, choice).attention[0]);
+            let half = 0.5 * ulp(exact.largest, dtype).unwrap();
+            // Of thousands of logits, the farthest is near half an ulp of those in the upper binade, or of the next one.
+            assert!(
+                found.max_abs <= half * (1.0 + 1e-6) && found.max_abs >= half / 4.0,
+                "{name} {choice}: {}",
+                found.max_abs
+            );
+        }
+    }
+}
+
+#[test]
+fn sampled_logits_are_those_that_the_model_shows() {
+    for name in ["gemma2", "gemma4_ple", "qwen3_5"] {
+        let batch = batch(name);
+        for preset in ["f32", "hf-bf16"] {
+            let model = Model::load(&folder(name), |config| Precision::preset(preset, config)).unwrap();
+            let mut recorder = Recorder { pattern: Some("layers.*.self_attn.logits".into()), seen: vec![] };
+            model.logits(&batch, Some(&mut recorder)).unwrap();
+            let findings = study(name, Arithmetic::F32, false, |study| {
+                study.choices(vec![Choice::parse(preset, &study.stored.config).unwrap()], None).unwrap()
+            });
+            let attention = &run(&findings, preset).attention;
+            assert_eq!(attention.len(), recorder.seen.len(), "{name}");
+            for (found, seen) in attention.iter().zip(&recorder.seen) {
+                let largest = seen.values.iter().fold(0f32, |a, b| a.max(b.abs())) as f64;
+                // The sample has 56 of 58 queries at this length: every one that sees another key than itself.
+                let first = seen.values.len();
+                assert!(
+                    found.largest <= largest * (1.0 + 1e-6),
+                    "{name} {preset}: {} of {first}",
+                    found.largest
+                );
+                assert!(found.largest >= 0.5 * largest, "{name} {preset}");
+            }
+        }
+    }
+}
+
+#[test]
+fn names_that_mean_nothing_are_refused_with_those_that_do() {
+    let stored = Stored::open(&folder("qwen3_5")).unwrap();
+    for (text, problem) in [
+        ("A_logg", "nothing is called \"A_logg\""),
+        ("A_log+bf16", "can only come first"),
+        ("A_log=f16", "bf16 only"),
+        ("logits=f8", "f32, bf16 or f16"),
+        ("", "nothing is called \"\""),
+    ] {
+        let error = Choice::parse(text, &stored.config).unwrap_err().to_string();
+        assert!(error.contains(problem), "{text}: {error}");
+    }
+    let several = Choice::parse("bf16+A_log+state=f16", &stored.config).unwrap();
+    assert_eq!((several.kind, several.precision.state), (Kind::Several, Rounding::F16));
+    assert_eq!(several.precision.rounded, ["linear_attn.A_log"]);
+}

@@ -1,0 +1,69 @@
+//! What the tests of the lab share.
+#![allow(dead_code)] // each test file uses its own part
+
+use std::path::{Path, PathBuf};
+
+use ballast_checkpoint::jobs::Silent;
+use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_lab::experiment::Arithmetic;
+use ballast_lab::findings::{Findings, Run};
+use ballast_lab::{Choice, Study, input};
+use ballast_model::{Batch, Stored};
+
+/// The tiny models.
+pub const MODELS: [&str; 9] = [
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma2",
+    "gemma3",
+    "gemma4_dense",
+    "gemma4_moe",
+    "gemma4_ple",
+    "deepseek_v32",
+];
+
+pub fn folder(model: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(model)
+}
+
+pub fn golden(model: &str) -> TensorFile {
+    TensorFile::open(&folder(model).join("golden.safetensors")).unwrap()
+}
+
+/// The golden batch: two rows of 29.
+pub fn batch(model: &str) -> Batch {
+    let ids = golden(model).integers("input_ids").unwrap();
+    Batch::rows(ids.values.iter().map(|id| *id as u32).collect(), 29).unwrap()
+}
+
+/// Runs `work` with a study of a golden model.
+pub fn study<R>(
+    model: &str,
+    reference: Arithmetic,
+    gradients: bool,
+    work: impl FnOnce(&Study<'_>) -> R,
+) -> R {
+    let (path, batch) = (folder(model), batch(model));
+    let stored = Stored::open(&path).unwrap();
+    let input = input::describe(&batch, "the golden batch".into());
+    work(&Study {
+        path: &path,
+        stored: &stored,
+        batch: &batch,
+        input,
+        reference,
+        gradients,
+        observer: &Silent,
+    })
+}
+
+/// The choices that suit a model.
+pub fn defaults(stored: &Stored) -> Vec<Choice> {
+    let protected: Vec<&str> = stored.specs.protected.iter().map(|spec| spec.name.as_str()).collect();
+    Choice::defaults(&stored.config, &protected).unwrap()
+}
+
+pub fn run<'f>(findings: &'f Findings, name: &str) -> &'f Run {
+    findings.runs.iter().find(|run| run.name == name).unwrap_or_else(|| panic!("no run {name}"))
+}

@@ -1,0 +1,144 @@
+//! The tiny models, and whole runs of the reference on them.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_lab::reference::Reference;
+use ballast_model::params::{Grads, Spec};
+use ballast_model::{Batch, Config, Model, Precision, Ties};
+
+pub const MODELS: [&str; 10] = [
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma2",
+    "gemma3",
+    "gemma4_dense",
+    "gemma4_moe",
+    "gemma4_ple",
+    "deepseek_v32",
+    "deepseek_v32_yarn",
+];
+
+pub type Parameters = BTreeMap<String, Vec<f32>>;
+pub type Gradients = BTreeMap<String, Vec<f64>>;
+
+pub fn folder(model: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(model)
+}
+
+pub fn golden(model: &str) -> TensorFile {
+    TensorFile::open(&folder(model).join("golden.safetensors")).unwrap()
+}
+
+/// In f32, with equal scores resolved as torch does.
+pub fn load(model: &str) -> Model {
+    let mut model = Model::load(&folder(model), |_| Ok(Precision::f32())).unwrap();
+    model.set_ties(Ties::Torch);
+    model
+}
+
+pub fn ids(model: &str) -> Vec<u32> {
+    golden(model).integers("input_ids").unwrap().values.iter().map(|id| *id as u32).collect()
+}
+
+/// The golden batch: two rows of 29.
+pub fn batch(model: &str) -> Batch {
+    Batch::rows(ids(model), 29).unwrap()
+}
+
+pub fn parameters(model: &Model) -> Parameters {
+    let weights = model.params.weights().iter().map(|weight| weight.to_f32());
+    let protected = model.params.protected().iter().map(|tensor| tensor.values().to_vec());
+    let named = model.specs.all().zip(weights.chain(protected));
+    named.map(|(spec, values)| (spec.name.clone(), values)).collect()
+}
+
+pub struct Site {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub values: Vec<f64>,
+}
+
+pub struct Run {
+    pub sites: Vec<Site>,
+    pub logits: Vec<f64>,
+    pub loss: f64,
+    pub grads: Gradients,
+}
+
+/// A forward, and a backward if `keep`. Of the parameters only those of the part that runs are to be had.
+pub fn run<'p>(config: &Config, parameters: &'p Parameters, batch: &Batch, ties: Ties, keep: bool) -> Run {
+    let within = |prefix: String| {
+        move |name: &str| -> &'p [f32] {
+            let outside = !name.starts_with("layers.");
+            let known = if prefix.is_empty() { outside } else { name.starts_with(&prefix) };
+            assert!(known, "{name} is not of the part {prefix:?}");
+            parameters.get(name).map_or(&[], |values| values)
+        }
+    };
+    let (outside, layers) = (within(String::new()), config.layers.len());
+    let layer = |i: usize| within(format!("layers.{i}."));
+    let (mut sites, mut grads) = (Vec::new(), Gradients::new());
+    let see = &mut |name: &str, shape: &[usize], values: &[f64]| {
+        sites.push(Site { name: name.into(), shape: shape.to_vec(), values: values.to_vec() });
+    };
+    let mut reference = Reference::new(config, batch, ties, keep).unwrap();
+    reference.embed(&outside, see).unwrap();
+    for i in 0..layers {
+        reference.layer(i, &layer(i), see).unwrap();
+    }
+    reference.norm(&outside, see).unwrap();
+    let logits = reference.logits(0..batch.tokens(), &outside).unwrap();
+    if !keep {
+        let loss = reference.loss(&outside, None).unwrap();
+        return Run { sites, logits, loss, grads };
+    }
+    let take = &mut |name: &str, values: Vec<f64>| {
+        let sum = grads.entry(name.into()).or_insert_with(|| vec![0.0; values.len()]);
+        sum.iter_mut().zip(&values).for_each(|(sum, x)| *sum += x);
+    };
+    let loss = reference.loss(&outside, Some(take)).unwrap();
+    for i in (0..layers).rev() {
+        reference.layer_backward(i, &layer(i), take).unwrap();
+    }
+    reference.embed_backward(&outside, take).unwrap();
+    Run { sites, logits, loss, grads }
+}
+
+/// RMS(a-b) / (RMS(b) + 1e-8), and the largest difference.
+pub fn error(got: impl IntoIterator<Item = f64>, expected: &[f64]) -> (f64, f64) {
+    let (mut count, mut squares, mut largest) = (0, 0.0, 0f64);
+    for (a, b) in got.into_iter().zip(expected) {
+        squares += (a - b) * (a - b);
+        largest = largest.max((a - b).abs());
+        count += 1;
+    }
+    assert_eq!(count, expected.len());
+    let rms = |sum: f64| (sum / expected.len().max(1) as f64).sqrt();
+    let size: f64 = expected.iter().map(|b| b * b).sum();
+    (rms(squares) / (rms(size) + 1e-8), largest)
+}
+
+pub fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|x| *x as f64).collect()
+}
+
+/// Each parameter with its gradient.
+pub fn by_name<'m>(model: &'m Model, grads: &'m Grads) -> impl Iterator<Item = (&'m Spec, &'m Vec<f32>)> {
+    model.specs.all().zip(grads.weights.iter().chain(&grads.protected))
+}
+
+/// The reference's gradients in the model's form; zero for what has none.
+pub fn in_model_form(model: &Model, grads: &Gradients) -> Grads {
+    let mut form = model.grads();
+    let specs = model.specs.all();
+    for (spec, to) in specs.zip(form.weights.iter_mut().chain(&mut form.protected)) {
+        match grads.get(&spec.name) {
+            Some(values) => *to = values.iter().map(|x| *x as f32).collect(),
+            None => assert!(!spec.trainable || spec.name.contains(".indexer."), "{} learns", spec.name),
+        }
+    }
+    form
+}
