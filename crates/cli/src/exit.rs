@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use ballast_checkpoint::{Error, ErrorKind};
 use ballast_contract::rules::PolicyError;
+use ballast_lab::Error as LabError;
 use ballast_model::Error as ModelError;
 use ballast_train::Error as TrainError;
 
@@ -53,7 +54,14 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, json: bool) -> ExitCode {
     // listed; all others are one line.
     let lists = |error: &ModelError| matches!(error, ModelError::Tensors { .. });
     let in_training = |error: &TrainError| matches!(error, TrainError::Model(error) if lists(error));
+    let in_lab = |error: &LabError| match error {
+        LabError::Model(error) => lists(error),
+        LabError::Train(error) => in_training(error),
+        LabError::Choice(_) => true,
+        LabError::Input(_) => false,
+    };
     let lines = error.downcast_ref::<PolicyError>().is_some()
+        || error.downcast_ref::<LabError>().is_some_and(in_lab)
         || error.downcast_ref::<ModelError>().is_some_and(lists)
         || error.downcast_ref::<TrainError>().is_some_and(in_training);
     eprintln!("ballast: {}", if lines { output::clean_lines(&message) } else { output::clean(&message) });
@@ -68,15 +76,27 @@ fn code_of(error: &anyhow::Error) -> u8 {
         return code_of_model(error);
     }
     if let Some(error) = error.downcast_ref::<TrainError>() {
+        return code_of_training(error);
+    }
+    if let Some(error) = error.downcast_ref::<LabError>() {
         return match error {
-            TrainError::Config(_) => 2,
-            TrainError::Data { .. } | TrainError::Resume { .. } | TrainError::Io { .. } => 3,
-            TrainError::Diverged(_) => 5,
-            TrainError::Model(error) => code_of_model(error),
+            LabError::Choice(_) => 2,
+            LabError::Input(_) => 3,
+            LabError::Model(error) => code_of_model(error),
+            LabError::Train(error) => code_of_training(error),
         };
     }
     let usage = error.downcast_ref::<PolicyError>().is_some() || error.downcast_ref::<Usage>().is_some();
     if usage { 2 } else { 3 }
+}
+
+fn code_of_training(error: &TrainError) -> u8 {
+    match error {
+        TrainError::Config(_) => 2,
+        TrainError::Data { .. } | TrainError::Resume { .. } | TrainError::Io { .. } => 3,
+        TrainError::Diverged(_) => 5,
+        TrainError::Model(error) => code_of_model(error),
+    }
 }
 
 fn code_of_model(error: &ModelError) -> u8 {

@@ -20,8 +20,13 @@ pub(crate) fn print(text: &str) {
     let _ = std::io::stdout().lock().write_all(text.as_bytes());
 }
 
-/// Prints `value` as one JSON document with its schema's name and version.
+/// Prints `value` as one JSON document.
 pub(crate) fn print_json(command: &str, value: &impl Serialize) {
+    print(&(json(command, value) + "\n"));
+}
+
+/// `value` as one JSON document with its schema's name and version.
+pub(crate) fn json(command: &str, value: &impl Serialize) -> String {
     #[derive(Serialize)]
     struct Document<'a, T> {
         schema: String,
@@ -29,8 +34,7 @@ pub(crate) fn print_json(command: &str, value: &impl Serialize) {
         value: &'a T,
     }
     let document = Document { schema: format!("ballast.{command}/1"), value };
-    let text = serde_json::to_string_pretty(&document).expect("reports are plain data");
-    print(&(text + "\n"));
+    serde_json::to_string_pretty(&document).expect("reports are plain data")
 }
 
 /// An empty table with these headings; headings that start with `>` are right-aligned.

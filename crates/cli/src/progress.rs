@@ -27,6 +27,7 @@ enum Unit {
     Bytes,
     Tokens,
     Documents,
+    Steps,
 }
 
 /// Whether a signal has asked to stop.
@@ -105,6 +106,7 @@ fn bar(name: &'static str, unit: Unit, total: u64, begun: Instant) -> ProgressBa
         Unit::Bytes => "{msg:10} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta}",
         Unit::Tokens => "{msg:10} {wide_bar} {human_pos}/{human_len} tokens {per_sec} ETA {eta}",
         Unit::Documents => "{msg:10} {wide_bar} {human_pos}/{human_len} documents {per_sec} ETA {eta}",
+        Unit::Steps => "{msg:10} {wide_bar} {human_pos}/{human_len} ETA {eta}",
     };
     let style = ProgressStyle::with_template(template).expect("a constant");
     ProgressBar::new(total).with_style(style).with_message(name).with_elapsed(begun.elapsed())
@@ -113,6 +115,10 @@ fn bar(name: &'static str, unit: Unit, total: u64, begun: Instant) -> ProgressBa
 impl Observer for Progress {
     fn phase(&self, name: &'static str, total: u64) {
         self.begin(name, total, Unit::Bytes);
+    }
+
+    fn steps(&self, name: &'static str, steps: u64) {
+        self.begin(name, steps, Unit::Steps);
     }
 
     fn advance(&self, count: u64) {
@@ -132,9 +138,12 @@ impl Observer for Progress {
             phase.last_line = Instant::now();
             let seconds = phase.begun.elapsed().as_secs_f64();
             let rate = done as f64 / seconds;
-            let eta = phase.total.saturating_sub(done) as f64 / rate.max(1.0);
+            let eta = phase.total.saturating_sub(done) as f64 / rate.max(1e-3);
             let percent = 100 * done / phase.total.max(1);
             let rate = match phase.unit {
+                Unit::Steps => {
+                    return eprintln!("{}: {percent} %, ETA {eta:.0} s", phase.name);
+                }
                 Unit::Bytes => output::bytes(rate as u64),
                 Unit::Tokens => format!("{} tokens", output::count(rate as u64)),
                 Unit::Documents => format!("{} documents", output::count(rate as u64)),

@@ -8,6 +8,7 @@ mod diff;
 mod eval;
 mod generate;
 mod inspect;
+mod lab;
 mod merge;
 mod model;
 mod oracle;
@@ -77,6 +78,8 @@ enum Command {
     Eval(eval::EvalArgs),
     /// Look at training data: what becomes of it, and which part of it is trained on.
     Data(data::DataArgs),
+    /// What each precision choice costs on a model, measured against f64; without arguments, on an embedded model.
+    Lab(lab::LabArgs),
     /// Run a kernel on given inputs, and compare with expected results.
     Oracle(oracle::OracleArgs),
     /// Run a model on given tokens: logits, loss, gradients and inner tensors, compared with another framework's.
@@ -107,6 +110,7 @@ impl Cli {
             Command::Eval(args) => eval::run(args, global),
             Command::Data(args) => data::run(args, global),
             Command::Oracle(args) => oracle::run(args, global),
+            Command::Lab(args) => lab::run(args, global),
             Command::Merge(args) => merge::run(args, global),
             Command::Train(args) => train::run(args, global),
             Command::Trace(args) => trace::run(args, global),

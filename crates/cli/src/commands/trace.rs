@@ -135,7 +135,7 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
 }
 
 /// Where the tokens of a batch stand in the file's [B, T].
-struct Rows {
+pub(super) struct Rows {
     shape: [usize; 2],
     /// By token of the batch: its place among the B * T.
     places: Vec<usize>,
@@ -153,7 +153,7 @@ impl Rows {
     }
 }
 
-fn read_batch(input: &TensorFile) -> anyhow::Result<(Batch, Rows)> {
+pub(super) fn read_batch(input: &TensorFile) -> anyhow::Result<(Batch, Rows)> {
     let ids = input.integers("input_ids")?;
     let &[rows, columns] = &ids.shape[..] else {
         return Err(input.error("input_ids", format!("[B, T] was expected, found {:?}", ids.shape)).into());

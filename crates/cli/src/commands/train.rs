@@ -151,7 +151,7 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
 }
 
 /// `runs/default`, `runs/default-2`, ...
-fn free_name(out: &Path) -> PathBuf {
+pub(super) fn free_name(out: &Path) -> PathBuf {
     let numbered = |n: u32| if n == 1 { out.to_path_buf() } else { format!("{}-{n}", out.display()).into() };
     (1..).map(numbered).find(|path| !path.exists()).unwrap_or_else(|| out.into())
 }

@@ -1,0 +1,374 @@
+//! `ballast lab`
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_lab::dump::Dump;
+use ballast_lab::experiment::Arithmetic;
+use ballast_lab::findings::{Input, Kind, Run};
+use ballast_lab::input::{self, Length};
+use ballast_lab::{Choice, Findings, Study, Training, embedded, headline, report};
+use ballast_model::{Batch, Stored};
+use ballast_train::report::say::{duration, number, percent};
+use clap::{Args, ValueEnum};
+use comfy_table::Table;
+
+use super::Global;
+use crate::exit::{Outcome, Usage};
+use crate::output::{self, bytes, clean, count, plural, table};
+
+/// What each precision choice costs on a model, measured.
+///
+/// Runs the same input under a reference in f64 and under each policy: presets, and single choices in an otherwise f32 model
+/// (only A_log in bf16, only the qk product, ...), and compares outputs, every inner tensor, and gradients. Without
+/// arguments: the embedded model, in under a minute.
+///
+/// A policy is a preset (f32, bf16, megatron, nemo, maxtext-default, hf-bf16), a protected tensor (A_log, out_norm, dt_bias,
+/// ...), a site (qk_product, logits, beta, l2norm, state, router, ...; =f16 for f16), params, activations, all-sites, or
+/// several with +: `--policies hf-bf16,A_log,bf16+logits=f16`.
+///
+/// Layers are read one at a time, so a large checkpoint needs little memory.
+#[derive(Args)]
+pub(crate) struct LabArgs {
+    /// A model: a folder, an index or a safetensors file, in any layout [default: the embedded model].
+    model: Option<PathBuf>,
+    /// Read this text: .txt, or .jsonl with `text`, `messages` or `prompt` and `completion` [default: an embedded text].
+    #[arg(long, value_name = "FILE", conflicts_with = "ids")]
+    data: Option<PathBuf>,
+    /// Read these tokens: a file as `ballast trace` takes it.
+    #[arg(long, value_name = "FILE.safetensors")]
+    ids: Option<PathBuf>,
+    /// Read held-out documents of the task that `ballast train` learns without arguments, as the embedded model does.
+    #[arg(long, conflicts_with_all = ["data", "ids"])]
+    task: bool,
+    /// Tokens of a sequence of the text [default: 512; of the task, its documents one by one].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    tokens: Option<u32>,
+    /// Sequences of the text at most [default: 1].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    sequences: Option<u32>,
+    /// What to compare, with commas [default: everything that means something for the model].
+    #[arg(long, value_name = "A,B,C", value_delimiter = ',')]
+    policies: Vec<String>,
+    /// What the reference computes in.
+    #[arg(long, default_value = "f64")]
+    reference: ReferenceArg,
+    /// No backward: faster, less memory.
+    #[arg(long)]
+    no_gradients: bool,
+    /// Also take this many training steps (AdamW) in f32 and under each policy.
+    #[arg(long, value_name = "N", conflicts_with_all = ["compare", "dump"])]
+    steps: Option<u32>,
+    /// Of those steps.
+    #[arg(long, value_name = "LR", default_value_t = 1e-4)]
+    learning_rate: f64,
+    /// Compare this checkpoint of the same model with MODEL: where do the two part.
+    #[arg(long, value_name = "CHECKPOINT", conflicts_with_all = ["policies", "dump"])]
+    compare: Option<PathBuf>,
+    /// Compare tensors that another framework wrote, as safetensors by site name, with MODEL on the same --ids.
+    #[arg(long, value_name = "DIR", conflicts_with = "policies", requires = "ids")]
+    dump: Option<PathBuf>,
+    /// Largest error of a dumped tensor that is no difference.
+    #[arg(long, value_name = "X", default_value_t = 1e-3, requires = "dump")]
+    tolerance: f64,
+    /// Folder for lab.json and lab.html [default: runs/lab, or the next free name].
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Replace lab.json and lab.html that are there.
+    #[arg(long)]
+    force: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ReferenceArg {
+    F64,
+    F32,
+}
+
+pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
+    let progress = global.progress();
+    let out = Out::prepare(&args, global)?;
+    let embedded = match args.model {
+        None => Some(embedded::write(tempfile::tempdir()?)?),
+        Some(_) => None,
+    };
+    let path = match (&args.model, &embedded) {
+        (Some(path), _) => path.as_path(),
+        (None, embedded) => embedded.as_ref().map_or(Path::new("."), |folder| folder.path()),
+    };
+    let stored = Stored::open(path)?;
+    let (batch, input) = read_input(&args, path)?;
+    let limit = stored.config.max_positions;
+    if input.longest > limit {
+        eprintln!(
+            "ballast: a sequence has {} tokens, and the model was made for {limit}; going on",
+            input.longest
+        );
+    }
+    let study = Study {
+        path,
+        stored: &stored,
+        batch: &batch,
+        input,
+        reference: match args.reference {
+            ReferenceArg::F64 => Arithmetic::F64,
+            ReferenceArg::F32 => Arithmetic::F32,
+        },
+        gradients: !args.no_gradients,
+        observer: &progress,
+    };
+    let mut findings = carry_out(&args, &study)?;
+    progress.finish();
+    if embedded.is_some() {
+        findings.model = "the embedded model".into();
+    }
+    out.write(&findings)?;
+    if global.json {
+        output::print_json("lab", &findings);
+    } else {
+        output::print(&words(&findings, &args));
+        out.say();
+    }
+    let parted = args.dump.is_some() && findings.runs.iter().any(|run| run.first_difference.is_some());
+    Ok(if parted { Outcome::CheckFailed } else { Outcome::Ok })
+}
+
+fn carry_out(args: &LabArgs, study: &Study<'_>) -> anyhow::Result<Findings> {
+    if let Some(other) = &args.compare {
+        return Ok(study.compare(&other.display().to_string(), &Stored::open(other)?)?);
+    }
+    if let Some(folder) = &args.dump {
+        let dump = Dump::open(folder, study.stored.config.vocabulary)?;
+        return Ok(study.dump(&folder.display().to_string(), dump, args.tolerance)?);
+    }
+    let config = &study.stored.config;
+    let choices = if args.policies.is_empty() {
+        let protected: Vec<&str> = study.stored.specs.protected.iter().map(|s| s.name.as_str()).collect();
+        Choice::defaults(config, &protected)?
+    } else {
+        args.policies.iter().map(|name| Choice::parse(name, config)).collect::<Result<_, _>>()?
+    };
+    let training =
+        args.steps.map(|steps| Training { steps: steps as usize, learning_rate: args.learning_rate });
+    Ok(study.choices(choices, training)?)
+}
+
+fn read_input(args: &LabArgs, model: &Path) -> anyhow::Result<(Batch, Input)> {
+    let length = Length {
+        tokens: args.tokens.unwrap_or(512) as usize,
+        sequences: args.sequences.unwrap_or(1) as usize,
+    };
+    if let Some(file) = &args.ids {
+        if args.tokens.is_some() || args.sequences.is_some() {
+            return Err(Usage("--tokens and --sequences cut a text; --ids is taken as it is".into()).into());
+        }
+        let (batch, _) = super::trace::read_batch(&TensorFile::open(file)?)?;
+        let input = input::describe(&batch, file.display().to_string());
+        return Ok((batch, input));
+    }
+    Ok(match (&args.data, &args.model) {
+        (Some(file), _) => input::from_file(file, model, length)?,
+        (None, Some(_)) if !args.task => input::embedded_text(model, length)?,
+        (None, _) => input::task((args.tokens.is_some() || args.sequences.is_some()).then_some(length))?,
+    })
+}
+
+/// Where the files go; nowhere with --json and no --out.
+struct Out {
+    folder: Option<PathBuf>,
+}
+
+impl Out {
+    fn prepare(args: &LabArgs, global: &Global) -> anyhow::Result<Out> {
+        let folder = match &args.out {
+            Some(folder) => Some(folder.clone()),
+            None if global.json => None,
+            None => Some(super::train::free_name(Path::new("runs/lab"))),
+        };
+        if let Some(folder) = &folder {
+            for file in ["lab.json", "lab.html"].map(|name| folder.join(name)) {
+                if file.exists() && !args.force {
+                    return Err(Usage(format!("{} exists; --force replaces it", file.display())).into());
+                }
+            }
+        }
+        Ok(Out { folder })
+    }
+
+    fn write(&self, findings: &Findings) -> anyhow::Result<()> {
+        let Some(folder) = &self.folder else { return Ok(()) };
+        std::fs::create_dir_all(folder)
+            .map_err(|error| anyhow::anyhow!("{}: cannot make the folder: {error}", folder.display()))?;
+        let json = output::json("lab", findings) + "\n";
+        for (name, text) in [("lab.json", json), ("lab.html", report::html(findings))] {
+            let path = folder.join(name);
+            write_whole(&path, &text)
+                .map_err(|error| anyhow::anyhow!("{}: cannot write: {error}", path.display()))?;
+        }
+        Ok(())
+    }
+
+    fn say(&self) {
+        if let Some(folder) = &self.folder {
+            output::print(&format!("\n{}\n", clean(&folder.join("lab.html").display().to_string())));
+        }
+    }
+}
+
+/// The file is there whole, or not at all.
+fn write_whole(path: &Path, text: &str) -> std::io::Result<()> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let partial = path.with_file_name(format!(".{name}.ballast-partial-{}", std::process::id()));
+    let written = std::fs::File::create(&partial).and_then(|mut file| {
+        file.write_all(text.as_bytes())?;
+        file.sync_all()
+    });
+    let done = written.and_then(|()| std::fs::rename(&partial, path));
+    if done.is_err() {
+        let _ = std::fs::remove_file(&partial);
+    }
+    done
+}
+
+fn words(findings: &Findings, args: &LabArgs) -> String {
+    let input = &findings.input;
+    let mut text = format!(
+        "{}: {}, {} parameters in {}\n{} tokens in {} of {}; reference in {}: loss {:.6}, perplexity {:.4}\n\n",
+        clean(&findings.model),
+        clean(&findings.model_type),
+        count(findings.parameters),
+        plural(findings.layers, "layer"),
+        count(input.tokens as u64),
+        plural(input.sequences, "sequence"),
+        clean(&input.source),
+        findings.reference.arithmetic,
+        findings.reference.loss,
+        findings.reference.perplexity,
+    );
+    if args.compare.is_some() || args.dump.is_some() {
+        for run in &findings.runs {
+            text += &parting(run, args);
+        }
+    } else {
+        text += &format!("{}\n", runs_table(findings));
+        text += &format!("{}\n", headline(findings));
+        if let Some(training) = &findings.training {
+            text += &format!("\n{}\n", training_table(training));
+        }
+        for answer in &findings.answers {
+            text += &format!("\n{} {}.\n{}\n", answer.question, answer.short, wrap(&answer.text));
+        }
+    }
+    let memory = findings.peak_memory_bytes.map_or_else(|| "unknown".into(), bytes);
+    text + &format!("\n{}, peak memory {memory}\n", duration(findings.seconds))
+}
+
+/// Lines of at most 100 letters.
+fn wrap(text: &str) -> String {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let line = lines.last_mut().expect("there is one");
+        if !line.is_empty() && line.chars().count() + word.chars().count() + 3 > 100 {
+            lines.push(word.into());
+        } else {
+            line.push_str(if line.is_empty() { "" } else { " " });
+            line.push_str(word);
+        }
+    }
+    lines.iter().map(|line| format!("  {line}")).collect::<Vec<_>>().join("\n")
+}
+
+fn runs_table(findings: &Findings) -> Table {
+    let headings = [
+        "policy",
+        ">loss",
+        ">KL mean",
+        ">p99",
+        ">max",
+        ">top-1",
+        ">gradients",
+        "first change, or not finite",
+    ];
+    let mut rows = table(&headings);
+    for run in &findings.runs {
+        let place = match (&run.not_finite, &run.first_difference) {
+            (Some(bad), _) => format!("{}: {} not finite", bad.site, count(bad.count as u64)),
+            (None, Some(site)) => site.clone(),
+            (None, None) if run.name == "f32" => "the floor".into(),
+            (None, None) => "none: same bits as f32".into(),
+        };
+        rows.add_row([
+            clean(&run.name),
+            signed(run.loss_difference),
+            number(run.kl.mean),
+            number(run.kl.p99),
+            number(run.kl.max),
+            percent(run.top1_agreement),
+            run.gradient_error.map_or_else(|| "-".into(), number),
+            clean(&place),
+        ]);
+    }
+    rows
+}
+
+fn training_table(training: &ballast_lab::findings::Training) -> Table {
+    let mut rows = table(&["training", ">first loss", ">last loss", ">drift", ">protected", "not finite"]);
+    for run in &training.runs {
+        let loss = |loss: Option<&f64>| loss.map_or_else(|| "-".into(), |loss| format!("{loss:.5}"));
+        rows.add_row([
+            clean(&run.name),
+            loss(run.losses.first()),
+            loss(run.losses.last()),
+            number(run.drift),
+            run.protected_drift.map_or_else(|| "-".into(), number),
+            run.not_finite.map_or_else(String::new, |step| format!("at step {}", step + 1)),
+        ]);
+    }
+    rows
+}
+
+/// Where two runs part: sites in their order, folded where nothing happens.
+fn parting(run: &Run, args: &LabArgs) -> String {
+    let mut text = String::new();
+    text += &match &run.first_difference {
+        Some(site) => format!("{} parts from it at {}.\n", clean(&run.name), clean(site)),
+        None if run.kind == Kind::Checkpoint && args.dump.is_some() => {
+            format!("{} agrees within {} everywhere.\n", clean(&run.name), number(args.tolerance))
+        }
+        None => format!("{} gives the same values everywhere.\n", clean(&run.name)),
+    };
+    let mut rows = table(&["site", ">error", ">largest difference", ">largest value"]);
+    let first = run.sites.iter().position(|site| Some(&site.site) == run.first_difference.as_ref());
+    let around = first.map_or(0..0, |at| at.saturating_sub(2)..(at + 8).min(run.sites.len()));
+    let last = run.sites.len().saturating_sub(1);
+    for (i, site) in run.sites.iter().enumerate() {
+        if around.contains(&i) || i == last || site.site.ends_with(".out") {
+            rows.add_row([clean(&site.site), number(site.error), number(site.max_abs), number(site.largest)]);
+        }
+    }
+    text += &format!("{rows}\n");
+    if run.loss != 0.0 || run.kl.max != 0.0 {
+        text += &format!(
+            "loss {:.6} ({}), KL {} per token (p99 {}, largest {}), same likeliest token for {}\n",
+            run.loss,
+            signed(run.loss_difference),
+            number(run.kl.mean),
+            number(run.kl.p99),
+            number(run.kl.max),
+            percent(run.top1_agreement)
+        );
+    }
+    if let Some(error) = run.gradient_error {
+        let worst = run.gradients.iter().max_by(|a, b| a.error.total_cmp(&b.error));
+        text += &format!("gradients differ by {}", number(error));
+        text += &worst
+            .map_or_else(String::new, |g| format!(", most {} by {}", clean(&g.tensor), number(g.error)));
+        text += "\n";
+    }
+    text
+}
+
+fn signed(value: f64) -> String {
+    if value > 0.0 { format!("+{}", number(value)) } else { number(value) }
+}
