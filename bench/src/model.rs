@@ -61,6 +61,7 @@ enum Made {
 }
 
 fn main() -> anyhow::Result<()> {
+    memory::keep_freed();
     let args = Args::parse();
     rayon::ThreadPoolBuilder::new().num_threads(args.threads).build_global()?;
     let before = memory::peak().unwrap_or(0);

@@ -250,5 +250,11 @@ fn adapters_are_trained_merged_and_used() {
     assert!(scratch.path("low/adapter/adapter_model.safetensors").is_file());
     scratch.run(&["merge", "base/model", "low/adapter", "--out", "merged"]).exits(0);
     scratch.run(&["audit", "merged"]).exits(0);
-    scratch.run(&["generate", "merged", "--prompt", "aQ?a", "--max-tokens", "2"]).exits(0);
+    let words = ["--prompt", "aQ?a", "--max-tokens", "2", "--precision", "f32"];
+    let merged = scratch.run(&[&["generate", "merged"], &words[..]].concat()).exits(0);
+    let applied =
+        scratch.run(&[&["generate", "base/model", "--adapter", "low/adapter"], &words[..]].concat()).exits(0);
+    assert_eq!(applied.stdout, merged.stdout);
+    let wrong = scratch.run(&[&["generate", "base/model", "--adapter", "base/model"], &words[..]].concat());
+    wrong.exits(3).says(&["adapter_config.json"]);
 }

@@ -11,7 +11,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::Global;
-use super::model::{PrecisionArg, load, peak, rate};
+use super::model::{AdapterArg, PrecisionArg, load, peak, rate};
 use crate::exit::{Outcome, Usage};
 use crate::output::{self, clean, count, table};
 
@@ -43,6 +43,8 @@ pub(crate) struct EvalArgs {
     max_tokens: Option<usize>,
     #[command(flatten)]
     precision: PrecisionArg,
+    #[command(flatten)]
+    adapter: AdapterArg,
 }
 
 const DEFAULT_WINDOW: usize = 2048;
@@ -70,7 +72,7 @@ pub(crate) fn run(args: EvalArgs, global: &Global) -> anyhow::Result<Outcome> {
     let precision = args.precision.name(&args.model)?;
     let tokenizer = Tokenizer::load(&folder_of(&args.model))?;
     let text = Tokens::read(&args.data, &tokenizer, args.max_tokens)?;
-    let (model, _) = load(&args.model, &precision)?;
+    let (model, _) = load(&args.model, &precision, &args.adapter)?;
     text.check(model.config.vocabulary, &tokenizer)?;
     let window = args.window.map_or(DEFAULT_WINDOW.min(model.config.max_positions), |n| n as usize);
     let stride = args.stride.map_or(window, |n| n as usize);

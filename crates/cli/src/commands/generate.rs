@@ -14,7 +14,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::Global;
-use super::model::{PrecisionArg, load, peak, rate};
+use super::model::{AdapterArg, PrecisionArg, load, peak, rate};
 use crate::exit::{Outcome, Usage};
 use crate::output::{self, clean_lines, plural};
 use crate::progress::Progress;
@@ -62,6 +62,8 @@ pub(crate) struct GenerateArgs {
     seed: Option<u64>,
     #[command(flatten)]
     precision: PrecisionArg,
+    #[command(flatten)]
+    adapter: AdapterArg,
 }
 
 fn number(text: &str, expected: &str, holds: fn(f64) -> bool) -> Result<f64, String> {
@@ -167,7 +169,7 @@ pub(crate) fn run(args: GenerateArgs, global: &Global) -> anyhow::Result<Outcome
     let settings = GenerationSettings::load(&folder, &tokenizer)?;
     let prompt = args.prompt_ids(&folder, &tokenizer)?;
     let template = if prompt.is_none() { Some(template(&folder)?) } else { None };
-    let (model, load_seconds) = load(&args.model, &precision)?;
+    let (model, load_seconds) = load(&args.model, &precision, &args.adapter)?;
     let sampling = args.sampling(&settings);
     let seed = args.seed.unwrap_or(0);
     let mut writer = Writer {

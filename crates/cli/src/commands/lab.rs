@@ -63,9 +63,9 @@ pub(crate) struct LabArgs {
     /// Of those steps.
     #[arg(long, value_name = "LR", default_value_t = 1e-4)]
     learning_rate: f64,
-    /// Compare this checkpoint of the same model with MODEL: where do the two part.
-    #[arg(long, value_name = "CHECKPOINT", conflicts_with_all = ["policies", "dump"])]
-    compare: Option<PathBuf>,
+    /// Compare two checkpoints of the same model, before and after a conversion or a fine-tune: where does B part from A.
+    #[arg(long, num_args = 2, value_names = ["A", "B"], conflicts_with_all = ["model", "policies", "dump"])]
+    compare: Option<Vec<PathBuf>>,
     /// Compare tensors that another framework wrote, as safetensors by site name, with MODEL on the same --ids.
     #[arg(long, value_name = "DIR", conflicts_with = "policies", requires = "ids")]
     dump: Option<PathBuf>,
@@ -80,6 +80,13 @@ pub(crate) struct LabArgs {
     force: bool,
 }
 
+impl LabArgs {
+    /// What is looked at: the first of two, or the one; `None` is the embedded model.
+    fn model(&self) -> Option<&Path> {
+        self.compare.as_ref().and_then(|both| both.first()).or(self.model.as_ref()).map(PathBuf::as_path)
+    }
+}
+
 #[derive(Clone, Copy, ValueEnum)]
 enum ReferenceArg {
     F64,
@@ -89,12 +96,12 @@ enum ReferenceArg {
 pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
     let progress = global.progress();
     let out = Out::prepare(&args, global)?;
-    let embedded = match args.model {
+    let embedded = match args.model() {
         None => Some(embedded::write(tempfile::tempdir()?)?),
         Some(_) => None,
     };
-    let path = match (&args.model, &embedded) {
-        (Some(path), _) => path.as_path(),
+    let path = match (args.model(), &embedded) {
+        (Some(path), _) => path,
         (None, embedded) => embedded.as_ref().map_or(Path::new("."), |folder| folder.path()),
     };
     let stored = Stored::open(path)?;
@@ -135,7 +142,7 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
 }
 
 fn carry_out(args: &LabArgs, study: &Study<'_>) -> anyhow::Result<Findings> {
-    if let Some(other) = &args.compare {
+    if let Some([_, other]) = args.compare.as_deref() {
         return Ok(study.compare(&other.display().to_string(), &Stored::open(other)?)?);
     }
     if let Some(folder) = &args.dump {
@@ -167,7 +174,7 @@ fn read_input(args: &LabArgs, model: &Path) -> anyhow::Result<(Batch, Input)> {
         let input = input::describe(&batch, file.display().to_string());
         return Ok((batch, input));
     }
-    Ok(match (&args.data, &args.model) {
+    Ok(match (&args.data, args.model()) {
         (Some(file), _) => input::from_file(file, model, length)?,
         (None, Some(_)) if !args.task => input::embedded_text(model, length)?,
         (None, _) => input::task((args.tokens.is_some() || args.sequences.is_some()).then_some(length))?,

@@ -1,6 +1,6 @@
 //! What the commands that run a model share.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ballast_model::precision::PRESETS;
@@ -31,10 +31,21 @@ impl PrecisionArg {
     }
 }
 
-/// A model, and the seconds that it took to read.
-pub(crate) fn load(path: &Path, precision: &str) -> anyhow::Result<(Model, f64)> {
+/// `--adapter`.
+#[derive(Args)]
+pub(crate) struct AdapterArg {
+    /// Run with these adapters: a folder with adapter_config.json and adapter_model.safetensors, from `ballast train` or PEFT.
+    #[arg(long, value_name = "FOLDER")]
+    adapter: Option<PathBuf>,
+}
+
+/// A model with its adapters, and the seconds that it took to read.
+pub(crate) fn load(path: &Path, precision: &str, adapter: &AdapterArg) -> anyhow::Result<(Model, f64)> {
     let begun = Instant::now();
-    let model = Model::load(path, |config| Precision::preset(precision, config))?;
+    let mut model = Model::load(path, |config| Precision::preset(precision, config))?;
+    if let Some(folder) = &adapter.adapter {
+        model.read_adapters(folder)?;
+    }
     Ok((model, begun.elapsed().as_secs_f64()))
 }
 

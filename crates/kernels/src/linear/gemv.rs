@@ -3,7 +3,6 @@
 
 use rayon::prelude::*;
 
-use super::Dims;
 use crate::matmul::dot_bf16;
 use crate::shared::Shared;
 use crate::simd::{Level, fma, level, prefetch, simd_fn};
@@ -24,24 +23,40 @@ const AHEAD: usize = 8 << 10;
 /// Lanes of a sum: enough of them to hide the latency of an addition.
 const LANES: usize = 32;
 
-pub(super) fn gemv<Y: Element, X: Element, W: Element>(
-    y: &mut [Y],
+/// A weight [outputs, inputs] with its bias and where its products go.
+pub(super) struct Part<'a, Y, W> {
+    pub(super) y: &'a mut [Y],
+    pub(super) w: &'a [W],
+    pub(super) bias: Option<&'a [W]>,
+}
+
+/// All weights that read one x, in one go: threads wait for each other once.
+pub(super) fn gemv<Y: Element, X: Element, W: Element, const N: usize>(
+    parts: [Part<'_, Y, W>; N],
     x: &[X],
-    w: &[W],
-    bias: Option<&[W]>,
-    dims: Dims,
+    inputs: usize,
     scratch: &Scratch,
 ) {
-    let Dims { inputs, outputs } = dims;
     let tokens = x.len() / inputs;
-    let y = Shared::new(y);
     let height = (TASK / (inputs * size_of::<W>())).clamp(1, ROWS);
-    let narrow = if level() >= Level::Avx512Bf16 { W::as_bf16(w).zip(X::as_bf16(x)) } else { None };
+    let parts = parts.map(|part| (Shared::new(part.y), part.w, part.bias));
+    // By part: the task after its last.
+    let mut ends = [0; N];
+    let mut tasks = 0;
+    for (end, (_, w, _)) in ends.iter_mut().zip(&parts) {
+        tasks += (w.len() / inputs).div_ceil(height);
+        *end = tasks;
+    }
+    let narrow = level() >= Level::Avx512Bf16;
     scratch.with(tokens * inputs, |wide| {
         X::load(wide, x);
-        (0..outputs.div_ceil(height)).into_par_iter().with_max_len(1).for_each(|task| {
-            let first = task * height;
+        (0..tasks).into_par_iter().with_max_len(1).for_each(|task| {
+            let part = ends.partition_point(|end| *end <= task);
+            let (y, w, bias) = &parts[part];
+            let outputs = w.len() / inputs;
+            let first = (task - if part == 0 { 0 } else { ends[part - 1] }) * height;
             let rows = height.min(outputs - first);
+            let narrow = if narrow { W::as_bf16(w).zip(X::as_bf16(x)) } else { None };
             let mut sums = [[0f32; ROWS]; GEMV_TOKENS];
             for i in 0..rows {
                 let row = (first + i) * inputs..(first + i + 1) * inputs;

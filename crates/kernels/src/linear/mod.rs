@@ -62,7 +62,7 @@ pub fn linear_forward<Y: Element, X: Element, W: Element>(
         check_len("bias", bias, dims.outputs)?;
     }
     if tokens <= GEMV_TOKENS {
-        gemv::gemv(y, x, w, bias, dims, scratch);
+        gemv::gemv([gemv::Part { y, w, bias }], x, dims.inputs, scratch);
         return Ok(());
     }
     let add_bias = |row: &mut [f32], first: usize| {
@@ -82,6 +82,32 @@ pub fn linear_forward<Y: Element, X: Element, W: Element>(
         bias.is_some().then_some(&add_bias),
         scratch,
     );
+    Ok(())
+}
+
+/// Several weights that read one x: `ys[i]` [tokens, outputs of i] from `ws[i]` [outputs of i, inputs]. The bits are those of
+/// [`linear_forward`] on each; a few tokens take one round of threads instead of N.
+pub fn linear_forward_many<Y: Element, X: Element, W: Element, const N: usize>(
+    ys: [&mut [Y]; N],
+    x: &[X],
+    ws: [&[W]; N],
+    inputs: usize,
+    scratch: &Scratch,
+) -> Result {
+    let dims = |w: &[W]| Dims { inputs, outputs: w.len() / inputs.max(1) };
+    for (y, w) in ys.iter().zip(&ws) {
+        let tokens = check_dims(x, w, dims(w))?;
+        check_len("y", y, tokens * dims(w).outputs)?;
+    }
+    let parts = ys.into_iter().zip(ws);
+    if x.len() > GEMV_TOKENS * inputs {
+        for (y, w) in parts {
+            linear_forward(y, x, w, None, dims(w), scratch)?;
+        }
+        return Ok(());
+    }
+    let mut parts = parts.map(|(y, w)| gemv::Part { y, w, bias: None });
+    gemv::gemv(std::array::from_fn::<_, N, _>(|_| parts.next().expect("N of each")), x, inputs, scratch);
     Ok(())
 }
 

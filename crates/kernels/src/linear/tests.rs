@@ -151,3 +151,33 @@ fn shapes_that_do_not_fit_are_refused() {
     assert!(linear_backward_weight(&mut y, None, &x, &x, dims, &scratch).is_err());
     assert!(linear_forward(&mut y, &x, &w, None, Dims { inputs: 0, outputs: 2 }, &scratch).is_err());
 }
+
+fn several_at_once<W: Element>() {
+    let mut values = Values::new(11);
+    let inputs = 70;
+    let scratch = Scratch::new(linear_scratch(Dims { inputs, outputs: 90 }, 9));
+    for tokens in [1, 2, 7, 8, 9] {
+        let x: Vec<W> = cast(&values.take(tokens * inputs, 1.0));
+        let ws = [1, 90, 33].map(|outputs| cast::<W>(&values.take(outputs * inputs, 1.0)));
+        let mut together = ws.each_ref().map(|w| vec![0f32; tokens * w.len() / inputs]);
+        let ys = together.each_mut().map(|y| &mut y[..]);
+        linear_forward_many(ys, &x, ws.each_ref().map(|w| &w[..]), inputs, &scratch).unwrap();
+        for (y, w) in together.iter().zip(&ws) {
+            let mut alone = vec![0f32; y.len()];
+            let dims = Dims { inputs, outputs: w.len() / inputs };
+            linear_forward(&mut alone, &x, w, None, dims, &scratch).unwrap();
+            assert_eq!(&alone, y, "{tokens} tokens, {} outputs", dims.outputs);
+        }
+    }
+}
+
+#[test]
+fn several_weights_at_once_give_the_bits_of_each() {
+    several_at_once::<f32>();
+    several_at_once::<bf16>();
+    let scratch = Scratch::new(1000);
+    let (mut a, mut b) = ([0f32; 2], [0f32; 3]);
+    assert!(
+        linear_forward_many([&mut a, &mut b], &[1f32; 4], [&[1f32; 8], &[1f32; 8]], 4, &scratch).is_err()
+    );
+}

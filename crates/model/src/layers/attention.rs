@@ -333,9 +333,9 @@ impl Attention {
         x: &[A],
         keep: Keep,
     ) -> Result<KeyValues<A>> {
-        saved.k_raw = layers.k.forward(run, x)?;
-        if let Some(v) = &layers.v {
-            saved.v_raw = v.forward(run, x)?;
+        match &layers.v {
+            None => saved.k_raw = layers.k.forward(run, x)?,
+            Some(v) => [saved.k_raw, saved.v_raw] = Linear::forward_many(run, [&layers.k, v], x)?,
         }
         let kv = self.finish_key_values(run, layers, saved)?;
         // An unnormed tensor is only needed again if what follows from it was not kept.

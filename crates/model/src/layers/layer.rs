@@ -391,7 +391,7 @@ impl Layer {
     }
 
     /// Bytes that backward has alive at once beside what was kept: the stream's gradient on both sides of the part at work,
-    /// and what that part has.
+    /// and what that part has. What the feed-forward part kept is gone when the mixer's turn comes.
     pub(crate) fn transient<A: Element>(
         &self,
         config: &Config,
@@ -408,7 +408,8 @@ impl Layer {
         };
         let own_input = self.own_input.as_ref().map_or(0, |part| part.transient::<A>(tokens, config.hidden));
         let feed_forward = self.feed_forward.transient::<A>(tokens, config.hidden, keep);
-        tensor + own_input.max(feed_forward).max(tensor + wide + normed + mixer)
+        let gone = tensor + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep);
+        tensor + own_input.max(feed_forward).max((tensor + wide + normed + mixer).saturating_sub(gone))
     }
 
     /// f32 that one slot of scratch needs.

@@ -12,7 +12,7 @@ use ballast_kernels::Element;
 use ballast_kernels::elementwise::{accumulate, convert, scale};
 use ballast_kernels::linear::{
     Dims, linear_backward_input, linear_backward_input_add, linear_backward_weight, linear_forward,
-    linear_scratch,
+    linear_forward_many, linear_scratch,
 };
 
 use crate::error::Result;
@@ -64,6 +64,42 @@ impl Linear {
         let mut y = zeros(sum.len());
         convert(&mut y, &sum)?;
         Ok(y)
+    }
+
+    /// The same for several layers that read one x: the bits of each by itself, threads wait for each other once.
+    pub(crate) fn forward_many<Y: Element, X: Element, const N: usize>(
+        run: &Run<'_>,
+        layers: [&Linear; N],
+        x: &[X],
+    ) -> Result<[Vec<Y>; N]> {
+        let plain = |layer: &&Linear| layer.bias.is_none() && layer.low(run).is_none();
+        let mut ys = layers.map(|layer| zeros(x.len() / layer.dims.inputs * layer.dims.outputs));
+        if !layers.iter().all(plain) {
+            for (y, layer) in ys.iter_mut().zip(layers) {
+                *y = layer.forward(run, x)?;
+            }
+            return Ok(ys);
+        }
+        let inputs = layers[0].dims.inputs;
+        let weights = layers.map(|layer| run.weight(layer.weight));
+        let places = ys.each_mut().map(|y| &mut y[..]);
+        match weights[0] {
+            Weight::F32(_) => {
+                let all = std::array::from_fn(|i| match weights[i] {
+                    Weight::F32(w) => &w[layers[i].range()],
+                    Weight::Bf16(_) => unreachable!("weights are cast all at once"),
+                });
+                linear_forward_many(places, x, all, inputs, run.scratch)?;
+            }
+            Weight::Bf16(_) => {
+                let all = std::array::from_fn(|i| match weights[i] {
+                    Weight::Bf16(w) => &w[layers[i].range()],
+                    Weight::F32(_) => unreachable!("weights are cast all at once"),
+                });
+                linear_forward_many(places, x, all, inputs, run.scratch)?;
+            }
+        }
+        Ok(ys)
     }
 
     fn without_adapter<Y: Element, X: Element>(&self, run: &Run<'_>, x: &[X]) -> Result<Vec<Y>> {

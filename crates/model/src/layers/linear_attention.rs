@@ -151,13 +151,10 @@ impl LinearAttention {
         keep: Keep,
     ) -> Result<(Vec<A>, Saved<A>)> {
         let layer = Some(self.layer);
-        let unmixed = [
-            self.qkv[0].forward::<A, A>(run, x)?,
-            self.qkv[1].forward::<A, A>(run, x)?,
-            self.qkv[2].forward::<A, A>(run, x)?,
-        ];
-        let z: Vec<A> = self.z.forward(run, x)?;
-        let (mut a, mut b): (Vec<f32>, Vec<f32>) = (self.a.forward(run, x)?, self.b.forward(run, x)?);
+        let [q, k, v] = &self.qkv;
+        let [q, k, v, z] = Linear::forward_many::<A, A, 4>(run, [q, k, v, &self.z], x)?;
+        let unmixed = [q, k, v];
+        let [mut a, mut b] = Linear::forward_many::<f32, A, 2>(run, [&self.a, &self.b], x)?;
         lower(&mut a, run.precision.gate_projections);
         lower(&mut b, run.precision.gate_projections);
         let mixed = self.convolve(run, &unmixed, state.as_deref_mut())?;

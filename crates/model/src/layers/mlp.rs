@@ -55,8 +55,7 @@ impl Mlp {
         x: &[A],
         keep: Keep,
     ) -> Result<(Vec<A>, Saved<A>)> {
-        let gate: Vec<A> = self.gate.forward(run, x)?;
-        let up: Vec<A> = self.up.forward(run, x)?;
+        let [gate, up] = Linear::forward_many::<A, A, 2>(run, [&self.gate, &self.up], x)?;
         let mut inner = zeros(gate.len());
         glu_forward(&mut inner, &gate, &up, self.activation)?;
         let y = self.down.forward(run, &inner)?;
