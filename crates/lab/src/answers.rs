@@ -128,7 +128,7 @@ fn rounded_tensor(findings: &Findings, name: &str, end: &str) -> Option<Answer> 
 
 /// Whether A_log's rounding grows along the sequence.
 fn compounding(findings: &Findings) -> Option<Answer> {
-    let run = run(findings, "A_log")?;
+    let run = run(findings, "A_log").filter(|run| run.first_difference.is_some())?;
     let by_position = &run.by_position;
     let last = by_position.last()?;
     // The first positions hardly decay anything.

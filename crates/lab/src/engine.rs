@@ -156,6 +156,13 @@ impl<'b> Engine<'b> {
         }
     }
 
+    /// Lets the parameters of the last step go, so that only one run has any at a time.
+    pub fn release(&mut self) {
+        if let Engine::Model(running) = self {
+            running.model.params = Params::default();
+        }
+    }
+
     /// What the run uses for a protected tensor of the part that it holds; `values` are the checkpoint's.
     pub fn protected(&self, name: &str, specs: &Specs, values: &Params) -> Option<Vec<f64>> {
         let index = specs.protected.iter().position(|spec| spec.name == name)?;

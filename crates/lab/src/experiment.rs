@@ -190,6 +190,7 @@ impl<'a> Experiment<'a> {
             if let Part::Layer(index) = part {
                 runner.compare_layer(index, &sites, &shown, self.setup, &values);
             }
+            runner.engine.release();
             if number == 0 {
                 shown.control = sites;
             }
@@ -224,6 +225,7 @@ impl<'a> Experiment<'a> {
                 }
                 let values = runner.values(stored, Part::Head, &values)?;
                 let logits = runner.engine.logits(slice.clone(), &runner.stored.specs, &values)?;
+                runner.engine.release();
                 runner.see_logits(&logits, &exact, control.as_deref());
                 runner.outputs.add(&logits, &exact, targets, vocabulary);
                 control.get_or_insert(logits);
@@ -249,6 +251,7 @@ impl<'a> Experiment<'a> {
             let runner = &mut self.runners[number];
             let values = runner.values(stored, part, &values)?;
             let found = gradients(&mut runner.engine, part, runner.stored, &values, &mut runner.pending)?;
+            runner.engine.release();
             runner.compare_gradients(&found, &exact);
             self.step()?;
         }
@@ -546,7 +549,7 @@ fn same_bits(a: &[f64], b: &[f64]) -> bool {
 
 /// Rows of logits that are looked at together.
 fn slice_rows(vocabulary: usize) -> usize {
-    ((1 << 25) / vocabulary.max(1)).max(16)
+    ((1 << 24) / vocabulary.max(1)).max(16)
 }
 
 /// An error before anything is read, where it would not fit.
