@@ -41,24 +41,6 @@ impl Dump {
         Ok(Dump { files, vocabulary })
     }
 
-    /// How many tensors have the name of a site or gradient.
-    pub fn known(&self) -> usize {
-        let known = |name: &&str| {
-            ["layers.", "grad."].iter().any(|start| name.starts_with(start))
-                || ["embed", "norm", "logits"].contains(name)
-        };
-        self.files.iter().flat_map(TensorFile::names).filter(known).count()
-    }
-
-    /// Names that are no site's, a few of them.
-    pub fn unknown(&self) -> Vec<&str> {
-        let known = |name: &&str| {
-            ["layers.", "grad."].iter().any(|start| name.starts_with(start))
-                || ["embed", "norm", "logits"].contains(name)
-        };
-        self.files.iter().flat_map(TensorFile::names).filter(|name| !known(name)).take(5).collect()
-    }
-
     fn tensor(&self, name: &str) -> Result<Option<Vec<f64>>> {
         match self.files.iter().find(|file| file.has(name)) {
             None => Ok(None),
