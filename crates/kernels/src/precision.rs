@@ -27,6 +27,20 @@ impl Precision {
         }
     }
 
+    /// The distance of neighbours at `x`; `None`: it is beyond the type's range.
+    pub fn ulp(self, x: f64) -> Option<f64> {
+        let (digits, smallest, limit) = match self {
+            Precision::F32 => (23, -126, f32::MAX as f64),
+            Precision::Bf16 => (7, -126, f32::MAX as f64),
+            Precision::F16 => (10, -14, 65504.0),
+        };
+        if !x.is_finite() || x.abs() > limit {
+            return None;
+        }
+        let exponent = if x == 0.0 { smallest } else { (x.abs().log2().floor() as i32).max(smallest) };
+        Some(2f64.powi(exponent - digits))
+    }
+
     /// Rounds all of `values`.
     pub fn round_all(self, values: &mut [f32]) {
         match self {
@@ -77,6 +91,27 @@ simd_fn! {
 mod tests {
     use super::*;
     use half::{bf16, f16};
+
+    #[test]
+    fn neighbours_are_two_apart_at_256_in_bf16() {
+        assert_eq!(Precision::Bf16.ulp(256.0), Some(2.0));
+        assert_eq!(Precision::Bf16.ulp(-511.0), Some(2.0));
+        assert_eq!(Precision::Bf16.ulp(512.0), Some(4.0));
+        assert_eq!(Precision::F16.ulp(1.0), Some(2f64.powi(-10)));
+        assert_eq!(Precision::F16.ulp(70000.0), None);
+        assert_eq!(Precision::F32.ulp(1.5), Some(f32::EPSILON as f64));
+    }
+
+    #[test]
+    fn a_rounded_number_moves_by_half_an_ulp_at_most() {
+        for i in 1..2000 {
+            let x = (i as f32 * 0.005).exp2() - 0.9;
+            for dtype in [Precision::Bf16, Precision::F16] {
+                let moved = (dtype.round(x) as f64 - x as f64).abs();
+                assert!(moved <= 0.5 * dtype.ulp(x as f64).unwrap(), "{x}");
+            }
+        }
+    }
 
     #[test]
     fn rounding_agrees_with_the_half_crate_all_over_f32() {

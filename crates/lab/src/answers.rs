@@ -3,9 +3,9 @@
 //! A choice "matters" by comparison: with what storing everything else in bf16 costs (the run `bf16`, which keeps the
 //! contract), since that is the price that was accepted already; and with the floor, the run in f32.
 
-use ballast_train::report::say::{bytes, counted, number, percent};
+use ballast_train::report::say::{bytes, counted, number, pattern, percent, share, signed};
 
-use crate::findings::{Answer, DecayError, Findings, Kind, ProtectedTensor, Run};
+use crate::findings::{Answer, DecayError, Findings, ProtectedTensor, Run};
 
 /// A tenth of what bf16 storage costs, and half of it: below the first a choice does not matter, above the second it does.
 const LITTLE: f64 = 0.1;
@@ -88,15 +88,6 @@ fn times(part: f64) -> String {
         _ if part >= 0.01 => format!("{:.0} % of", 100.0 * part),
         _ => format!("{} % of", number(100.0 * part)),
     }
-}
-
-/// Shares near one lose their meaning with one decimal.
-fn share(value: f64) -> String {
-    if value > 0.999 && value < 1.0 { format!("{:.3} %", 100.0 * value) } else { percent(value) }
-}
-
-fn signed(value: f64) -> String {
-    if value > 0.0 { format!("+{}", number(value)) } else { number(value) }
 }
 
 fn rounded_tensor(findings: &Findings, name: &str, end: &str) -> Option<Answer> {
@@ -260,13 +251,9 @@ fn stored(findings: &Findings) -> Option<Answer> {
     if findings.protected.is_empty() {
         return None;
     }
-    let mut kinds: Vec<(&str, &str, u64, u64, usize)> = Vec::new();
+    let mut kinds: Vec<(String, &str, u64, u64, usize)> = Vec::new();
     for tensor in &findings.protected {
-        let kind = tensor.name.split_once('.').map_or(tensor.name.as_str(), |(_, rest)| rest);
-        let kind = kind
-            .split_once('.')
-            .filter(|(n, _)| n.bytes().all(|b| b.is_ascii_digit()))
-            .map_or(kind, |(_, rest)| rest);
+        let kind = pattern(&tensor.name).trim_start_matches("layers.*.").to_string();
         match kinds.iter_mut().find(|(name, dtype, ..)| *name == kind && *dtype == tensor.dtype) {
             Some((_, _, beyond, all, count)) => {
                 *beyond += tensor.beyond_bf16;
@@ -276,7 +263,7 @@ fn stored(findings: &Findings) -> Option<Answer> {
             None => kinds.push((kind, &tensor.dtype, tensor.beyond_bf16, tensor.elements, 1)),
         }
     }
-    let sentence = |(kind, dtype, beyond, all, count): &(&str, &str, u64, u64, usize)| {
+    let sentence = |(kind, dtype, beyond, all, count): &(String, &str, u64, u64, usize)| {
         let content = if *beyond == 0 {
             "holds bf16 values only".into()
         } else {
@@ -295,16 +282,4 @@ fn stored(findings: &Findings) -> Option<Answer> {
     let question =
         "Which dtype does this checkpoint use for protected tensors, and does their content need it?";
     Some(Answer { question: question.into(), short: short.into(), text })
-}
-
-/// One line that says what does most damage, and which single choice.
-pub fn headline(findings: &Findings) -> String {
-    let others = || findings.runs.iter().filter(|run| run.name != "f32" && run.kind != Kind::Checkpoint);
-    let Some(worst) = others().next() else { return String::new() };
-    let single = others().find(|run| matches!(run.kind, Kind::Tensor | Kind::Site));
-    let mut text = format!("Most damage: {} (KL {} per token).", worst.name, number(worst.kl.mean));
-    if let Some(single) = single {
-        text += &format!(" Of the single choices: {} (KL {}).", single.name, number(single.kl.mean));
-    }
-    text
 }

@@ -11,7 +11,6 @@
 //! all-sites              f32 storage, but every tensor and site above at once
 //! ```
 
-use ballast_kernels::Precision as Rounding;
 use ballast_model::config::Mixer;
 use ballast_model::precision::{PRESETS, Storage};
 use ballast_model::{Config, Precision};
@@ -156,7 +155,7 @@ fn lower_all(precision: &mut Precision) {
 }
 
 /// Whether a model has anything at a site.
-pub fn has_site(config: &Config, site: &str) -> bool {
+fn has_site(config: &Config, site: &str) -> bool {
     let mixer = |wanted: fn(&Mixer) -> bool| config.layers.iter().any(|layer| wanted(&layer.mixer));
     match site {
         "gate_projections" | "decay_gate" | "beta" | "l2norm" | "state" => {
@@ -177,44 +176,4 @@ fn unknown(text: &str, problem: &str) -> Error {
         "{text:?}: {problem}\npresets: {presets}\ntensors: {tensors}\nsites (=bf16, =f16): {sites}\n\
          storage: params, activations; everything: {EVERY}; several with +"
     ))
-}
-
-/// The distance of neighbours at `x` in a type; `None`: it is beyond the type's range.
-pub fn ulp(x: f64, dtype: Rounding) -> Option<f64> {
-    let (digits, smallest, limit) = match dtype {
-        Rounding::F32 => (23, -126, f32::MAX as f64),
-        Rounding::Bf16 => (7, -126, f32::MAX as f64),
-        Rounding::F16 => (10, -14, 65504.0),
-    };
-    if !x.is_finite() || x.abs() > limit {
-        return None;
-    }
-    let exponent = if x == 0.0 { smallest } else { (x.abs().log2().floor() as i32).max(smallest) };
-    Some(2f64.powi(exponent - digits))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn neighbours_are_two_apart_at_256_in_bf16() {
-        assert_eq!(ulp(256.0, Rounding::Bf16), Some(2.0));
-        assert_eq!(ulp(-511.0, Rounding::Bf16), Some(2.0));
-        assert_eq!(ulp(512.0, Rounding::Bf16), Some(4.0));
-        assert_eq!(ulp(1.0, Rounding::F16), Some(2f64.powi(-10)));
-        assert_eq!(ulp(70000.0, Rounding::F16), None);
-        assert_eq!(ulp(1.5, Rounding::F32), Some(f32::EPSILON as f64));
-    }
-
-    #[test]
-    fn a_rounded_number_moves_by_half_an_ulp_at_most() {
-        for i in 1..2000 {
-            let x = (i as f32 * 0.005).exp2() - 0.9;
-            for dtype in [Rounding::Bf16, Rounding::F16] {
-                let moved = (dtype.round(x) as f64 - x as f64).abs();
-                assert!(moved <= 0.5 * ulp(x as f64, dtype).unwrap(), "{x}");
-            }
-        }
-    }
 }

@@ -1,12 +1,13 @@
 //! Tensors that another framework wrote, by the names of our sites: safetensors files in a folder.
 //!
-//! A tensor belongs to a site when it has its name and as many elements; [B, T, ...] and [tokens, ...] are the same. Gradients
-//! of parameters are `grad.<name>`.
+//! A tensor belongs to a site when it has its name; it must have as many elements, [B, T, ...] and [tokens, ...] are the same.
+//! Gradients are `grad.<name of the parameter>`, with or without what stands before `layers.` in a checkpoint.
 
 use std::ops::Range;
 use std::path::Path;
 
 use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_model::Stored;
 
 use crate::engine::{Gradient, Part, Site};
 use crate::error::{Error, Result};
@@ -41,6 +42,11 @@ impl Dump {
         Ok(Dump { files, vocabulary })
     }
 
+    /// All names, in the order of the files.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.files.iter().flat_map(TensorFile::names)
+    }
+
     fn tensor(&self, name: &str) -> Result<Option<Vec<f64>>> {
         match self.files.iter().find(|file| file.has(name)) {
             None => Ok(None),
@@ -61,11 +67,9 @@ impl Dump {
             Part::Head => name == "norm",
         };
         let mut sites = Vec::new();
-        for file in &self.files {
-            for name in file.names().filter(|name| belongs(name)) {
-                let values = file.f32(name)?.values.iter().map(|x| *x as f64).collect();
-                sites.push(Site { name: name.into(), dtype: "file", values });
-            }
+        for name in self.names().filter(|name| belongs(name)) {
+            let values = self.tensor(name)?.unwrap_or_default();
+            sites.push(Site { name: name.into(), dtype: "file", values });
         }
         Ok(sites)
     }
@@ -84,20 +88,14 @@ impl Dump {
         }
     }
 
-    /// Gradients of the parameters of a part; whatever stands before our name is left out.
-    pub fn gradients(&self, part: Part, names: &[&str]) -> Result<Vec<Gradient>> {
+    /// Gradients of the parameters of a part; that of a tied head is whole in the file, and counted with the embedding.
+    pub fn gradients(&self, part: Part, stored: &Stored) -> Result<Vec<Gradient>> {
         let mut found = Vec::new();
-        for file in &self.files {
-            for name in file.names().filter(|name| name.starts_with("grad.")) {
-                let ours = names
-                    .iter()
-                    .find(|ours| name.strip_suffix(**ours).is_some_and(|rest| rest.ends_with('.')));
-                // A tied head's gradient is whole in the file, and counted with the embedding.
-                if let Some(ours) = ours
-                    && !(part == Part::Head && *ours == "embed_tokens.weight")
-                {
-                    let values = file.f32(name)?.values.iter().map(|x| *x as f64).collect();
-                    found.push((ours.to_string(), values));
+        for spec in stored.specs.all().filter(|spec| part.has(spec, false)) {
+            for name in [stored.full_name(spec), spec.name.clone()] {
+                if let Some(values) = self.tensor(&format!("grad.{name}"))? {
+                    found.push((spec.name.clone(), values));
+                    break;
                 }
             }
         }

@@ -10,7 +10,7 @@ use ballast_model::{Batch, Model, Pass, Precision, Probe, Recompute, Stored, Tie
 
 use crate::dump::Dump;
 use crate::error::Result;
-use crate::reference::Reference;
+use crate::reference::{Reference, shows_scores};
 
 /// Which parameters a step needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,9 +47,6 @@ pub struct Site {
     pub values: Vec<f64>,
 }
 
-/// The largest number of indexer scores that are looked at.
-pub const MOST_SCORES: usize = 1 << 24;
-
 /// A gradient by its parameter's name.
 pub type Gradient = (String, Vec<f64>);
 
@@ -73,49 +70,40 @@ pub struct Running<'b> {
 
 impl<'b> Engine<'b> {
     /// The reference in f64; `backward`: whether gradients will be wanted.
-    pub fn exact(stored: &Stored, batch: &Batch, backward: bool) -> Result<Engine<'b>> {
-        Ok(Engine::Exact(Box::new(Reference::new(&stored.config, batch, Ties::Earliest, backward)?)))
+    pub fn exact(stored: &Stored, batch: &Batch, ties: Ties, backward: bool) -> Result<Engine<'b>> {
+        Ok(Engine::Exact(Box::new(Reference::new(&stored.config, batch, ties, backward)?)))
     }
 
     /// A model in this precision.
     pub fn model(
         stored: &Stored,
         batch: &'b Batch,
+        ties: Ties,
         precision: Precision,
         backward: bool,
     ) -> Result<Engine<'b>> {
-        let model = stored.model(precision)?;
+        let mut model = stored.model(precision)?;
+        model.set_ties(ties);
         Ok(Engine::Model(Box::new(Running { model, pass: None, batch, backward })))
     }
 
-    /// Embedding.
-    pub fn begin(&mut self, specs: &Specs, values: &Params) -> Result<Vec<Site>> {
+    /// One part forward, up to the last norm: the embedding, then every layer, then the head's.
+    pub fn forward(&mut self, part: Part, stored: &Stored, values: &Params) -> Result<Vec<Site>> {
         let mut sites = Sites::default();
         match self {
-            Engine::Dump(dump) => return dump.sites(Part::Embedding),
-            Engine::Exact(reference) => reference.embed(&by_name(specs, values), &mut sites.shown())?,
-            Engine::Model(running) => {
-                running.model.hold(values);
-                let recompute = running.backward.then_some(Recompute::Full);
-                running.pass = Some(Pass::begin(&running.model, running.batch, recompute, Some(&mut sites))?);
-            }
-        }
-        Ok(sites.seen)
-    }
-
-    /// Layer `index`.
-    pub fn layer(&mut self, index: usize, specs: &Specs, values: &Params) -> Result<Vec<Site>> {
-        let mut sites = Sites::default();
-        match self {
-            Engine::Dump(dump) => return dump.sites(Part::Layer(index)),
+            Engine::Dump(dump) => return dump.sites(part),
             Engine::Exact(reference) => {
-                reference.layer(index, &by_name(specs, values), &mut sites.shown())?
+                let (weights, mut see) = (by_name(&stored.specs, values), sites.shown());
+                match part {
+                    Part::Embedding => reference.embed(&weights, &mut see),
+                    Part::Layer(index) => reference.layer(index, &weights, &mut see),
+                    Part::Head => reference.norm(&weights, &mut see),
+                }?;
             }
             Engine::Model(running) => {
                 running.model.hold(values);
-                let Running { model, pass, batch, .. } = &mut **running;
-                sites.scores = batch.tokens() * batch.tokens() <= MOST_SCORES;
-                pass.as_mut().expect("it has begun").forward(model, index, Some(&mut sites))?;
+                sites.scores = shows_scores(running.batch);
+                running.forward(part, &mut sites)?;
             }
         }
         Ok(sites.seen)
@@ -126,34 +114,42 @@ impl<'b> Engine<'b> {
         !matches!(self, Engine::Dump(dump) if !dump.has_logits())
     }
 
-    /// The last norm; `values` are the head's, which [`Engine::logits`] uses too.
-    pub fn norm(&mut self, specs: &Specs, values: &Params) -> Result<Vec<Site>> {
-        let mut sites = Sites::default();
-        match self {
-            Engine::Dump(dump) => return dump.sites(Part::Head),
-            Engine::Exact(reference) => reference.norm(&by_name(specs, values), &mut sites.shown())?,
-            Engine::Model(running) => {
-                running.model.hold(values);
-                let Running { model, pass, .. } = &mut **running;
-                pass.as_mut().expect("it has begun").logits(model, 0..0, Some(&mut sites))?;
-                sites.seen.retain(|site| site.name == "norm");
-            }
-        }
-        Ok(sites.seen)
-    }
-
-    /// Logits [rows, V].
-    pub fn logits(&mut self, rows: Range<usize>, specs: &Specs, values: &Params) -> Result<Vec<f64>> {
+    /// Logits [rows, V], after all parts forward; `values` are the head's.
+    pub fn logits(&mut self, rows: Range<usize>, stored: &Stored, values: &Params) -> Result<Vec<f64>> {
         match self {
             Engine::Dump(dump) => dump.logits(rows),
-            Engine::Exact(reference) => reference.logits(rows, &by_name(specs, values)),
+            Engine::Exact(reference) => reference.logits(rows, &by_name(&stored.specs, values)),
             Engine::Model(running) => {
                 running.model.hold(values);
-                let Running { model, pass, .. } = &mut **running;
-                let logits = pass.as_mut().expect("it has begun").logits(model, rows, None)?;
-                Ok(widen(&logits))
+                let (model, pass) = running.begun();
+                Ok(widen(&pass.logits(model, rows)?))
             }
         }
+    }
+
+    /// One part backward: the head first, the embedding last.
+    pub fn backward(&mut self, part: Part, stored: &Stored, values: &Params) -> Result<Vec<Gradient>> {
+        let mut gradients = Vec::new();
+        match self {
+            Engine::Dump(dump) => return dump.gradients(part, stored),
+            Engine::Exact(reference) => {
+                let weights = by_name(&stored.specs, values);
+                let mut take = |name: &str, values: Vec<f64>| gradients.push((name.to_string(), values));
+                match part {
+                    Part::Head => reference.loss(&weights, Some(&mut take)).map(drop),
+                    Part::Layer(index) => reference.layer_backward(index, &weights, &mut take),
+                    Part::Embedding => reference.embed_backward(&weights, &mut take),
+                }?;
+            }
+            Engine::Model(running) => {
+                running.model.hold(values);
+                let tied = stored.config.tied;
+                let mut grads = running.model.grads_of(|spec| part.has(spec, tied));
+                running.backward(part, &mut grads)?;
+                gradients = named(&stored.specs, grads);
+            }
+        }
+        Ok(gradients)
     }
 
     /// Lets the parameters of the last step go, so that only one run has any at a time.
@@ -164,87 +160,51 @@ impl<'b> Engine<'b> {
     }
 
     /// What the run uses for a protected tensor of the part that it holds; `values` are the checkpoint's.
-    pub fn protected(&self, name: &str, specs: &Specs, values: &Params) -> Option<Vec<f64>> {
-        let index = specs.protected.iter().position(|spec| spec.name == name)?;
+    pub fn protected(&self, name: &str, stored: &Stored, values: &Params) -> Option<Vec<f64>> {
+        let index = stored.specs.protected.iter().position(|spec| spec.name == name)?;
         Some(widen(match self {
             Engine::Dump(_) => return None,
             Engine::Exact(_) => values.protected()[index].values(),
             Engine::Model(running) => running.model.params.protected()[index].values(),
         }))
     }
-
-    /// Loss, and back through head and last norm.
-    pub fn turn(&mut self, specs: &Specs, values: &Params) -> Result<Vec<Gradient>> {
-        let mut gradients = Vec::new();
-        match self {
-            Engine::Dump(dump) => return dump.gradients(Part::Head, &names(specs, Part::Head)),
-            Engine::Exact(reference) => {
-                let mut take = |name: &str, values: Vec<f64>| gradients.push((name.to_string(), values));
-                reference.loss(&by_name(specs, values), Some(&mut take))?;
-            }
-            Engine::Model(running) => {
-                let mut grads = running.grads(values, Part::Head);
-                let Running { model, pass, .. } = &mut **running;
-                pass.as_mut().expect("it has begun").turn(model, &mut grads, None)?;
-                gradients = named(&model.specs, grads);
-            }
-        }
-        Ok(gradients)
-    }
-
-    /// Back through layer `index`.
-    pub fn layer_backward(&mut self, index: usize, specs: &Specs, values: &Params) -> Result<Vec<Gradient>> {
-        let mut gradients = Vec::new();
-        match self {
-            Engine::Dump(dump) => {
-                return dump.gradients(Part::Layer(index), &names(specs, Part::Layer(index)));
-            }
-            Engine::Exact(reference) => {
-                let mut take = |name: &str, values: Vec<f64>| gradients.push((name.to_string(), values));
-                reference.layer_backward(index, &by_name(specs, values), &mut take)?;
-            }
-            Engine::Model(running) => {
-                let mut grads = running.grads(values, Part::Layer(index));
-                let Running { model, pass, .. } = &mut **running;
-                pass.as_mut().expect("it has begun").backward(model, &mut grads, index, None)?;
-                gradients = named(&model.specs, grads);
-            }
-        }
-        Ok(gradients)
-    }
-
-    /// Back to the embedding.
-    pub fn arrive(&mut self, specs: &Specs, values: &Params) -> Result<Vec<Gradient>> {
-        let mut gradients = Vec::new();
-        match self {
-            Engine::Dump(dump) => return dump.gradients(Part::Embedding, &names(specs, Part::Embedding)),
-            Engine::Exact(reference) => {
-                let mut take = |name: &str, values: Vec<f64>| gradients.push((name.to_string(), values));
-                reference.embed_backward(&by_name(specs, values), &mut take)?;
-            }
-            Engine::Model(running) => {
-                let mut grads = running.grads(values, Part::Embedding);
-                let Running { model, pass, .. } = &mut **running;
-                pass.take().expect("it has begun").arrive(model, &mut grads, None)?;
-                gradients = named(&model.specs, grads);
-            }
-        }
-        Ok(gradients)
-    }
 }
 
-impl Running<'_> {
-    /// Holds a part's values; zero gradients for it.
-    fn grads(&mut self, values: &Params, part: Part) -> Grads {
-        self.model.hold(values);
-        let tied = self.model.config.tied;
-        self.model.grads_of(|spec| part.has(spec, tied))
+impl<'b> Running<'b> {
+    fn begun(&mut self) -> (&Model, &mut Pass<'b>) {
+        (&self.model, self.pass.as_mut().expect("the embedding comes first"))
     }
-}
 
-/// The names of a part's parameters, a tied head's among them.
-fn names(specs: &Specs, part: Part) -> Vec<&str> {
-    specs.all().filter(|spec| part.has(spec, false)).map(|spec| spec.name.as_str()).collect()
+    fn forward(&mut self, part: Part, sites: &mut Sites) -> Result {
+        match part {
+            Part::Embedding => {
+                let recompute = self.backward.then_some(Recompute::Full);
+                self.pass = Some(Pass::begin(&self.model, self.batch, recompute, Some(sites))?);
+            }
+            Part::Layer(index) => {
+                let (model, pass) = self.begun();
+                pass.forward(model, index, Some(sites))?;
+            }
+            Part::Head => {
+                let (model, pass) = self.begun();
+                pass.norm(model, sites)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn backward(&mut self, part: Part, grads: &mut Grads) -> Result {
+        let (model, pass) = self.begun();
+        match part {
+            Part::Head => pass.turn(model, grads, None).map(drop)?,
+            Part::Layer(index) => pass.backward(model, grads, index, None)?,
+            Part::Embedding => {
+                let pass = self.pass.take().expect("it was there above");
+                pass.arrive(&self.model, grads, None)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Keeps what is shown; parameters, attention logits and scores of long inputs are left out.

@@ -10,11 +10,11 @@ use std::collections::HashMap;
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::config::{Layer, Mixer};
 use ballast_model::params::Params;
-use ballast_model::{Batch, Precision, Stored, memory};
+use ballast_model::{Batch, Precision, Stored, Ties, memory};
 
 use crate::choices::Choice;
 use crate::engine::{Engine, Gradient, Part, Site};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::findings::{
     Findings, GradientError, LayerError, NotFinite, PositionError, Reference, Run, SiteError,
 };
@@ -42,10 +42,11 @@ impl Arithmetic {
         }
     }
 
-    fn engine<'b>(self, stored: &Stored, batch: &'b Batch, backward: bool) -> Result<Engine<'b>> {
+    fn engine<'b>(self, stored: &Stored, setup: &Setup<'b>) -> Result<Engine<'b>> {
+        let Setup { batch, ties, backward, .. } = *setup;
         match self {
-            Arithmetic::F64 => Engine::exact(stored, batch, backward),
-            Arithmetic::F32 => Engine::model(stored, batch, Precision::f32(), backward),
+            Arithmetic::F64 => Engine::exact(stored, batch, ties, backward),
+            Arithmetic::F32 => Engine::model(stored, batch, ties, Precision::f32(), backward),
         }
     }
 }
@@ -58,6 +59,8 @@ pub struct Setup<'a> {
     pub batch: &'a Batch,
     /// What the reference computes in.
     pub reference: Arithmetic,
+    /// Which of several equal indexer scores are taken.
+    pub ties: Ties,
     /// Whether gradients are compared too.
     pub backward: bool,
     /// Progress: units are a part of the model for one run.
@@ -116,7 +119,7 @@ pub fn run(setup: &Setup<'_>, contestants: Vec<Contestant<'_>>) -> Result<Findin
         contestants.into_iter().map(|one| Runner::new(setup, one)).collect();
     let mut experiment = Experiment {
         setup,
-        reference: setup.reference.engine(setup.stored, setup.batch, setup.backward)?,
+        reference: setup.reference.engine(setup.stored, setup)?,
         runners: runners?,
         buckets: position::buckets(setup.batch),
         keys: HashMap::new(),
@@ -173,7 +176,7 @@ impl<'a> Experiment<'a> {
     fn part(&mut self, part: Part) -> Result {
         let stored = self.setup.stored;
         let values = read(stored, part)?;
-        let reference = advance(&mut self.reference, part, stored, &values)?;
+        let reference = self.reference.forward(part, stored, &values)?;
         self.step()?;
         let mut shown = Shown { reference, control: Vec::new(), decays: None, rows: None };
         if let Part::Layer(index) = part {
@@ -185,8 +188,8 @@ impl<'a> Experiment<'a> {
         for number in 0..self.runners.len() {
             let runner = &mut self.runners[number];
             let values = runner.values(stored, part, &values)?;
-            let sites = advance(&mut runner.engine, part, runner.stored, &values)?;
-            runner.compare(&sites, &shown, &self.buckets);
+            let sites = runner.engine.forward(part, runner.stored, &values)?;
+            runner.compare(&sites, &shown, &self.buckets)?;
             if let Part::Layer(index) = part {
                 runner.compare_layer(index, &sites, &shown, self.setup, &values);
             }
@@ -216,7 +219,7 @@ impl<'a> Experiment<'a> {
         for begin in (0..tokens).step_by(rows) {
             let slice = begin..(begin + rows).min(tokens);
             let targets = &batch.targets[slice.clone()];
-            let exact = self.reference.logits(slice.clone(), &stored.specs, &values)?;
+            let exact = self.reference.logits(slice.clone(), stored, &values)?;
             self.outputs.add(&exact, &exact, targets, vocabulary);
             let mut control = None;
             for runner in &mut self.runners {
@@ -224,7 +227,7 @@ impl<'a> Experiment<'a> {
                     continue;
                 }
                 let values = runner.values(stored, Part::Head, &values)?;
-                let logits = runner.engine.logits(slice.clone(), &runner.stored.specs, &values)?;
+                let logits = runner.engine.logits(slice.clone(), runner.stored, &values)?;
                 runner.engine.release();
                 runner.see_logits(&logits, &exact, control.as_deref());
                 runner.outputs.add(&logits, &exact, targets, vocabulary);
@@ -252,7 +255,7 @@ impl<'a> Experiment<'a> {
             let values = runner.values(stored, part, &values)?;
             let found = gradients(&mut runner.engine, part, runner.stored, &values, &mut runner.pending)?;
             runner.engine.release();
-            runner.compare_gradients(&found, &exact);
+            runner.compare_gradients(&found, &exact)?;
             self.step()?;
         }
         Ok(())
@@ -273,10 +276,10 @@ impl<'a> Experiment<'a> {
 
 impl<'a> Runner<'a> {
     fn new(setup: &Setup<'a>, contestant: Contestant<'a>) -> Result<Runner<'a>> {
-        let (batch, backward) = (setup.batch, setup.backward);
         let (engine, stored, rounds, tolerance, found) = match contestant {
             Contestant::Choice(choice) => {
-                let engine = Engine::model(setup.stored, batch, choice.precision.clone(), backward)?;
+                let Setup { stored, batch, ties, backward, .. } = *setup;
+                let engine = Engine::model(stored, batch, ties, choice.precision.clone(), backward)?;
                 let found = Run { name: choice.name, what: choice.what, kind: choice.kind, ..Run::default() };
                 (engine, setup.stored, Some(Roundings::of(&choice.precision)), None, found)
             }
@@ -284,7 +287,7 @@ impl<'a> Runner<'a> {
                 let what = format!("another checkpoint, in {}", setup.reference.name());
                 let kind = crate::findings::Kind::Checkpoint;
                 let found = Run { name, what, kind, ..Run::default() };
-                (setup.reference.engine(stored, batch, backward)?, stored, None, Some(0.0), found)
+                (setup.reference.engine(stored, setup)?, stored, None, Some(0.0), found)
             }
             Contestant::Dump { name, dump, tolerance } => {
                 let what = "tensors that were written by another framework".into();
@@ -339,15 +342,13 @@ impl<'a> Runner<'a> {
     }
 
     /// Every tensor of a part, in the reference's order.
-    fn compare(&mut self, sites: &[Site], shown: &Shown, buckets: &[usize]) {
+    fn compare(&mut self, sites: &[Site], shown: &Shown, buckets: &[usize]) -> Result {
         let own: HashMap<&str, &Site> = sites.iter().map(|site| (site.name.as_str(), site)).collect();
         let control: HashMap<&str, &Site> =
             shown.control.iter().map(|site| (site.name.as_str(), site)).collect();
         for exact in &shown.reference {
             let Some(site) = own.get(exact.name.as_str()) else { continue };
-            if site.values.len() != exact.values.len() {
-                continue;
-            }
+            self.same_size(&site.name, &site.values, &exact.values)?;
             let found = difference(&site.values, &exact.values);
             self.see_not_finite(&site.name, site.dtype, &site.values, &exact.values);
             let differs = match (self.tolerance, control.get(exact.name.as_str())) {
@@ -372,6 +373,20 @@ impl<'a> Runner<'a> {
                 largest: found.largest,
             });
         }
+        Ok(())
+    }
+
+    /// An error where another framework's tensor is of another size.
+    fn same_size(&self, name: &str, own: &[f64], exact: &[f64]) -> Result {
+        if own.len() == exact.len() {
+            return Ok(());
+        }
+        Err(Error::Input(format!(
+            "{}: {name} has {} elements where the model's has {}; is it of the same input?",
+            self.found.name,
+            own.len(),
+            exact.len()
+        )))
     }
 
     /// What belongs to a layer's kind.
@@ -409,13 +424,19 @@ impl<'a> Runner<'a> {
         }
     }
 
-    fn compare_gradients(&mut self, found: &[Gradient], exact: &[Gradient]) {
+    fn compare_gradients(&mut self, found: &[Gradient], exact: &[Gradient]) -> Result {
         let own: HashMap<&str, &Vec<f64>> =
             found.iter().map(|(name, values)| (name.as_str(), values)).collect();
         for (name, exact) in exact {
             let Some(own) = own.get(name.as_str()) else { continue };
+            let site = format!("grad.{name}");
+            self.same_size(&site, own, exact)?;
             let found = difference(own, exact);
-            self.see_not_finite(&format!("grad.{name}"), "f32", own, exact);
+            self.see_not_finite(&site, "f32", own, exact);
+            let beyond = self.tolerance.is_some_and(|tolerance| is_beyond(found.error, tolerance));
+            if beyond && self.found.first_difference.is_none() {
+                self.found.first_difference = Some(site);
+            }
             self.squared += found.squared;
             self.reference += found.reference;
             self.found.gradients.push(GradientError {
@@ -424,23 +445,23 @@ impl<'a> Runner<'a> {
                 cosine: found.cosine,
             });
         }
+        Ok(())
     }
 
     fn finish(self, loss: f64, buckets: &[usize]) -> Run {
         let mut found = self.found;
-        if !self.outputs.kl.is_empty() {
-            found.loss = self.outputs.loss();
-            found.perplexity = found.loss.exp();
-            found.loss_difference = found.loss - loss;
-            found.kl = self.outputs.spread();
-            found.top1_agreement = self.outputs.agreement();
-        }
+        found.loss = self.outputs.loss();
+        found.perplexity = found.loss.exp();
+        found.loss_difference = found.loss - loss;
+        found.kl = self.outputs.spread();
+        found.top1_agreement = self.outputs.agreement();
         if !found.gradients.is_empty() {
             found.gradient_error = Some((self.squared / self.reference).sqrt());
         }
         for bucket in 0..self.hidden.len() {
             let of_bucket = self.outputs.kl.iter().zip(buckets).filter(|(_, at)| **at == bucket);
-            let (count, sum) = of_bucket.fold((0, 0.0), |(count, sum), (kl, _)| (count + 1, sum + kl));
+            let (count, sum): (usize, f64) =
+                of_bucket.fold((0, 0.0), |(count, sum), (kl, _)| (count + 1, sum + kl));
             if !buckets.contains(&bucket) {
                 continue;
             }
@@ -450,7 +471,7 @@ impl<'a> Runner<'a> {
                 to: range.end,
                 hidden: self.hidden[bucket],
                 recurrence: self.recurrence.error(bucket),
-                kl: if count == 0 { 0.0 } else { sum / count as f64 },
+                kl: sum / count as f64,
             });
         }
         found
@@ -462,15 +483,6 @@ fn read(stored: &Stored, part: Part) -> Result<Params> {
     Ok(stored.read(|spec| part.has(spec, tied))?)
 }
 
-/// One part forward.
-fn advance(engine: &mut Engine<'_>, part: Part, stored: &Stored, values: &Params) -> Result<Vec<Site>> {
-    match part {
-        Part::Embedding => engine.begin(&stored.specs, values),
-        Part::Layer(index) => engine.layer(index, &stored.specs, values),
-        Part::Head => engine.norm(&stored.specs, values),
-    }
-}
-
 /// One part backward: its gradients, those of a tied head only when the embedding's are added.
 fn gradients(
     engine: &mut Engine<'_>,
@@ -479,11 +491,7 @@ fn gradients(
     values: &Params,
     pending: &mut HashMap<String, Vec<f64>>,
 ) -> Result<Vec<Gradient>> {
-    let mut found = match part {
-        Part::Head => engine.turn(&stored.specs, values)?,
-        Part::Layer(index) => engine.layer_backward(index, &stored.specs, values)?,
-        Part::Embedding => engine.arrive(&stored.specs, values)?,
-    };
+    let mut found = engine.backward(part, stored, values)?;
     if part == Part::Head && stored.config.tied {
         let (head, rest): (Vec<Gradient>, Vec<Gradient>) =
             found.into_iter().partition(|(name, _)| name == "embed_tokens.weight");
@@ -510,7 +518,7 @@ fn decays(
     values: &Params,
 ) -> Option<Decays> {
     let g = site(sites, &format!("layers.{index}.linear_attn.g"))?;
-    let a_log = engine.protected(&format!("layers.{index}.linear_attn.A_log"), &stored.specs, values)?;
+    let a_log = engine.protected(&format!("layers.{index}.linear_attn.A_log"), stored, values)?;
     Some(Decays::new(&a_log, g))
 }
 

@@ -1,5 +1,7 @@
 //! What a checkpoint and its shapes say without a run: protected tensors, and the bytes of the q/k norm.
 
+use std::collections::HashSet;
+
 use ballast_kernels::Precision as Rounding;
 use ballast_kernels::gated_delta_rule::{self as gdn, L2Norm};
 use ballast_model::config::Mixer;
@@ -14,22 +16,19 @@ pub const LENGTHS: [usize; 3] = [8 << 10, 32 << 10, 128 << 10];
 
 /// Every protected tensor: what it is stored in, and whether its values need that.
 pub fn protected(stored: &Stored) -> Result<Vec<ProtectedTensor>> {
-    let mut found = Vec::new();
-    let dtypes: Vec<_> = stored.protected_dtypes().collect();
-    for (index, (spec, dtype)) in dtypes.into_iter().enumerate() {
-        let values = stored.read(|other| other.name == spec.name)?;
-        let values = values.protected()[index].values();
-        let moved = |x: &f32| (Rounding::Bf16.round(*x) as f64 - *x as f64).abs();
-        let relative = |x: &f32| if *x == 0.0 { 0.0 } else { moved(x) / x.abs() as f64 };
-        found.push(ProtectedTensor {
-            name: spec.name.clone(),
-            dtype: dtype.to_string(),
-            elements: values.len() as u64,
-            beyond_bf16: values.iter().filter(|x| moved(x) > 0.0).count() as u64,
-            bf16_error: values.iter().map(relative).fold(0.0, f64::max),
-        });
-    }
-    Ok(found)
+    let names: HashSet<&str> = stored.specs.protected.iter().map(|spec| spec.name.as_str()).collect();
+    let values = stored.read(|spec| names.contains(spec.name.as_str()))?;
+    let moved = |x: &f32| (Rounding::Bf16.round(*x) as f64 - *x as f64).abs();
+    let relative = |x: &f32| if *x == 0.0 { 0.0 } else { moved(x) / x.abs() as f64 };
+    let tensors = stored.protected_dtypes().zip(values.protected());
+    let described = tensors.map(|((spec, dtype), tensor)| ProtectedTensor {
+        name: spec.name.clone(),
+        dtype: dtype.to_string(),
+        elements: tensor.values().len() as u64,
+        beyond_bf16: tensor.values().iter().filter(|x| moved(x) > 0.0).count() as u64,
+        bf16_error: tensor.values().iter().map(relative).fold(0.0, f64::max),
+    });
+    Ok(described.collect())
 }
 
 /// Bytes kept for backward of q, k and their norm in bf16, over all layers with linear attention.

@@ -1,7 +1,8 @@
 //! What a run of the lab found: plain data, written as lab.json, drawn by [`crate::report`].
 //!
 //! An error of a tensor is `RMS(a - b) / RMS(b)` with b the reference's, unless it is said otherwise. What was not measured
-//! (a model without linear attention has no decay) is an empty list or `None`. A value that is not finite is `null` in JSON.
+//! (a model without linear attention has no decay) is an empty list or `None`; where another framework's files have no logits,
+//! loss, perplexity, KL and agreement are no numbers. A value that is not finite is `null` in JSON.
 
 use serde::Serialize;
 
@@ -82,7 +83,7 @@ pub enum Kind {
     Site,
     /// Several at once, as asked for.
     Several,
-    /// Another checkpoint, in the reference's arithmetic.
+    /// Another checkpoint, in the reference's arithmetic, or another framework's tensors.
     Checkpoint,
 }
 
@@ -105,7 +106,8 @@ pub struct Run {
     pub kl: Spread,
     /// Share of tokens whose likeliest next token is the reference's.
     pub top1_agreement: f64,
-    /// The first tensor, in the order in which they are made, whose bits differ from the run in f32; `None`: none does.
+    /// The first tensor, in the order in which they are made, whose bits differ from the run in f32; for another checkpoint or
+    /// another framework's tensors, the first that is farther from the reference than it may be, gradients last. `None`: none.
     pub first_difference: Option<String>,
     /// The first tensor with a value that is not finite where the reference has only finite ones.
     pub not_finite: Option<NotFinite>,

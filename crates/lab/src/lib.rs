@@ -24,4 +24,4 @@ mod training;
 pub use choices::Choice;
 pub use error::{Error, Result};
 pub use findings::Findings;
-pub use study::{Study, Training, headline};
+pub use study::{Study, Training};

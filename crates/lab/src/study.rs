@@ -1,19 +1,21 @@
 //! A whole study: experiment, facts, training steps, answers.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::time::Instant;
 
 use ballast_checkpoint::jobs::Observer;
-use ballast_model::{Batch, Config, Stored, memory};
+use ballast_model::{Batch, Config, Stored, Ties, memory};
+use ballast_train::report::say::counted;
 
 use crate::answers::answers;
 use crate::choices::Choice;
 use crate::dump::Dump;
 use crate::error::{Error, Result};
 use crate::experiment::{self, Arithmetic, Contestant, Setup};
-use crate::findings::{Findings, Input};
+use crate::facts;
+use crate::findings::{Findings, Input, Run};
 use crate::training::Steps;
-use crate::{answers, facts};
 
 /// What all studies are told.
 pub struct Study<'a> {
@@ -46,14 +48,15 @@ impl<'a> Study<'a> {
     pub fn choices(&self, mut choices: Vec<Choice>, training: Option<Training>) -> Result<Findings> {
         let begun = Instant::now();
         choices.retain(|choice| choice.name != "f32");
-        choices.insert(0, Choice::f32());
-        let contestants = choices.iter().cloned().map(Contestant::Choice).collect();
-        let mut findings = self.run(contestants)?;
+        let all = [Choice::f32()].into_iter().chain(choices.iter().cloned());
+        let contestants: Vec<Contestant<'_>> = all.map(Contestant::Choice).collect();
+        let runs = contestants.len();
+        let mut findings = self.run(contestants, Ties::Earliest)?;
         findings.protected = facts::protected(self.stored)?;
         findings.l2norm = facts::l2norm(&self.stored.config);
         if let Some(Training { steps, learning_rate }) = training {
             let (path, batch, observer) = (self.path, self.batch, self.observer);
-            observer.steps("training", (choices.len() * steps) as u64);
+            observer.steps("training", (runs * steps) as u64);
             let mut found = Steps { path, batch, steps, learning_rate, observer }.run(&choices)?;
             let place = |name: &str| findings.runs.iter().position(|run| run.name == name);
             found.runs.sort_by_key(|run| place(&run.name));
@@ -76,33 +79,54 @@ impl<'a> Study<'a> {
             )));
         }
         let contestant = Contestant::Checkpoint { name: name.into(), stored: other };
-        let mut findings = self.run(vec![contestant])?;
+        let mut findings = self.run(vec![contestant], Ties::Earliest)?;
         findings.protected = facts::protected(self.stored)?;
         findings.seconds = begun.elapsed().as_secs_f64();
         findings.peak_memory_bytes = memory::peak();
         Ok(findings)
     }
 
-    /// Tensors that another framework wrote beside this model's.
+    /// Tensors that another framework wrote beside this model's; equal indexer scores are resolved as torch does.
     pub fn dump(&self, name: &str, dump: Dump, tolerance: f64) -> Result<Findings> {
         let begun = Instant::now();
-        let mut findings = self.run(vec![Contestant::Dump { name: name.into(), dump, tolerance }])?;
+        let (names, logits): (Vec<String>, bool) =
+            (dump.names().map(String::from).collect(), dump.has_logits());
+        let contestant = Contestant::Dump { name: name.into(), dump, tolerance };
+        let mut findings = self.run(vec![contestant], Ties::Torch)?;
         let run = &findings.runs[0];
-        if run.sites.is_empty() && run.kl.max == 0.0 && run.gradients.is_empty() {
+        if run.sites.is_empty() && !logits && run.gradients.is_empty() {
             return Err(Error::Input(format!(
                 "{name}: none of its tensors has the name and the size of a site; `ballast trace MODEL --ids IDS --sites '*' \
                  --out FILE` writes all names"
             )));
         }
+        findings.notes = self.left_aside(run, &names).into_iter().collect();
         findings.seconds = begun.elapsed().as_secs_f64();
         findings.peak_memory_bytes = memory::peak();
         Ok(findings)
     }
 
-    fn run(&self, contestants: Vec<Contestant<'_>>) -> Result<Findings> {
+    /// Which of another framework's tensors were compared with nothing.
+    fn left_aside(&self, run: &Run, names: &[String]) -> Option<String> {
+        let mut known: HashSet<String> = run.sites.iter().map(|site| site.site.clone()).collect();
+        known.insert("logits".into());
+        for spec in self.stored.specs.all().filter(|spec| run.gradients.iter().any(|g| g.tensor == spec.name))
+        {
+            known.extend([format!("grad.{}", spec.name), format!("grad.{}", self.stored.full_name(spec))]);
+        }
+        let others: Vec<&str> =
+            names.iter().map(String::as_str).filter(|name| !known.contains(*name)).collect();
+        let few = others.iter().take(5).copied().collect::<Vec<_>>().join(", ");
+        let more = if others.len() > 5 { ", ..." } else { "" };
+        (!others.is_empty()).then(|| {
+            format!("Compared with nothing: {} ({few}{more}).", counted(others.len() as u64, "tensor"))
+        })
+    }
+
+    fn run(&self, contestants: Vec<Contestant<'_>>, ties: Ties) -> Result<Findings> {
         let Study { stored, batch, reference, gradients, observer, .. } = *self;
         batch.check(stored.config.vocabulary)?;
-        let setup = Setup { stored, batch, reference, backward: gradients, observer };
+        let setup = Setup { stored, batch, reference, ties, backward: gradients, observer };
         observer.steps("running", experiment::units(&setup, contestants.len()));
         let mut findings = experiment::run(&setup, contestants)?;
         findings.model = self.path.display().to_string();
@@ -141,9 +165,4 @@ fn notes(config: &Config, study: &Study<'_>) -> Vec<String> {
         ));
     }
     notes
-}
-
-/// One line that says what does most damage.
-pub fn headline(findings: &Findings) -> String {
-    answers::headline(findings)
 }

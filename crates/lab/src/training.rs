@@ -38,26 +38,15 @@ struct Outcome {
 }
 
 impl Steps<'_> {
-    /// All choices; the first must be [`Choice::f32`], and is what the others are compared with.
+    /// `choices` beside [`Choice::f32`], which comes first in what is found.
     pub fn run(&self, choices: &[Choice]) -> Result<Training> {
-        let mut training =
-            Training { steps: self.steps, learning_rate: self.learning_rate, ..Training::default() };
-        let mut reference: Option<Outcome> = None;
+        let exact = self.one(&Choice::f32())?;
+        let mut runs = vec![exact.beside(&exact, "f32")];
         for choice in choices {
-            let outcome = self.one(choice)?;
-            let exact = reference.get_or_insert_with(|| {
-                training.reference = outcome.losses.clone();
-                outcome.shallow()
-            });
-            training.runs.push(TrainingRun {
-                name: choice.name.clone(),
-                drift: outcome.drift(exact, |_| true),
-                protected_drift: exact.protected.contains(&true).then(|| outcome.drift(exact, |p| p)),
-                not_finite: outcome.not_finite,
-                losses: outcome.losses,
-            });
+            runs.push(self.one(choice)?.beside(&exact, &choice.name));
         }
-        Ok(training)
+        let Steps { steps, learning_rate, .. } = *self;
+        Ok(Training { steps, learning_rate, reference: exact.losses, runs })
     }
 
     fn one(&self, choice: &Choice) -> Result<Outcome> {
@@ -106,13 +95,13 @@ fn values(optimizer: &Optimizer, model: &Model) -> Vec<Vec<f32>> {
 }
 
 impl Outcome {
-    fn shallow(&self) -> Outcome {
-        Outcome {
-            losses: Vec::new(),
+    fn beside(&self, exact: &Outcome, name: &str) -> TrainingRun {
+        TrainingRun {
+            name: name.into(),
+            losses: self.losses.clone(),
+            drift: self.drift(exact, |_| true),
+            protected_drift: exact.protected.contains(&true).then(|| self.drift(exact, |p| p)),
             not_finite: self.not_finite,
-            start: self.start.clone(),
-            end: self.end.clone(),
-            protected: self.protected.clone(),
         }
     }
 

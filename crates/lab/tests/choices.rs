@@ -4,7 +4,6 @@ mod common;
 
 use ballast_kernels::Precision as Rounding;
 use ballast_lab::Choice;
-use ballast_lab::choices::ulp;
 use ballast_lab::experiment::Arithmetic;
 use ballast_lab::findings::Kind;
 use ballast_model::probe::Recorder;
@@ -108,7 +107,7 @@ fn lowered_logits_are_off_by_half_an_ulp_at_most() {
         for (choice, dtype) in [("qk_product", Rounding::Bf16), ("qk_product=f16", Rounding::F16)] {
             // The first layer with attention: later ones see other inputs.
             let (exact, found) = (&findings.attention[0], &run(&findings, choice).attention[0]);
-            let half = 0.5 * ulp(exact.largest, dtype).unwrap();
+            let half = 0.5 * dtype.ulp(exact.largest).unwrap();
             // Of thousands of logits, the farthest is near half an ulp of those in the upper binade, or of the next one.
             assert!(
                 found.max_abs <= half * (1.0 + 1e-6) && found.max_abs >= half / 4.0,

@@ -1,6 +1,7 @@
 //! The model in f64 on all tiny models: against transformers, against the model in f32, against differences of its own
 //! loss.
 
+mod common;
 mod tiny;
 
 use std::collections::BTreeMap;
@@ -9,6 +10,7 @@ use ballast_checkpoint::layout::Form;
 use ballast_lab::reference::Reference;
 use ballast_model::probe::Recorder;
 use ballast_model::{Batch, LossOptions, Model, Recompute, Ties};
+use common::{MODELS, batch, golden, ids};
 use tiny::*;
 
 /// Of gradients. qwen3_5 amplifies, as [`site_limit`] says: transformers' own are up to 2.9e-4 away from f64 (A_log), the
@@ -284,24 +286,4 @@ fn what_is_asked_in_the_wrong_order_or_without_weights_is_refused() {
     assert!(reference.layer_backward(3, &weights, &mut |_, _| {}).is_err());
     let outside = Batch::packed(vec![160], vec![0, 1]).unwrap();
     assert!(Reference::new(&model.config, &outside, Ties::Earliest, true).is_err());
-}
-
-/// Prints how long a step of some size takes; `cargo test --release -p ballast-lab -- --ignored --nocapture long`.
-#[test]
-#[ignore = "a measurement"]
-fn a_long_sequence_takes_seconds() {
-    let config = serde_json::json!({
-        "model_type": "qwen3_5_text", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64, "tie_word_embeddings": true,
-    });
-    let model = Model::init(&config, |_| Ok(ballast_model::Precision::f32()), 1).unwrap();
-    let batch = Batch::rows((0..4096).map(|i| i * 7919 % 4096).collect(), 4096).unwrap();
-    let parameters = parameters(&model);
-    for keep in [false, true] {
-        let begun = std::time::Instant::now();
-        let loss = run(&model.config, &parameters, &batch, Ties::Earliest, keep).loss;
-        println!("4096 tokens, backward {keep}: {:.1} s, loss {loss}", begun.elapsed().as_secs_f64());
-    }
 }

@@ -10,7 +10,7 @@ use ballast_lab::experiment::Arithmetic;
 use ballast_lab::{Choice, Training};
 use ballast_model::probe::Recorder;
 use ballast_model::{LossOptions, Model, Precision, Recompute, Stored};
-use common::{MODELS, batch, defaults, folder, run, study};
+use common::{MODELS, batch, defaults, folder, golden, run, study};
 
 #[test]
 fn every_model_has_a_whole_study() {
@@ -160,6 +160,58 @@ fn tensors_of_another_framework_part_where_they_differ() {
         write("a.safetensors", &recorder.seen);
         let other = study.dump("dump", open(), 1e-4).unwrap();
         assert_eq!(other.runs[0].first_difference.as_deref(), Some("layers.1.linear_attn.beta"));
+    });
+}
+
+/// Golden files are such dumps: what transformers wrote, logits and gradients by its names.
+#[test]
+fn transformers_own_values_agree_on_every_model() {
+    for name in MODELS {
+        study(name, Arithmetic::F64, true, |study| {
+            let file = folder(name).join("golden.safetensors");
+            let gradients = golden(name).names().filter(|tensor| tensor.starts_with("grad.")).count();
+            let dump = Dump::open(&file, study.stored.config.vocabulary).unwrap();
+            let findings = study.dump("golden", dump, 1e-3).unwrap();
+            let run = &findings.runs[0];
+            assert_eq!(run.first_difference, None, "{name}");
+            // Experts have a tensor each in some of the files, which is no name of ours; all others are compared.
+            let split = golden(name).names().filter(|tensor| tensor.contains(".experts.")).count();
+            assert!(
+                run.gradients.len() + split >= gradients,
+                "{name}: {} of {gradients}",
+                run.gradients.len()
+            );
+            assert!(run.kl.max < 1e-6 && run.top1_agreement == 1.0, "{name}: {:?}", run.kl);
+            assert!(run.gradients.iter().all(|gradient| gradient.error < 4e-4), "{name}");
+        });
+    }
+}
+
+#[test]
+fn a_dump_of_another_input_is_refused_and_other_names_are_told() {
+    let folder_of = tempfile::tempdir().unwrap();
+    let (zeros, file) = (vec![0.0; 58 * 64], folder_of.path().join("a.safetensors"));
+    study("qwen3_5", Arithmetic::F32, true, |study| {
+        let dump = |tensors: &[Named<'_>]| {
+            write_f32(&file, tensors, &[], true).unwrap();
+            study.dump("dump", Dump::open(&file, 160).unwrap(), 1e-3)
+        };
+        let short = dump(&[("layers.0.out", &[3], &zeros[..3])]).unwrap_err().to_string();
+        assert!(short.contains("layers.0.out has 3 elements") && short.contains("same input"), "{short}");
+        let gradient = dump(&[("grad.model.norm.weight", &[5], &zeros[..5])]).unwrap_err().to_string();
+        assert!(gradient.contains("grad.norm.weight has 5 elements"), "{gradient}");
+        // A layer's norm is not the last one, though its name ends alike.
+        let norm: Vec<f32> = vec![1.0; 16];
+        let name = "grad.model.layers.0.linear_attn.norm.weight";
+        let findings = dump(&[(name, &[16], &norm), ("other", &[1], &[1.0])]).unwrap();
+        let compared: Vec<&str> = findings.runs[0].gradients.iter().map(|g| g.tensor.as_str()).collect();
+        assert_eq!(compared, ["layers.0.linear_attn.norm.weight"]);
+        assert_eq!(
+            findings.runs[0].first_difference.as_deref(),
+            Some("grad.layers.0.linear_attn.norm.weight")
+        );
+        assert_eq!(findings.notes, ["Compared with nothing: 1 tensor (other)."]);
+        assert!(findings.runs[0].loss.is_nan() && findings.runs[0].kl.mean.is_nan(), "no logits, no figures");
     });
 }
 

@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_freed_is_there_at_once_and_can_be_used() {
+    fn memory_is_as_good_as_before_when_freed_pages_are_kept() {
         keep_freed();
         for size in [1 << 20, 40 << 20, 3] {
             let mut buffer = vec![0u8; size];

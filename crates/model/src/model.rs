@@ -295,7 +295,7 @@ impl Model {
 
     fn logits_in<A: Element>(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
         self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
-            let trail = self.forward::<A>(run, Recompute::None, false)?;
+            let trail = self.forward::<A>(run, None)?;
             let hidden = self.last_norm(run, &trail.x)?;
             self.project(run, &hidden)
         })
@@ -321,7 +321,7 @@ impl Model {
         probe: Option<&mut dyn Probe>,
     ) -> Result<Loss> {
         self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
-            let trail = self.forward::<A>(run, Recompute::None, false)?;
+            let trail = self.forward::<A>(run, None)?;
             let hidden = self.last_norm(run, &trail.x)?;
             let options = self.loss_options(options);
             let mut logits = zeros(logits_len(self.config.vocabulary, run.tokens(), &options));
@@ -388,7 +388,7 @@ impl Model {
         probe: Option<&mut dyn Probe>,
     ) -> Result<StepLoss> {
         self.with_run::<A, _>(batch, probe, options, |run| {
-            let mut trail = self.forward::<A>(run, recompute, true)?;
+            let mut trail = self.forward::<A>(run, Some(recompute))?;
             let balance = run.balance.as_ref().map_or(0.0, Balancing::complete);
             let language = self.turn(run, grads, &mut trail, options)?;
             for index in (0..self.layers.len()).rev() {
@@ -448,7 +448,7 @@ impl Model {
         recompute: Recompute,
     ) -> Result<usize> {
         self.with_run::<A, _>(batch, None, options, |run| {
-            let mut trail = self.forward::<A>(run, recompute, true)?;
+            let mut trail = self.forward::<A>(run, Some(recompute))?;
             trail.norm = self.norm.forward(run, &trail.x)?.1;
             Ok(trail.bytes())
         })

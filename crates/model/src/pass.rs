@@ -15,7 +15,7 @@ use ballast_kernels::{Element, Scratch};
 use half::bf16;
 
 use crate::batch::Batch;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layers::{InputsSaved, Keep, Links, Saved};
 use crate::model::{LossOptions, Model, Recompute};
 use crate::params::Grads;
@@ -58,14 +58,13 @@ impl<A> Trail<A> {
 }
 
 impl Model {
-    /// All layers; `backward`: whether their trail is kept.
+    /// Embedding and all layers; `recompute` says how a backward will be made, `None` that there will be none.
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
-        recompute: Recompute,
-        backward: bool,
+        recompute: Option<Recompute>,
     ) -> Result<Trail<A>> {
-        let mut trail = self.begin(run, backward.then_some(recompute))?;
+        let mut trail = self.begin(run, recompute)?;
         for index in 0..self.layers().len() {
             self.layer_forward(run, &mut trail, index)?;
         }
@@ -128,7 +127,8 @@ impl Model {
         index: usize,
     ) -> Result {
         let (layer, links) = (&self.layers()[index], &mut trail.links);
-        let saved = match trail.layers.pop().expect("every layer was passed, with its trail kept") {
+        let not_kept = || Error::Input(format!("layer {index} cannot go back: nothing was kept of it"));
+        let saved = match trail.layers.pop().ok_or_else(not_kept)? {
             LayerTrail::Saved(saved) => *saved,
             LayerTrail::Input(x) => layer.forward(run, x, links, None, Keep::Everything)?.1,
         };
@@ -173,7 +173,7 @@ enum Flow {
 macro_rules! with_flow {
     ($pass:expr, $model:expr, $probe:expr, |$run:ident, $trail:ident| $body:expr) => {{
         let Pass { batch, tables, scratch, flow } = $pass;
-        let probe = $probe.map(|probe| probe as &mut dyn Probe);
+        let probe = Option::<&mut dyn Probe>::map($probe, |probe| probe as &mut dyn Probe);
         let $run = &$model.run_on(batch, tables, scratch, probe, &LossOptions::default())?;
         match flow {
             Flow::F32($trail) => $body,
@@ -215,21 +215,21 @@ impl<'b> Pass<'b> {
         with_flow!(self, model, probe, |run, trail| model.layer_forward(run, trail, index))
     }
 
-    /// The last norm; the logits [rows, V] of these tokens.
-    pub fn logits(
-        &self,
-        model: &Model,
-        rows: std::ops::Range<usize>,
-        probe: Option<&mut dyn Probe>,
-    ) -> Result<Vec<f32>> {
-        with_flow!(self, model, probe, |run, trail| {
+    /// The last norm, for a probe: [`Pass::logits`] and [`Pass::turn`] take it themselves.
+    pub fn norm(&self, model: &Model, probe: &mut dyn Probe) -> Result {
+        with_flow!(self, model, Some(probe), |run, trail| model.last_norm(run, &trail.x).map(drop))
+    }
+
+    /// The logits [rows, V] of these tokens.
+    pub fn logits(&self, model: &Model, rows: std::ops::Range<usize>) -> Result<Vec<f32>> {
+        with_flow!(self, model, None, |run, trail| {
             let hidden = model.last_norm(run, &trail.x)?;
             let width = model.config.hidden;
             model.project(run, &hidden[rows.start * width..rows.end * width])
         })
     }
 
-    /// The mean loss, and back through head and last norm.
+    /// The loss, and back through head and last norm.
     pub fn turn(&mut self, model: &Model, grads: &mut Grads, probe: Option<&mut dyn Probe>) -> Result<Loss> {
         with_flow!(self, model, probe, |run, trail| model.turn(run, grads, trail, &LossOptions::default()))
     }

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use crate::config::Config;
 use crate::error::Result;
-use crate::load::{canonical, open, read_f32, sort};
+use crate::load::{canonical, full_name, open, read_f32, sort};
 use crate::model::Model;
 use crate::params::{Params, Protected, Spec, Specs, Weight};
 use crate::precision::Precision;
@@ -23,6 +23,8 @@ pub struct Stored {
     pub specs: Specs,
     /// In the order of the specs.
     views: Vec<View>,
+    /// What stands before the names of the specs.
+    prefix: String,
 }
 
 impl Stored {
@@ -36,8 +38,13 @@ impl Stored {
         let model = Model::build(config, Precision::f32())?;
         let layout = Layout::detect(&checkpoint);
         let views: Vec<View> = layout::relayout(&checkpoint, &layout, &canonical(&layout))?.concat();
-        let (views, _) = sort(&model, views, checkpoint, layout)?;
-        Ok(Stored { config: model.config, specs: model.specs, views })
+        let (views, source) = sort(&model, views, checkpoint, layout)?;
+        Ok(Stored { config: model.config, specs: model.specs, views, prefix: source.prefix })
+    }
+
+    /// A parameter's name in the Hugging Face layout.
+    pub fn full_name(&self, spec: &Spec) -> String {
+        full_name(&self.prefix, spec)
     }
 
     /// The values of those parameters that are wanted, in f32, all bits; the others are empty.

@@ -34,8 +34,8 @@ fn check(name: &str, preset: &str) {
     }
     thin.hold(&stored.read(is_outside).unwrap());
     let half = batch.tokens() / 2;
-    let mut logits = pass.logits(&thin, 0..half, None).unwrap();
-    logits.extend(pass.logits(&thin, half..batch.tokens(), None).unwrap());
+    let mut logits = pass.logits(&thin, 0..half).unwrap();
+    logits.extend(pass.logits(&thin, half..batch.tokens()).unwrap());
     assert!(logits.iter().zip(&expected_logits).all(|(a, b)| a.to_bits() == b.to_bits()), "{name} {preset}");
     pass.turn(&thin, &mut grads, None).unwrap();
     for layer in (0..layers).rev() {
@@ -67,6 +67,17 @@ fn one_layer_at_a_time_gives_the_same_bits_in_bf16() {
     for name in MODELS {
         check(name, "hf-bf16");
     }
+}
+
+#[test]
+fn a_pass_that_kept_nothing_cannot_go_back() {
+    let (stored, batch) = (Stored::open(&folder("gemma2")).unwrap(), batch("gemma2"));
+    let mut model = stored.model(Precision::f32()).unwrap();
+    model.hold(&stored.read(|_| true).unwrap());
+    let mut pass = Pass::begin(&model, &batch, None, None).unwrap();
+    pass.forward(&model, 0, None).unwrap();
+    let problem = pass.backward(&model, &mut model.grads(), 0, None).unwrap_err().to_string();
+    assert!(problem.contains("nothing was kept"), "{problem}");
 }
 
 #[test]

@@ -8,9 +8,9 @@ use ballast_lab::dump::Dump;
 use ballast_lab::experiment::Arithmetic;
 use ballast_lab::findings::{Input, Kind, Run};
 use ballast_lab::input::{self, Length};
-use ballast_lab::{Choice, Findings, Study, Training, embedded, headline, report};
+use ballast_lab::{Choice, Findings, Study, Training, embedded, report};
 use ballast_model::{Batch, Stored};
-use ballast_train::report::say::{duration, number, percent};
+use ballast_train::report::say::{duration, number, share, signed};
 use clap::{Args, ValueEnum};
 use comfy_table::Table;
 
@@ -255,11 +255,11 @@ fn words(findings: &Findings, args: &LabArgs) -> String {
     );
     if args.compare.is_some() || args.dump.is_some() {
         for run in &findings.runs {
-            text += &parting(run, args);
+            text += &parting(run, &findings.notes, args);
         }
     } else {
         text += &format!("{}\n", runs_table(findings));
-        text += &format!("{}\n", headline(findings));
+        text += &format!("{}\n", wrap(&report::headline(findings).replace('`', "")));
         if let Some(training) = &findings.training {
             text += &format!("\n{}\n", training_table(training));
         }
@@ -311,7 +311,7 @@ fn runs_table(findings: &Findings) -> Table {
             number(run.kl.mean),
             number(run.kl.p99),
             number(run.kl.max),
-            percent(run.top1_agreement),
+            share(run.top1_agreement),
             run.gradient_error.map_or_else(|| "-".into(), number),
             clean(&place),
         ]);
@@ -336,7 +336,7 @@ fn training_table(training: &ballast_lab::findings::Training) -> Table {
 }
 
 /// Where two runs part: sites in their order, folded where nothing happens.
-fn parting(run: &Run, args: &LabArgs) -> String {
+fn parting(run: &Run, notes: &[String], args: &LabArgs) -> String {
     let mut text = String::new();
     text += &match &run.first_difference {
         Some(site) => format!("{} parts from it at {}.\n", clean(&run.name), clean(site)),
@@ -355,7 +355,14 @@ fn parting(run: &Run, args: &LabArgs) -> String {
         }
     }
     text += &format!("{rows}\n");
-    if run.loss != 0.0 || run.kl.max != 0.0 {
+    let compared = plural(run.sites.len(), "tensor");
+    text += &format!("{compared} and {} compared\n", plural(run.gradients.len(), "gradient"));
+    for note in notes {
+        text += &format!("{}\n", clean(note));
+    }
+    if run.loss.is_nan() && run.not_finite.is_none() {
+        text += "no logits: outputs were not compared\n";
+    } else {
         text += &format!(
             "loss {:.6} ({}), KL {} per token (p99 {}, largest {}), same likeliest token for {}\n",
             run.loss,
@@ -363,7 +370,7 @@ fn parting(run: &Run, args: &LabArgs) -> String {
             number(run.kl.mean),
             number(run.kl.p99),
             number(run.kl.max),
-            percent(run.top1_agreement)
+            share(run.top1_agreement)
         );
     }
     if let Some(error) = run.gradient_error {
@@ -374,8 +381,4 @@ fn parting(run: &Run, args: &LabArgs) -> String {
         text += "\n";
     }
     text
-}
-
-fn signed(value: f64) -> String {
-    if value > 0.0 { format!("+{}", number(value)) } else { number(value) }
 }

@@ -11,7 +11,6 @@ use ballast_model::{Batch, Precision};
 use rayon::prelude::*;
 
 use super::output::argmax;
-use crate::choices::ulp;
 use crate::findings::{AttentionError, LogitRange};
 
 /// Queries of a layer that are looked at, by head.
@@ -122,8 +121,8 @@ impl Rows {
             min,
             max,
             largest,
-            bf16_ulp: ulp(largest, Rounding::Bf16).unwrap_or(f64::INFINITY),
-            f16_ulp: ulp(largest, Rounding::F16),
+            bf16_ulp: Rounding::Bf16.ulp(largest).unwrap_or(f64::INFINITY),
+            f16_ulp: Rounding::F16.ulp(largest),
             histogram: (0..BINS).map(|bin| (min + bin as f64 * width, counts[bin])).collect(),
             rows: self.0.len(),
         }

@@ -55,20 +55,20 @@ impl Outputs {
         }
     }
 
-    /// Mean loss of the tokens with a target.
+    /// Mean loss of the tokens with a target; no number where there are none.
     pub fn loss(&self) -> f64 {
-        self.loss / self.predicted.max(1) as f64
+        self.loss / self.predicted as f64
     }
 
-    /// Share of tokens whose likeliest next token is the reference's.
+    /// Share of tokens whose likeliest next token is the reference's; no number where there are none.
     pub fn agreement(&self) -> f64 {
-        self.agree as f64 / self.kl.len().max(1) as f64
+        self.agree as f64 / self.kl.len() as f64
     }
 
-    /// Of the KL divergences.
+    /// Of the KL divergences; no numbers where there are none.
     pub fn spread(&self) -> Spread {
         if self.kl.is_empty() {
-            return Spread::default();
+            return Spread { mean: f64::NAN, p99: f64::NAN, max: f64::NAN };
         }
         let mut sorted = self.kl.clone();
         // What is not a number counts as the largest, whatever its sign bit.
@@ -101,7 +101,7 @@ mod tests {
     fn equal_logits_diverge_nowhere_and_a_shift_changes_nothing() {
         let (mut outputs, row) = (Outputs::default(), [0.3, -2.0, 9.0, 1e3]);
         outputs.add(&row.map(|x| x + 5.0), &row, &[IGNORED], 4);
-        assert!(outputs.kl[0] < 1e-12 && outputs.loss() == 0.0);
+        assert!(outputs.kl[0] < 1e-12 && outputs.loss().is_nan(), "a loss of no token is no number");
     }
 
     #[test]

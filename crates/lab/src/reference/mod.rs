@@ -42,6 +42,11 @@ pub type Sites<'a> = &'a mut dyn FnMut(&str, &[usize], &[f64]);
 /// none.
 pub type Gradients<'a> = &'a mut dyn FnMut(&str, Vec<f64>);
 
+/// Whether an indexer's scores are few enough to be shown.
+pub(crate) fn shows_scores(batch: &Batch) -> bool {
+    batch.tokens().saturating_pow(2) <= 1 << 24
+}
+
 /// A run of a decoder over a batch.
 pub struct Reference {
     setting: Arc<Setting>,

@@ -9,9 +9,7 @@ use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series, grid};
 use ballast_train::report::say::{self, sentence};
 
 use super::table::{Column, Table};
-use super::words::{
-    badness, cell, code, counted, enumerate, floor, heading, largest, mean, policies, signed, soft,
-};
+use super::words::{badness, cell, code, counted, enumerate, floor, heading, largest, mean, policies, soft};
 use crate::Findings;
 use crate::findings::{Decay, DecayError, Run};
 
@@ -185,7 +183,7 @@ fn furthest_half_life(run: &Run, findings: &Findings) -> Option<String> {
         "the half-life of head {} in layer {} changes most, by {} of {} tokens",
         before.head,
         before.layer,
-        signed(change),
+        say::signed(change),
         say::number(before.half_life)
     ))
 }
@@ -226,7 +224,7 @@ fn row(run: &Run, findings: &Findings) -> [String; 6] {
         cell(run.decay.iter().map(|head| badness(value(head))).fold(0.0, f64::max))
     };
     let half_life = furthest(run, findings).map_or(String::new(), |(before, after)| {
-        format!("{} by {}", cell(before.half_life), signed(after.half_life - before.half_life))
+        format!("{} by {}", cell(before.half_life), say::signed(after.half_life - before.half_life))
     });
     [
         code(&run.name),

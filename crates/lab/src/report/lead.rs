@@ -3,9 +3,7 @@
 use ballast_train::report::page::{inline, prose};
 use ballast_train::report::say::{self, sentence};
 
-use super::words::{
-    are, counted, floor, is_broken, is_single, list, named, policies, signed, soft, times_floor,
-};
+use super::words::{are, counted, floor, is_broken, is_single, list, named, policies, soft, times_floor};
 use crate::Findings;
 use crate::findings::Run;
 
@@ -37,14 +35,15 @@ pub(super) fn lead(findings: &Findings) -> String {
             number => format!("each of {number} policies"),
         },
     );
+    let (opening, headline) = (inline(&opening), prose(&headline(findings)));
+    format!("<p class=\"lead\">{opening}</p>\n<p>{headline}</p>\n{}", facts(findings))
+}
+
+/// What does most damage and what none, in a few sentences, with names between backticks.
+pub fn headline(findings: &Findings) -> String {
     let parts = [broken(findings), worst(findings), worst_single(findings), harmless(findings)];
-    let headline: Vec<String> = parts.into_iter().flatten().map(|part| sentence(&[Some(part)])).collect();
-    format!(
-        "<p class=\"lead\">{}</p>\n<p>{}</p>\n{}",
-        inline(&opening),
-        prose(&headline.join(" ")),
-        facts(findings)
-    )
+    let sentences: Vec<String> = parts.into_iter().flatten().map(|part| sentence(&[Some(part)])).collect();
+    sentences.join(" ")
 }
 
 fn broken(findings: &Findings) -> Option<String> {
@@ -72,7 +71,7 @@ fn worst(findings: &Findings) -> Option<String> {
         if policies(findings).any(is_broken) { " of the others" } else { "" },
         say::number(run.kl.mean),
         say::number(run.loss),
-        signed(run.loss_difference),
+        say::signed(run.loss_difference),
         say::share(1.0 - run.top1_agreement)
     ))
 }

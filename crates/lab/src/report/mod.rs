@@ -21,6 +21,7 @@ mod words;
 use ballast_train::report::page::page;
 
 use crate::Findings;
+pub use lead::headline;
 
 /// The page.
 pub fn html(findings: &Findings) -> String {

@@ -155,11 +155,3 @@ fn findings_where_nothing_is_finite_make_a_page_that_says_so() {
     assert!(html.contains("No head has a half-life that is finite"));
     assert!(html.contains("No policy has a divergence that can be drawn"));
 }
-
-/// `LAB_PAGE=lab.html cargo test -p ballast-lab a_page_to_look_at -- --ignored`
-#[test]
-#[ignore = "writes a file to look at"]
-fn a_page_to_look_at() {
-    let path = std::env::var("LAB_PAGE").expect("LAB_PAGE names the file");
-    std::fs::write(path, html(&example::findings())).unwrap();
-}

@@ -4,7 +4,7 @@ use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
 use ballast_train::report::say::{self, sentence};
 
 use super::table::{Column, Table};
-use super::words::{FLOOR_COLOUR, cell, code, counted, heading, named, signed, signed_cell, soft};
+use super::words::{FLOOR_COLOUR, cell, code, counted, heading, named, signed_cell, soft};
 use crate::Findings;
 use crate::findings::{Training, TrainingRun};
 
@@ -68,7 +68,7 @@ fn furthest(training: &Training) -> Option<String> {
     let runs = training.runs.iter().filter_map(|run| Some((run, last_difference(run, training)?)));
     let (run, difference) =
         runs.filter(|run| run.1.is_finite()).max_by(|a, b| a.1.abs().total_cmp(&b.1.abs()))?;
-    Some(format!("{} is furthest from it at the end, by {}", named(&run.name), signed(difference)))
+    Some(format!("{} is furthest from it at the end, by {}", named(&run.name), say::signed(difference)))
 }
 
 /// Of a run that came to the last step.

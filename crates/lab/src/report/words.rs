@@ -89,12 +89,6 @@ pub(super) fn counted(number: usize, noun: &str) -> String {
     say::counted(number as u64, noun)
 }
 
-/// A difference, with its sign.
-pub(super) fn signed(value: f64) -> String {
-    let sign = if value > 0.0 && value.is_finite() { "+" } else { "" };
-    format!("{sign}{}", say::number(value))
-}
-
 /// `12.3 times`.
 pub(super) fn times(ratio: f64) -> String {
     if ratio > 1e6 { "over a million times".into() } else { format!("{} times", say::number(ratio)) }
@@ -113,7 +107,7 @@ pub(super) fn cell(value: f64) -> String {
 
 /// A difference in a table.
 pub(super) fn signed_cell(value: f64) -> String {
-    mark_lost(value, signed(value))
+    mark_lost(value, say::signed(value))
 }
 
 /// A share in a table.
@@ -173,7 +167,7 @@ mod tests {
 
     #[test]
     fn differences_have_a_sign_and_what_is_not_finite_is_marked() {
-        assert_eq!((signed(0.5), signed(-0.5), signed(0.0)), ("+0.500".into(), "-0.500".into(), "0".into()));
+        assert_eq!([0.5, -0.5, 0.0].map(signed_cell), ["+0.500", "-0.500", "0"]);
         assert_eq!(signed_cell(f64::INFINITY), "<span class=\"bad\">not finite</span>");
         assert_eq!(mean([f64::NAN]), None);
         assert_eq!(mean([1.0, f64::NAN, 3.0]), Some(2.0));

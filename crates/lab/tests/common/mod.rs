@@ -11,7 +11,7 @@ use ballast_lab::{Choice, Study, input};
 use ballast_model::{Batch, Stored};
 
 /// The tiny models.
-pub const MODELS: [&str; 9] = [
+pub const MODELS: [&str; 10] = [
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
@@ -21,6 +21,7 @@ pub const MODELS: [&str; 9] = [
     "gemma4_moe",
     "gemma4_ple",
     "deepseek_v32",
+    "deepseek_v32_yarn",
 ];
 
 pub fn folder(model: &str) -> PathBuf {
@@ -31,10 +32,13 @@ pub fn golden(model: &str) -> TensorFile {
     TensorFile::open(&folder(model).join("golden.safetensors")).unwrap()
 }
 
+pub fn ids(model: &str) -> Vec<u32> {
+    golden(model).integers("input_ids").unwrap().values.iter().map(|id| *id as u32).collect()
+}
+
 /// The golden batch: two rows of 29.
 pub fn batch(model: &str) -> Batch {
-    let ids = golden(model).integers("input_ids").unwrap();
-    Batch::rows(ids.values.iter().map(|id| *id as u32).collect(), 29).unwrap()
+    Batch::rows(ids(model), 29).unwrap()
 }
 
 /// Runs `work` with a study of a golden model.

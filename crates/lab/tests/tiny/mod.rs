@@ -1,51 +1,21 @@
-//! The tiny models, and whole runs of the reference on them.
+//! Whole runs of the reference on the tiny models.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
 
-use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_lab::reference::Reference;
 use ballast_model::params::{Grads, Spec};
 use ballast_model::{Batch, Config, Model, Precision, Ties};
 
-pub const MODELS: [&str; 10] = [
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "gemma2",
-    "gemma3",
-    "gemma4_dense",
-    "gemma4_moe",
-    "gemma4_ple",
-    "deepseek_v32",
-    "deepseek_v32_yarn",
-];
+use super::common::folder;
 
 pub type Parameters = BTreeMap<String, Vec<f32>>;
 pub type Gradients = BTreeMap<String, Vec<f64>>;
-
-pub fn folder(model: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(model)
-}
-
-pub fn golden(model: &str) -> TensorFile {
-    TensorFile::open(&folder(model).join("golden.safetensors")).unwrap()
-}
 
 /// In f32, with equal scores resolved as torch does.
 pub fn load(model: &str) -> Model {
     let mut model = Model::load(&folder(model), |_| Ok(Precision::f32())).unwrap();
     model.set_ties(Ties::Torch);
     model
-}
-
-pub fn ids(model: &str) -> Vec<u32> {
-    golden(model).integers("input_ids").unwrap().values.iter().map(|id| *id as u32).collect()
-}
-
-/// The golden batch: two rows of 29.
-pub fn batch(model: &str) -> Batch {
-    Batch::rows(ids(model), 29).unwrap()
 }
 
 pub fn parameters(model: &Model) -> Parameters {

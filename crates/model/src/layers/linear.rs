@@ -73,13 +73,14 @@ impl Linear {
         x: &[X],
     ) -> Result<[Vec<Y>; N]> {
         let plain = |layer: &&Linear| layer.bias.is_none() && layer.low(run).is_none();
-        let mut ys = layers.map(|layer| zeros(x.len() / layer.dims.inputs * layer.dims.outputs));
         if !layers.iter().all(plain) {
+            let mut ys = [const { Vec::new() }; N];
             for (y, layer) in ys.iter_mut().zip(layers) {
                 *y = layer.forward(run, x)?;
             }
             return Ok(ys);
         }
+        let mut ys = layers.map(|layer| zeros(x.len() / layer.dims.inputs * layer.dims.outputs));
         let inputs = layers[0].dims.inputs;
         let weights = layers.map(|layer| run.weight(layer.weight));
         let places = ys.each_mut().map(|y| &mut y[..]);

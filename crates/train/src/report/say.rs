@@ -14,6 +14,12 @@ pub fn number(value: f64) -> String {
     }
 }
 
+/// A difference, with its sign.
+pub fn signed(value: f64) -> String {
+    let sign = if value > 0.0 && value.is_finite() { "+" } else { "" };
+    format!("{sign}{}", number(value))
+}
+
 /// The label of a tick that lies on multiples of `step`.
 pub fn tick(value: f64, step: f64) -> String {
     let size = value.abs();

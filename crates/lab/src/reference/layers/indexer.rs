@@ -19,12 +19,10 @@ use crate::Result;
 use crate::reference::ops::layer_norm;
 use crate::reference::pass::Pass;
 use crate::reference::product::times_transposed;
+use crate::reference::shows_scores;
 
 /// Of the key's norm.
 const EPS: f64 = 1e-6;
-
-/// Scores are shown up to this many.
-const MOST_SHOWN: usize = 1 << 24;
 
 /// Queries of a task.
 const QUERIES: usize = 64;
@@ -43,7 +41,7 @@ pub fn select(
         return Ok(None);
     }
     let indexer = Indexer::new(pass, x, q_resid, shape)?;
-    if pass.is_watched() && setting.tokens().saturating_pow(2) <= MOST_SHOWN {
+    if pass.is_watched() && shows_scores(&setting.batch) {
         let square = |tokens: Range<usize>| {
             let len = tokens.len();
             let padded = |row: Vec<f64>| (0..len).map(move |u| row.get(u).copied().unwrap_or(0.0));
