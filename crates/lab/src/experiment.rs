@@ -382,7 +382,7 @@ impl<'a> Runner<'a> {
             return Ok(());
         }
         Err(Error::Input(format!(
-            "{}: {name} has {} elements where the model's has {}; is it of the same input?",
+            "{}: {name} has {} elements where the model's has {}; is it of the same model and input?",
             self.found.name,
             own.len(),
             exact.len()

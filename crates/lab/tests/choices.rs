@@ -132,15 +132,14 @@ fn sampled_logits_are_those_that_the_model_shows() {
             let attention = &run(&findings, preset).attention;
             assert_eq!(attention.len(), recorder.seen.len(), "{name}");
             for (found, seen) in attention.iter().zip(&recorder.seen) {
-                let largest = seen.values.iter().fold(0f32, |a, b| a.max(b.abs())) as f64;
-                // The sample has 56 of 58 queries at this length: every one that sees another key than itself.
-                let first = seen.values.len();
+                // Every query of two rows of 29 is in the sample but the first of each, which sees itself alone.
+                let of_others = seen.values.chunks(29).enumerate().filter(|(row, _)| row % 29 > 0);
+                let largest = of_others.flat_map(|(_, row)| row).fold(0f32, |a, b| a.max(b.abs())) as f64;
                 assert!(
-                    found.largest <= largest * (1.0 + 1e-6),
-                    "{name} {preset}: {} of {first}",
+                    (found.largest - largest).abs() <= 1e-6 * largest,
+                    "{name} {preset}: {} for {largest}",
                     found.largest
                 );
-                assert!(found.largest >= 0.5 * largest, "{name} {preset}");
             }
         }
     }
