@@ -197,7 +197,10 @@ fn a_dump_of_another_input_is_refused_and_other_names_are_told() {
             study.dump("dump", Dump::open(&file, 160).unwrap(), 1e-3)
         };
         let short = dump(&[("layers.0.out", &[3], &zeros[..3])]).unwrap_err().to_string();
-        assert!(short.contains("layers.0.out has 3 elements") && short.contains("same model and input"), "{short}");
+        assert!(
+            short.contains("layers.0.out has 3 elements") && short.contains("same model and input"),
+            "{short}"
+        );
         let gradient = dump(&[("grad.model.norm.weight", &[5], &zeros[..5])]).unwrap_err().to_string();
         assert!(gradient.contains("grad.norm.weight has 5 elements"), "{gradient}");
         // A layer's norm is not the last one, though its name ends alike.

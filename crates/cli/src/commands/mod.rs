@@ -28,8 +28,9 @@ use clap::{Args, Parser, Subcommand};
 use crate::exit::Outcome;
 use crate::progress::Progress;
 
-/// Keeps the critical tensors of hybrid Gated-DeltaNet models in f32: inspect, audit, convert, diff and
-/// repair checkpoints; generate text with them and measure their perplexity.
+/// Keeps the critical tensors of hybrid Gated-DeltaNet models in f32: train and fine-tune them; write text with them and
+/// measure their perplexity; inspect, audit, convert, diff and repair their checkpoints; and see in the lab what each
+/// precision choice costs.
 ///
 /// Exit codes: 0 ok, 1 a check failed, 2 usage, 3 bad or missing input, 4 does not fit, 5 not finite, 130 interrupted.
 #[derive(Parser)]
