@@ -197,20 +197,32 @@ fn resolution(findings: &Findings) -> Option<Answer> {
 fn indexer(findings: &Findings) -> Option<Answer> {
     let run = run(findings, "indexer_logits")?;
     let question = "Do the indexer's logits need f32?".to_string();
+    let learning = learning(findings, run);
     if run.indexer.is_empty() {
         let text = "No query had more keys than the indexer takes (or the input is too long to look at every score), so it chose \
                     nothing.";
-        return Some(Answer { question, short: "not here".into(), text: text.into() });
+        return Some(Answer { question, short: "not here".into(), text: text.to_string() + &learning });
     }
     let mean = run.indexer.iter().map(|layer| layer.overlap).sum::<f64>() / run.indexer.len() as f64;
     let same = run.indexer.iter().map(|layer| layer.same).sum::<f64>() / run.indexer.len() as f64;
     let (word, sentence) = verdict(findings, run);
     let text = format!(
-        "In bf16, {} of the chosen keys are the reference's, and {} of queries choose exactly the same; {sentence}.",
+        "In bf16, {} of the chosen keys are the reference's, and {} of queries choose exactly the same; {sentence}.{learning}",
         share(mean),
         share(same)
     );
     Some(Answer { question, short: word.into(), text })
+}
+
+/// What rounded logits do to the training of the indexers.
+fn learning(findings: &Findings, run: &Run) -> String {
+    let Some(error) = run.indexer_gradient_error else { return String::new() };
+    let mut text =
+        format!(" The gradients that the indexers have of their own loss are off by {}", number(error));
+    if let Some(bf16) = self::run(findings, "bf16").and_then(|run| run.indexer_gradient_error) {
+        text += &format!(", where bf16 storage has {}", number(bf16));
+    }
+    text + "."
 }
 
 fn l2norm(findings: &Findings) -> Option<Answer> {

@@ -6,11 +6,13 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use ballast_model::params::{Grads, Params, Spec, Specs, Weight};
-use ballast_model::{Batch, Model, Pass, Precision, Probe, Recompute, Stored, Ties};
+use ballast_model::{
+    Batch, IndexerLoss, IndexerStage, Model, Pass, Precision, Probe, Recompute, Stored, Ties,
+};
 
 use crate::dump::Dump;
 use crate::error::Result;
-use crate::reference::{Reference, shows_scores};
+use crate::reference::{Backward, Reference, shows_scores};
 
 /// Which parameters a step needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,12 +67,12 @@ pub struct Running<'b> {
     model: Model,
     pass: Option<Pass<'b>>,
     batch: &'b Batch,
-    backward: bool,
+    backward: Backward,
 }
 
 impl<'b> Engine<'b> {
-    /// The reference in f64; `backward`: whether gradients will be wanted.
-    pub fn exact(stored: &Stored, batch: &Batch, ties: Ties, backward: bool) -> Result<Engine<'b>> {
+    /// The reference in f64.
+    pub fn exact(stored: &Stored, batch: &Batch, ties: Ties, backward: Backward) -> Result<Engine<'b>> {
         Ok(Engine::Exact(Box::new(Reference::new(&stored.config, batch, ties, backward)?)))
     }
 
@@ -80,7 +82,7 @@ impl<'b> Engine<'b> {
         batch: &'b Batch,
         ties: Ties,
         precision: Precision,
-        backward: bool,
+        backward: Backward,
     ) -> Result<Engine<'b>> {
         let mut model = stored.model(precision)?;
         model.set_ties(ties);
@@ -178,8 +180,10 @@ impl<'b> Running<'b> {
     fn forward(&mut self, part: Part, sites: &mut Sites) -> Result {
         match part {
             Part::Embedding => {
-                let recompute = self.backward.then_some(Recompute::Full);
-                self.pass = Some(Pass::begin(&self.model, self.batch, recompute, Some(sites))?);
+                let recompute = (self.backward != Backward::None).then_some(Recompute::Full);
+                let learns = self.backward == Backward::WithIndexers && self.model.config.has_indexer();
+                let indexer = learns.then_some(IndexerLoss { scale: 1.0, stage: IndexerStage::Sparse });
+                self.pass = Some(Pass::begin(&self.model, self.batch, recompute, indexer, Some(sites))?);
             }
             Part::Layer(index) => {
                 let (model, pass) = self.begun();

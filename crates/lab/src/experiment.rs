@@ -22,7 +22,8 @@ use crate::measure::attention::{Roundings, Rows, Shape};
 use crate::measure::decay::Decays;
 use crate::measure::output::Outputs;
 use crate::measure::position::{self, MeanErrors, Sums};
-use crate::measure::{difference, indexer};
+use crate::measure::{Together, difference, indexer};
+use crate::reference::Backward;
 
 /// What the reference computes in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -61,10 +62,16 @@ pub struct Setup<'a> {
     pub reference: Arithmetic,
     /// Which of several equal indexer scores are taken.
     pub ties: Ties,
-    /// Whether gradients are compared too.
-    pub backward: bool,
+    /// Which gradients are compared too.
+    pub backward: Backward,
     /// Progress: units are a part of the model for one run.
     pub observer: &'a dyn Observer,
+}
+
+impl Setup<'_> {
+    fn is_backward(&self) -> bool {
+        self.backward != Backward::None
+    }
 }
 
 /// A run on its way.
@@ -80,8 +87,8 @@ struct Runner<'a> {
     recurrence: MeanErrors,
     keys: HashMap<usize, Vec<f64>>,
     pending: HashMap<String, Vec<f64>>,
-    squared: f64,
-    reference: f64,
+    gradients: Together,
+    indexer_gradients: Together,
 }
 
 /// What runs are compared with.
@@ -109,7 +116,7 @@ pub enum Contestant<'a> {
 /// Units of progress that an experiment has.
 pub fn units(setup: &Setup<'_>, contestants: usize) -> u64 {
     let parts = setup.stored.config.layers.len() + 2;
-    ((contestants + 1) * parts * if setup.backward { 2 } else { 1 }) as u64
+    ((contestants + 1) * parts * if setup.is_backward() { 2 } else { 1 }) as u64
 }
 
 /// Runs everything. With choices, the first of them must be [`Choice::f32`].
@@ -128,7 +135,7 @@ pub fn run(setup: &Setup<'_>, contestants: Vec<Contestant<'_>>) -> Result<Findin
         findings: Findings::default(),
     };
     experiment.forward()?;
-    if setup.backward {
+    if setup.is_backward() {
         experiment.backward()?;
     }
     Ok(experiment.finish())
@@ -307,8 +314,8 @@ impl<'a> Runner<'a> {
             recurrence: MeanErrors::default(),
             keys: HashMap::new(),
             pending: HashMap::new(),
-            squared: 0.0,
-            reference: 0.0,
+            gradients: Together::default(),
+            indexer_gradients: Together::default(),
         })
     }
 
@@ -437,8 +444,9 @@ impl<'a> Runner<'a> {
             if beyond && self.found.first_difference.is_none() {
                 self.found.first_difference = Some(site);
             }
-            self.squared += found.squared;
-            self.reference += found.reference;
+            let of_indexer = name.contains(".indexer.");
+            let together = if of_indexer { &mut self.indexer_gradients } else { &mut self.gradients };
+            together.add(&found);
             self.found.gradients.push(GradientError {
                 tensor: name.clone(),
                 error: found.error,
@@ -455,9 +463,8 @@ impl<'a> Runner<'a> {
         found.loss_difference = found.loss - loss;
         found.kl = self.outputs.spread();
         found.top1_agreement = self.outputs.agreement();
-        if !found.gradients.is_empty() {
-            found.gradient_error = Some((self.squared / self.reference).sqrt());
-        }
+        found.gradient_error = self.gradients.error();
+        found.indexer_gradient_error = self.indexer_gradients.error();
         for bucket in 0..self.hidden.len() {
             let of_bucket = self.outputs.kl.iter().zip(buckets).filter(|(_, at)| **at == bucket);
             let (count, sum): (usize, f64) =
@@ -570,11 +577,11 @@ fn check_memory(setup: &Setup<'_>, contestants: usize) -> Result {
     let layers = (0..config.layers.len()).map(Part::Layer);
     let largest = layers.chain([Part::Embedding, Part::Head]).map(elements).max().unwrap_or(0);
     let stream = tokens * config.hidden as u64;
-    let kept = if setup.backward { config.layers.len() as u64 + 1 } else { 2 };
+    let kept = if setup.is_backward() { config.layers.len() as u64 + 1 } else { 2 };
     let streams = stream * kept * (8 + 4 * contestants as u64);
     // Parameters as read and as held; a layer's tensors, some twenty of the stream's size, of three runs in f64; a slice of
     // logits of two runs, thrice each; on the way back gradients of two runs.
-    let gradients = if setup.backward { 3 * 8 * largest } else { 0 };
+    let gradients = if setup.is_backward() { 3 * 8 * largest } else { 0 };
     let logits = 6 * 8 * (slice_rows(config.vocabulary) as u64).min(tokens) * config.vocabulary as u64;
     let needed = 2 * 4 * largest + gradients + streams + 3 * 20 * 8 * stream + logits;
     Ok(memory::check("this run of the lab (fewer tokens or policies, or --no-gradients, take less)", needed)?)

@@ -125,8 +125,10 @@ pub struct Run {
     pub indexer: Vec<IndexerError>,
     /// By parameter; empty without backward.
     pub gradients: Vec<GradientError>,
-    /// Of all gradients together: RMS of the differences / RMS.
+    /// Of all gradients of the language loss together: RMS of the differences / RMS.
     pub gradient_error: Option<f64>,
+    /// The same of the gradients that indexers have of their own loss; `None` without indexers.
+    pub indexer_gradient_error: Option<f64>,
 }
 
 /// Mean, 99th percentile, largest.

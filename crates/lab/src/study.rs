@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::experiment::{self, Arithmetic, Contestant, Setup};
 use crate::facts;
 use crate::findings::{Findings, Input, Run};
+use crate::reference::Backward;
 use crate::training::Steps;
 
 /// What all studies are told.
@@ -51,7 +52,7 @@ impl<'a> Study<'a> {
         let all = [Choice::f32()].into_iter().chain(choices.iter().cloned());
         let contestants: Vec<Contestant<'_>> = all.map(Contestant::Choice).collect();
         let runs = contestants.len();
-        let mut findings = self.run(contestants, Ties::Earliest)?;
+        let mut findings = self.run(contestants, Ties::Earliest, Backward::WithIndexers)?;
         findings.protected = facts::protected(self.stored)?;
         findings.l2norm = facts::l2norm(&self.stored.config);
         if let Some(Training { steps, learning_rate }) = training {
@@ -79,20 +80,21 @@ impl<'a> Study<'a> {
             )));
         }
         let contestant = Contestant::Checkpoint { name: name.into(), stored: other };
-        let mut findings = self.run(vec![contestant], Ties::Earliest)?;
+        let mut findings = self.run(vec![contestant], Ties::Earliest, Backward::WithIndexers)?;
         findings.protected = facts::protected(self.stored)?;
         findings.seconds = begun.elapsed().as_secs_f64();
         findings.peak_memory_bytes = memory::peak();
         Ok(findings)
     }
 
-    /// Tensors that another framework wrote beside this model's; equal indexer scores are resolved as torch does.
+    /// Tensors that another framework wrote beside this model's; equal indexer scores are resolved as torch does, and gradients
+    /// are those of the language loss alone.
     pub fn dump(&self, name: &str, dump: Dump, tolerance: f64) -> Result<Findings> {
         let begun = Instant::now();
         let (names, logits): (Vec<String>, bool) =
             (dump.names().map(String::from).collect(), dump.has_logits());
         let contestant = Contestant::Dump { name: name.into(), dump, tolerance };
-        let mut findings = self.run(vec![contestant], Ties::Torch)?;
+        let mut findings = self.run(vec![contestant], Ties::Torch, Backward::Language)?;
         let run = &findings.runs[0];
         if run.sites.is_empty() && !logits && run.gradients.is_empty() {
             return Err(Error::Input(format!(
@@ -123,10 +125,11 @@ impl<'a> Study<'a> {
         })
     }
 
-    fn run(&self, contestants: Vec<Contestant<'_>>, ties: Ties) -> Result<Findings> {
+    fn run(&self, contestants: Vec<Contestant<'_>>, ties: Ties, of_interest: Backward) -> Result<Findings> {
         let Study { stored, batch, reference, gradients, observer, .. } = *self;
         batch.check(stored.config.vocabulary)?;
-        let setup = Setup { stored, batch, reference, ties, backward: gradients, observer };
+        let backward = if gradients { of_interest } else { Backward::None };
+        let setup = Setup { stored, batch, reference, ties, backward, observer };
         observer.steps("running", experiment::units(&setup, contestants.len()));
         let mut findings = experiment::run(&setup, contestants)?;
         findings.model = self.path.display().to_string();
@@ -153,8 +156,8 @@ fn notes(config: &Config, study: &Study<'_>) -> Vec<String> {
     }
     if config.has_indexer() {
         notes.push(
-            "The indexers' weights have no gradient here: the language loss does not reach them. Equal scores: the earliest key \
-             is chosen."
+            "The language loss does not reach the indexers' weights: their gradients are those of their own loss (sparse stage, \
+             factor 1), and no part of the error of all gradients. Equal scores: the earliest key is chosen."
                 .into(),
         );
     }

@@ -7,9 +7,9 @@ mod tiny;
 use std::collections::BTreeMap;
 
 use ballast_checkpoint::layout::Form;
-use ballast_lab::reference::Reference;
+use ballast_lab::reference::{Backward, Reference};
 use ballast_model::probe::Recorder;
-use ballast_model::{Batch, LossOptions, Model, Recompute, Ties};
+use ballast_model::{Batch, IndexerLoss, IndexerStage, LossOptions, Model, Recompute, Ties};
 use common::{MODELS, batch, golden, ids};
 use tiny::*;
 
@@ -38,7 +38,7 @@ fn site_limit(model: &str) -> f64 {
 
 fn check_golden(name: &str, gradients: usize) {
     let (golden, model, batch) = (golden(name), load(name), batch(name));
-    let run = run(&model.config, &parameters(&model), &batch, Ties::Torch, true);
+    let run = run(&model.config, &parameters(&model), &batch, Ties::Torch, Backward::Language);
     let (ratio, largest) = error(run.logits.iter().copied(), &wide(&golden.f32("logits").unwrap().values));
     let loss = golden.f32("loss").unwrap().values[0] as f64;
     let off = (run.loss - loss).abs() / loss;
@@ -110,7 +110,12 @@ fn check_sites(name: &str, model: &Model, batch: &Batch, ours: &[Site], limit: f
 /// Compares every gradient.
 fn check_gradients(name: &str, model: &Model, batch: &Batch, ours: &Gradients, limit: f64) {
     let mut grads = model.grads();
-    model.backward(&mut grads, batch, &LossOptions::default(), Recompute::None, None).unwrap();
+    let sparse = IndexerLoss { scale: 1.0, stage: IndexerStage::Sparse };
+    let options =
+        LossOptions { indexer: model.config.has_indexer().then_some(sparse), ..LossOptions::default() };
+    model.backward(&mut grads, batch, &options, Recompute::None, None).unwrap();
+    let of_indexers = ours.keys().filter(|tensor| tensor.contains(".indexer.")).count();
+    assert_eq!(of_indexers, if model.config.has_indexer() { 5 * model.config.layers.len() } else { 0 });
     let (mut worst, mut compared) = ((0.0, ""), 0);
     for (spec, theirs) in by_name(model, &grads) {
         let Some(ours) = ours.get(&spec.name) else {
@@ -135,7 +140,7 @@ fn every_site_and_gradient_is_that_of_the_model_in_f32() {
         let model = load(name);
         // Sequences of several lengths, one of a single token.
         let batch = Batch::packed(ids(name), vec![0, 29, 30, 47, 58]).unwrap();
-        let run = run(&model.config, &parameters(&model), &batch, Ties::Torch, true);
+        let run = run(&model.config, &parameters(&model), &batch, Ties::Torch, Backward::WithIndexers);
         check_sites(name, &model, &batch, &run.sites, site_limit(name));
         check_gradients(name, &model, &batch, &run.grads, gradient_limit(name));
     }
@@ -153,7 +158,7 @@ fn sequences_of_many_blocks_are_those_of_the_model_in_f32() {
     for name in MODELS {
         let model = load(name);
         let batch = long_batch();
-        let run = run(&model.config, &parameters(&model), &batch, Ties::Torch, true);
+        let run = run(&model.config, &parameters(&model), &batch, Ties::Torch, Backward::WithIndexers);
         // gemma4_ple amplifies: here the last digit of its weights moves sites by 2.6e-5 and gradients by 1.9e-3, in f64.
         let (sites, gradients) = if name == "gemma4_ple" { (1e-4, 4e-3) } else { (2e-5, 1e-4) };
         check_sites(name, &model, &batch, &run.sites, sites);
@@ -168,7 +173,7 @@ fn any_number_of_threads_gives_the_same_bits() {
         let parameters = parameters(&model);
         let on = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| run(&model.config, &parameters, &batch, Ties::Torch, true))
+            pool.install(|| run(&model.config, &parameters, &batch, Ties::Torch, Backward::WithIndexers))
         };
         let (one, three) = (on(1), on(3));
         assert!(one.logits == three.logits && one.grads == three.grads && one.loss == three.loss, "{name}");
@@ -201,8 +206,10 @@ fn the_gradient_is_what_differences_of_the_loss_give() {
     for name in &MODELS[..9] {
         let (model, batch) = (load(name), long_batch());
         let parameters = shortened(&parameters(&model));
-        let loss = |parameters: &Parameters| run(&model.config, parameters, &batch, Ties::Torch, false).loss;
-        let grads = run(&model.config, &parameters, &batch, Ties::Torch, true).grads;
+        let loss = |parameters: &Parameters| {
+            run(&model.config, parameters, &batch, Ties::Torch, Backward::None).loss
+        };
+        let grads = run(&model.config, &parameters, &batch, Ties::Torch, Backward::Language).grads;
         for direction in 0..3 {
             let mut next = random(direction + 1);
             let (mut up, mut down) = (parameters.clone(), parameters.clone());
@@ -230,7 +237,8 @@ fn packed_sequences_give_what_each_gives_alone() {
     for name in MODELS {
         let (model, ids) = (load(name), ids(name));
         let parameters = parameters(&model);
-        let alone = |ties: Ties, batch: &Batch| run(&model.config, &parameters, batch, ties, true);
+        let alone =
+            |ties: Ties, batch: &Batch| run(&model.config, &parameters, batch, ties, Backward::Language);
         let ends = [0, 29, 34, 51, 58];
         let packed = Batch::packed(ids.clone(), ends.to_vec()).unwrap();
         let together = alone(Ties::Earliest, &packed);
@@ -266,8 +274,7 @@ fn what_is_asked_in_the_wrong_order_or_without_weights_is_refused() {
     let weights = |name: &str| -> &[f32] { &parameters[name] };
     let none = |_: &str| -> &[f32] { &[] };
     let see = &mut |_: &str, _: &[usize], _: &[f64]| {};
-    let new = |keep| Reference::new(&model.config, &batch, Ties::Earliest, keep).unwrap();
-    let mut reference = new(false);
+    let mut reference = Reference::new(&model.config, &batch, Ties::Earliest, Backward::None).unwrap();
     let problem = reference.embed(&none, see).unwrap_err().to_string();
     assert!(problem.contains("embed_tokens.weight has 0 elements"), "{problem}");
     assert!(reference.layer(0, &weights, see).is_err());
@@ -285,5 +292,5 @@ fn what_is_asked_in_the_wrong_order_or_without_weights_is_refused() {
     assert!(reference.loss(&weights, None).unwrap() > 0.0);
     assert!(reference.layer_backward(3, &weights, &mut |_, _| {}).is_err());
     let outside = Batch::packed(vec![160], vec![0, 1]).unwrap();
-    assert!(Reference::new(&model.config, &outside, Ties::Earliest, true).is_err());
+    assert!(Reference::new(&model.config, &outside, Ties::Earliest, Backward::Language).is_err());
 }

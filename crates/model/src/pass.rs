@@ -17,7 +17,7 @@ use half::bf16;
 use crate::batch::Batch;
 use crate::error::{Error, Result};
 use crate::layers::{InputsSaved, Keep, Links, Saved};
-use crate::model::{LossOptions, Model, Recompute};
+use crate::model::{IndexerLoss, LossOptions, Model, Recompute};
 use crate::params::Grads;
 use crate::precision::Storage;
 use crate::probe::Probe;
@@ -161,6 +161,7 @@ pub struct Pass<'b> {
     batch: &'b Batch,
     tables: Vec<Table>,
     scratch: Scratch,
+    options: LossOptions,
     flow: Flow,
 }
 
@@ -172,9 +173,9 @@ enum Flow {
 /// Runs `$body` with what all layers share and the trail, whatever its type.
 macro_rules! with_flow {
     ($pass:expr, $model:expr, $probe:expr, |$run:ident, $trail:ident| $body:expr) => {{
-        let Pass { batch, tables, scratch, flow } = $pass;
+        let Pass { batch, tables, scratch, options, flow } = $pass;
         let probe = Option::<&mut dyn Probe>::map($probe, |probe| probe as &mut dyn Probe);
-        let $run = &$model.run_on(batch, tables, scratch, probe, &LossOptions::default())?;
+        let $run = &$model.run_on(batch, tables, scratch, probe, options)?;
         match flow {
             Flow::F32($trail) => $body,
             Flow::Bf16($trail) => $body,
@@ -183,16 +184,18 @@ macro_rules! with_flow {
 }
 
 impl<'b> Pass<'b> {
-    /// The embedding; `recompute` says how a backward will be made, `None` that there will be none.
+    /// The embedding; `recompute` says how a backward will be made, `None` that there will be none; `indexer` whether the
+    /// indexers learn on it.
     pub fn begin(
         model: &Model,
         batch: &'b Batch,
         recompute: Option<Recompute>,
+        indexer: Option<IndexerLoss>,
         probe: Option<&mut dyn Probe>,
     ) -> Result<Pass<'b>> {
         let tables = model.tables(&batch.positions);
         let narrow = model.precision().activations == Storage::Bf16;
-        let (tokens, none) = (batch.tokens(), LossOptions::default());
+        let (tokens, options) = (batch.tokens(), LossOptions { indexer, ..LossOptions::default() });
         let scratch = Scratch::new(if narrow {
             model.scratch_len::<bf16>(tokens)
         } else {
@@ -200,14 +203,14 @@ impl<'b> Pass<'b> {
         });
         let flow = {
             let probe = probe.map(|probe| probe as &mut dyn Probe);
-            let run = model.run_on(batch, &tables, &scratch, probe, &none)?;
+            let run = model.run_on(batch, &tables, &scratch, probe, &options)?;
             if narrow {
                 Flow::Bf16(model.begin(&run, recompute)?)
             } else {
                 Flow::F32(model.begin(&run, recompute)?)
             }
         };
-        Ok(Pass { batch, tables, scratch, flow })
+        Ok(Pass { batch, tables, scratch, options, flow })
     }
 
     /// Layer `index` forward.
@@ -231,7 +234,8 @@ impl<'b> Pass<'b> {
 
     /// The loss, and back through head and last norm.
     pub fn turn(&mut self, model: &Model, grads: &mut Grads, probe: Option<&mut dyn Probe>) -> Result<Loss> {
-        with_flow!(self, model, probe, |run, trail| model.turn(run, grads, trail, &LossOptions::default()))
+        let options = self.options;
+        with_flow!(self, model, probe, |run, trail| model.turn(run, grads, trail, &options))
     }
 
     /// Layer `index` backward; the last one first.
@@ -247,9 +251,9 @@ impl<'b> Pass<'b> {
 
     /// Back to the embedding, where it ends.
     pub fn arrive(self, model: &Model, grads: &mut Grads, probe: Option<&mut dyn Probe>) -> Result {
-        let Pass { batch, tables, scratch, flow } = self;
+        let Pass { batch, tables, scratch, options, flow } = self;
         let probe = probe.map(|probe| probe as &mut dyn Probe);
-        let run = model.run_on(batch, &tables, &scratch, probe, &LossOptions::default())?;
+        let run = model.run_on(batch, &tables, &scratch, probe, &options)?;
         match flow {
             Flow::F32(trail) => model.arrive(&run, grads, trail),
             Flow::Bf16(trail) => model.arrive(&run, grads, trail),

@@ -26,7 +26,7 @@ fn check(name: &str, preset: &str) {
     let layers = stored.config.layers.len();
     let mut grads = model.grads();
     thin.hold(&stored.read(is_outside).unwrap());
-    let mut pass = Pass::begin(&thin, &batch, Some(Recompute::Full), None).unwrap();
+    let mut pass = Pass::begin(&thin, &batch, Some(Recompute::Full), None, None).unwrap();
     for layer in 0..layers {
         thin.hold(&stored.read(|spec| is_in_layer(spec, layer)).unwrap());
         assert!(thin.params.bytes() < model.params.bytes());
@@ -74,7 +74,7 @@ fn a_pass_that_kept_nothing_cannot_go_back() {
     let (stored, batch) = (Stored::open(&folder("gemma2")).unwrap(), batch("gemma2"));
     let mut model = stored.model(Precision::f32()).unwrap();
     model.hold(&stored.read(|_| true).unwrap());
-    let mut pass = Pass::begin(&model, &batch, None, None).unwrap();
+    let mut pass = Pass::begin(&model, &batch, None, None, None).unwrap();
     pass.forward(&model, 0, None).unwrap();
     let problem = pass.backward(&model, &mut model.grads(), 0, None).unwrap_err().to_string();
     assert!(problem.contains("nothing was kept"), "{problem}");

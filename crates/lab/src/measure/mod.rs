@@ -25,6 +25,34 @@ pub struct Difference {
     pub reference: f64,
 }
 
+impl Difference {
+    fn error_of(squared: f64, reference: f64) -> f64 {
+        if squared == 0.0 { 0.0 } else { (squared / reference).sqrt() }
+    }
+}
+
+/// Several tensors as one.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Together {
+    tensors: usize,
+    squared: f64,
+    reference: f64,
+}
+
+impl Together {
+    /// One more.
+    pub fn add(&mut self, difference: &Difference) {
+        self.tensors += 1;
+        self.squared += difference.squared;
+        self.reference += difference.reference;
+    }
+
+    /// RMS(a - b) / RMS(b) of them all; `None` without any.
+    pub fn error(&self) -> Option<f64> {
+        (self.tensors > 0).then(|| Difference::error_of(self.squared, self.reference))
+    }
+}
+
 /// How far a is from b, which is as long.
 pub fn difference(a: &[f64], b: &[f64]) -> Difference {
     let mut found = Difference::default();
@@ -40,7 +68,7 @@ pub fn difference(a: &[f64], b: &[f64]) -> Difference {
         along += a * b;
         own += a * a;
     }
-    found.error = if found.squared == 0.0 { 0.0 } else { (found.squared / found.reference).sqrt() };
+    found.error = Difference::error_of(found.squared, found.reference);
     found.cosine =
         if own == 0.0 && found.reference == 0.0 { 1.0 } else { along / (own * found.reference).sqrt() };
     found

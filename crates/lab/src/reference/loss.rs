@@ -42,7 +42,7 @@ impl Reference {
     /// `embed_backward` gives.
     pub fn loss(&mut self, weights: Weights<'_, '_>, gradients: Option<Gradients<'_>>) -> Result<f64> {
         self.expect(Stage::Normed, "loss")?;
-        if gradients.is_some() && !self.keep {
+        if gradients.is_some() && !self.keeps() {
             return Err(Error::Input("gradients of a run that keeps nothing".into()));
         }
         let setting = self.setting.clone();

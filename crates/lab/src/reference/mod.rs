@@ -38,9 +38,21 @@ pub type Weights<'a, 'w> = &'a dyn Fn(&str) -> &'w [f32];
 /// indexers beyond 2^24.
 pub type Sites<'a> = &'a mut dyn FnMut(&str, &[usize], &[f64]);
 
-/// Takes the gradient of a parameter: name, values. A parameter that learns nothing from the loss, as an indexer's, has
-/// none.
+/// Takes the gradient of a parameter: name, values. A parameter that learns nothing from the loss has none, as an
+/// indexer's without [`Backward::WithIndexers`].
 pub type Gradients<'a> = &'a mut dyn FnMut(&str, Vec<f64>);
+
+/// What the gradients of a run are of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backward {
+    /// There will be none.
+    #[default]
+    None,
+    /// The mean language loss.
+    Language,
+    /// The same, and beside it in every layer its indexer's loss, where the model has them: in the sparse stage, with factor 1.
+    WithIndexers,
+}
 
 /// Whether an indexer's scores are few enough to be shown.
 pub(crate) fn shows_scores(batch: &Batch) -> bool {
@@ -50,7 +62,6 @@ pub(crate) fn shows_scores(batch: &Batch) -> bool {
 /// A run of a decoder over a batch.
 pub struct Reference {
     setting: Arc<Setting>,
-    keep: bool,
     stage: Stage,
     /// The residual stream: [tokens, H]
     x: Arc<Vec<f64>>,
@@ -84,13 +95,12 @@ enum Stage {
 }
 
 impl Reference {
-    /// A run over a batch; `keep`: whether a backward will follow.
-    pub fn new(config: &Config, batch: &Batch, ties: Ties, keep: bool) -> Result<Reference> {
+    /// A run over a batch.
+    pub fn new(config: &Config, batch: &Batch, ties: Ties, backward: Backward) -> Result<Reference> {
         check_batch(config, batch)?;
         let layers = config.layers.len();
         Ok(Reference {
-            setting: Arc::new(Setting::new(config, batch, ties)?),
-            keep,
+            setting: Arc::new(Setting::new(config, batch, ties, backward)?),
             stage: Stage::New,
             x: Arc::default(),
             hidden: Vec::new(),
@@ -125,7 +135,7 @@ impl Reference {
             self.key_values[index] = links.key_values.map(|kv| [kv.k.share(), kv.v.share()]);
         }
         let before = std::mem::replace(&mut self.x, out.share());
-        if self.keep {
+        if self.keeps() {
             self.inputs.push(before);
         }
         self.stage = Stage::Before(index + 1);
@@ -161,6 +171,7 @@ impl Reference {
         if let (Some(used), Some([dk, dv])) = (&links.key_values, &self.d_key_values[index]) {
             seeds.extend([(&used.k, &dk[..]), (&used.v, &dv[..])]);
         }
+        seeds.extend(pass.indexer_losses.iter().map(|loss| (loss, &[1.0][..])));
         let mut sums = pass.tape.backward(&seeds);
         self.d_key_values[index] = None;
         if let (Some(source), Some(kv)) = (self.source(index), &entered.key_values) {
@@ -198,6 +209,10 @@ impl Reference {
         self.stage = Stage::Done;
         sums.into_parameters().into_iter().for_each(|(name, gradient)| gradients(&name, gradient));
         Ok(())
+    }
+
+    fn keeps(&self) -> bool {
+        self.setting.backward != Backward::None
     }
 
     fn layers(&self) -> usize {

@@ -7,7 +7,7 @@ use ballast_model::{Batch, Config, Ties};
 
 use super::ops::{self, Gamma, Rotation};
 use super::tape::{Param, Tape, Value};
-use super::{Sites, Weights};
+use super::{Backward, Sites, Weights};
 use crate::{Error, Result};
 
 /// What a run works on.
@@ -16,13 +16,14 @@ pub struct Setting {
     pub config: Config,
     pub batch: Batch,
     pub ties: Ties,
+    pub backward: Backward,
     rotations: Vec<(Rope, Arc<Rotation>)>,
 }
 
 impl Setting {
-    pub fn new(config: &Config, batch: &Batch, ties: Ties) -> Result<Setting> {
-        let mut setting =
-            Setting { config: config.clone(), batch: batch.clone(), ties, rotations: Vec::new() };
+    pub fn new(config: &Config, batch: &Batch, ties: Ties, backward: Backward) -> Result<Setting> {
+        let rotations = Vec::new();
+        let mut setting = Setting { config: config.clone(), batch: batch.clone(), ties, backward, rotations };
         for layer in &config.layers {
             let ropes = match &layer.mixer {
                 Mixer::Linear(_) => vec![],
@@ -57,6 +58,8 @@ impl Setting {
 pub struct Pass<'w, 's> {
     pub setting: Arc<Setting>,
     pub tape: Tape<'w>,
+    /// Losses that layers have of their own.
+    pub indexer_losses: Vec<Value>,
     weights: Weights<'s, 'w>,
     sites: Option<Sites<'s>>,
     /// What stands before the names of parameters and sites: nothing, or `layers.3.`
@@ -72,7 +75,13 @@ impl<'w, 's> Pass<'w, 's> {
         layer: Option<usize>,
     ) -> Pass<'w, 's> {
         let prefix = layer.map_or(String::new(), |layer| format!("layers.{layer}."));
-        Pass { setting: setting.clone(), tape: Tape::new(recording), weights, sites, prefix }
+        let (setting, tape) = (setting.clone(), Tape::new(recording));
+        Pass { setting, tape, indexer_losses: Vec::new(), weights, sites, prefix }
+    }
+
+    /// Whether this is a way back on which indexers learn.
+    pub fn trains_indexers(&self) -> bool {
+        self.tape.is_recording() && self.setting.backward == Backward::WithIndexers
     }
 
     /// The parameter of this name, which must have `len` elements.

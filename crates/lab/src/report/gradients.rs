@@ -20,7 +20,7 @@ pub(super) fn section(findings: &Findings) -> String {
         return String::new();
     }
     runs.sort_by(|a, b| badness(b.1).total_cmp(&badness(a.1)));
-    let about = "RMS of the difference over RMS, of all gradients together and of single parameters.";
+    let about = "RMS of the difference over RMS, of all gradients of the language loss together, and of single parameters.";
     heading("gradients", "Gradients", about) + &ranking(findings, &runs) + &tensors(findings)
 }
 

@@ -4,7 +4,9 @@ use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
 use ballast_train::report::say::{self, sentence};
 
 use super::table::{Column, Table};
-use super::words::{FLOOR_COLOUR, badness, code, counted, floor, heading, is_floor, mean, named, share_cell};
+use super::words::{
+    FLOOR_COLOUR, badness, cell, code, counted, floor, heading, is_floor, mean, named, share_cell,
+};
 use crate::Findings;
 use crate::findings::Run;
 
@@ -84,6 +86,7 @@ fn table(runs: &[&Run]) -> String {
         Column::Number("keys chosen too"),
         Column::Number("worst layer"),
         Column::Number("queries with the same keys"),
+        Column::Number("error of its gradients"),
     ]);
     for run in runs {
         let worst =
@@ -99,6 +102,7 @@ fn table(runs: &[&Run]) -> String {
                 )
             }),
             mean(run.indexer.iter().map(|layer| layer.same)).map_or(String::new(), share_cell),
+            run.indexer_gradient_error.map_or(String::new(), cell),
         ]);
     }
     table.folded("By policy", "means over layers", runs.len() <= 12)

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ballast_lab::reference::Reference;
+use ballast_lab::reference::{Backward, Reference};
 use ballast_model::params::{Grads, Spec};
 use ballast_model::{Batch, Config, Model, Precision, Ties};
 
@@ -38,8 +38,14 @@ pub struct Run {
     pub grads: Gradients,
 }
 
-/// A forward, and a backward if `keep`. Of the parameters only those of the part that runs are to be had.
-pub fn run<'p>(config: &Config, parameters: &'p Parameters, batch: &Batch, ties: Ties, keep: bool) -> Run {
+/// A forward, and a backward if wanted. Of the parameters only those of the part that runs are to be had.
+pub fn run<'p>(
+    config: &Config,
+    parameters: &'p Parameters,
+    batch: &Batch,
+    ties: Ties,
+    backward: Backward,
+) -> Run {
     let within = |prefix: String| {
         move |name: &str| -> &'p [f32] {
             let outside = !name.starts_with("layers.");
@@ -54,14 +60,14 @@ pub fn run<'p>(config: &Config, parameters: &'p Parameters, batch: &Batch, ties:
     let see = &mut |name: &str, shape: &[usize], values: &[f64]| {
         sites.push(Site { name: name.into(), shape: shape.to_vec(), values: values.to_vec() });
     };
-    let mut reference = Reference::new(config, batch, ties, keep).unwrap();
+    let mut reference = Reference::new(config, batch, ties, backward).unwrap();
     reference.embed(&outside, see).unwrap();
     for i in 0..layers {
         reference.layer(i, &layer(i), see).unwrap();
     }
     reference.norm(&outside, see).unwrap();
     let logits = reference.logits(0..batch.tokens(), &outside).unwrap();
-    if !keep {
+    if backward == Backward::None {
         let loss = reference.loss(&outside, None).unwrap();
         return Run { sites, logits, loss, grads };
     }

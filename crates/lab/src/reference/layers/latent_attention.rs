@@ -9,7 +9,7 @@
 use ballast_kernels::rotary::Heads;
 use ballast_model::config::LatentAttention;
 
-use super::indexer::select;
+use super::indexer::{Indexed, select};
 use crate::Result;
 use crate::reference::ops;
 use crate::reference::pass::Pass;
@@ -32,7 +32,7 @@ pub fn latent_attention(pass: &mut Pass<'_, '_>, x: &Value, shape: &LatentAttent
     pass.see("self_attn.q", &q);
     pass.see("self_attn.k", &k);
     pass.see("self_attn.v", &v);
-    let selected = select(pass, x, &q_resid, shape)?;
+    let Indexed { selected, indexer } = select(pass, x, &q_resid, shape)?;
     let mask = ops::Attention {
         heads,
         kv_heads: heads,
@@ -44,6 +44,10 @@ pub fn latent_attention(pass: &mut Pass<'_, '_>, x: &Value, shape: &LatentAttent
         selected,
         cu_seqlens: pass.setting.batch.cu_seqlens.clone(),
     };
+    if let Some(indexer) = indexer.filter(|_| pass.trains_indexers()) {
+        let loss = ops::indexer_loss(&mut pass.tape, &indexer, &q, &k, mask.clone());
+        pass.indexer_losses.push(loss);
+    }
     let o = ops::attention(&mut pass.tape, &q, &k, &v, mask);
     pass.see("self_attn.o", &o);
     pass.affine(&o, "self_attn.o_proj", heads * value_dim, hidden, bias)

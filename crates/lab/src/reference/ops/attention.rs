@@ -40,6 +40,25 @@ pub struct Attention {
     pub cu_seqlens: Vec<usize>,
 }
 
+impl Attention {
+    /// Keys that query i of a sequence may see but for a selection.
+    fn visible(&self, i: usize) -> Range<usize> {
+        self.window.map_or(0, |window| (i + 1).saturating_sub(window))..i + 1
+    }
+
+    /// Keys that query i of the sequence that begins at `begin` sees.
+    pub fn seen(&self, begin: usize, i: usize) -> Vec<usize> {
+        let visible = self.visible(i);
+        match &self.selected {
+            None => visible.collect(),
+            Some(selected) => {
+                let keys = selected[begin + i].iter().map(|key| *key as usize);
+                keys.filter(|key| visible.contains(key)).collect()
+            }
+        }
+    }
+}
+
 /// o [tokens, heads, vd] from q [tokens, heads, hd], k [tokens, kv heads, hd] and v [tokens, kv heads, vd].
 pub fn attention(tape: &mut Tape<'_>, q: &Value, k: &Value, v: &Value, attention: Attention) -> Value {
     let Attention { heads, kv_heads, head_dim, value_dim, .. } = attention;
@@ -87,6 +106,28 @@ pub fn attention(tape: &mut Tape<'_>, q: &Value, k: &Value, v: &Value, attention
     })
 }
 
+/// What some queries of a sequence look at: probabilities summed over the heads, [queries, keys 0..queries.end].
+pub fn distribution(
+    q: &[f64],
+    k: &[f64],
+    attention: &Attention,
+    sequence: &Range<usize>,
+    queries: &Range<usize>,
+) -> Vec<f64> {
+    let Attention { heads, kv_heads, head_dim, .. } = *attention;
+    let seen = sequence.start..sequence.start + queries.end;
+    let mut sum = vec![0.0; queries.len() * queries.end];
+    for head in 0..heads {
+        let q = take(q, &seen, head, heads, head_dim);
+        let k = take(k, &seen, head / (heads / kv_heads), kv_heads, head_dim);
+        let block = Head { attention, begin: sequence.start, q: &q, k: &k, v: &[] }.block(queries.clone());
+        for (sum, p) in sum.chunks_mut(queries.end).zip(block.p.chunks(block.keys.len())) {
+            add(&mut sum[block.keys.clone()], p);
+        }
+    }
+    sum
+}
+
 /// The rows of one head of x [tokens, heads, width].
 fn take(x: &[f64], tokens: &Range<usize>, head: usize, heads: usize, width: usize) -> Vec<f64> {
     tokens.clone().flat_map(|t| &x[(t * heads + head) * width..][..width]).copied().collect()
@@ -129,14 +170,9 @@ impl Head<'_> {
         Mat::dense(&x[rows.start * width..rows.end * width], rows.len(), width)
     }
 
-    /// Keys that query i may see but for a selection.
-    fn visible(&self, i: usize) -> Range<usize> {
-        self.attention.window.map_or(0, |window| (i + 1).saturating_sub(window))..i + 1
-    }
-
     fn block(&self, queries: Range<usize>) -> Block {
         let Attention { head_dim, scale, soft_cap, .. } = *self.attention;
-        let keys = self.visible(queries.start).start..queries.end;
+        let keys = self.attention.visible(queries.start).start..queries.end;
         let mut x = vec![0.0; queries.len() * keys.len()];
         let (q, k) = (Head::rows(self.q, &queries, head_dim), Head::rows(self.k, &keys, head_dim));
         matmul_f64(&mut x, keys.len(), 0.0, scale, q, k.t());
@@ -145,14 +181,7 @@ impl Head<'_> {
             x.iter().map(|x| 1.0 - (x / cap).powi(2)).collect()
         });
         for (i, row) in queries.clone().zip(x.chunks_mut(keys.len())) {
-            let visible = self.visible(i);
-            let seen: Vec<usize> = match &self.attention.selected {
-                None => visible.collect(),
-                Some(selected) => {
-                    let keys = selected[self.begin + i].iter().map(|key| *key as usize);
-                    keys.filter(|key| visible.contains(key)).collect()
-                }
-            };
+            let seen = self.attention.seen(self.begin, i);
             let logits: Vec<f64> = seen.iter().map(|key| row[key - keys.start]).collect();
             row.fill(0.0);
             for (key, p) in seen.iter().zip(softmax(&logits)) {
@@ -201,7 +230,8 @@ impl Head<'_> {
     }
 }
 
-fn softmax(logits: &[f64]) -> Vec<f64> {
+/// e^x / sum of e^x
+pub fn softmax(logits: &[f64]) -> Vec<f64> {
     let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let mut p: Vec<f64> = logits.iter().map(|x| (x - max).exp()).collect();
     let sum: f64 = p.iter().sum();

@@ -2,7 +2,7 @@
 //! ```text
 //! rms_norm     r = (mean x^2 + eps)^-1/2      y = gamma r x       dx = r (gamma dy - r x mean(r x gamma dy))
 //! l2_norm      r = (sum x^2 + eps)^-1/2       y = r x             dx = r (dy - y <dy, y>)
-//! layer_norm   r = (mean (x - m)^2 + eps)^-1/2     y = w r (x - m) + b      without gradient: only the indexer has one
+//! layer_norm   r = (mean (x - m)^2 + eps)^-1/2     n = r (x - m)     y = w n + b     dx = r (w dy - mean(w dy) - n mean(n w dy))
 //! ```
 
 use super::{dot, each_row};
@@ -83,13 +83,34 @@ pub fn l2_norm(tape: &mut Tape<'_>, x: &Value, eps: f64, width: usize) -> Value 
 }
 
 /// y [rows, width] from x [rows, width], w and b `[width]`.
-pub fn layer_norm(x: &[f64], w: &[f32], b: &[f32], eps: f64) -> Vec<f64> {
-    let width = w.len();
-    let row = |x: &[f64]| -> Vec<f64> {
+pub fn layer_norm<'w>(tape: &mut Tape<'w>, x: &Value, w: &Param<'w>, b: &Param<'w>, eps: f64) -> Value {
+    let width = w.values().len();
+    let statistics = |x: &[f64]| -> [f64; 2] {
         let mean = x.iter().sum::<f64>() / width as f64;
         let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
-        let r = (variance + eps).powf(-0.5);
-        (0..width).map(|i| w[i] as f64 * r * (x[i] - mean) + b[i] as f64).collect()
+        [mean, (variance + eps).powf(-0.5)]
     };
-    x.chunks(width).flat_map(row).collect()
+    let rows: Vec<[f64; 2]> = x.chunks(width).map(statistics).collect();
+    let (normed, values) = (x.clone(), rows.clone());
+    let n = move |i: usize| {
+        let [mean, r] = values[i / width];
+        r * (normed[i] - mean)
+    };
+    let y = super::map(x.len(), |i| w.at(i % width) * n(i) + b.at(i % width));
+    let (x, w, b) = (x.clone(), w.clone(), b.clone());
+    tape.record(y, move |dy, sums| {
+        each_row(sums.of(&x), width, |row, dx| {
+            let at = |i: usize| row * width + i;
+            let dn: Vec<f64> = (0..width).map(|i| w.at(i) * dy[at(i)]).collect();
+            let mean = dn.iter().sum::<f64>() / width as f64;
+            let along = (0..width).map(|i| dn[i] * n(at(i))).sum::<f64>() / width as f64;
+            for (i, dx) in dx.iter_mut().enumerate() {
+                *dx += rows[row][1] * (dn[i] - mean - n(at(i)) * along);
+            }
+        });
+        let dw = sums.parameter(&w);
+        dy.iter().enumerate().for_each(|(i, dy)| dw[i % width] += dy * n(i));
+        let db = sums.parameter(&b);
+        dy.iter().enumerate().for_each(|(i, dy)| db[i % width] += dy);
+    })
 }

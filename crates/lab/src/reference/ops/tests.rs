@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use ballast_kernels::attention as softmax;
 use ballast_kernels::gated_delta_rule as gdn;
+use ballast_kernels::indexer as sparse;
 use ballast_model::config::{LinearAttention, Router};
 
 use super::*;
-use crate::reference::tape::{Tape, Value};
+use crate::reference::tape::{Param, Tape, Value};
 
 /// n made-up values in [-by, by].
 fn values(n: usize, seed: u64, by: f64) -> Vec<f64> {
@@ -105,6 +106,101 @@ fn attention_is_that_of_the_kernels_twin() {
         assert_close("dq", &sums.take(&q), &expected.dq);
         assert_close("dk", &sums.take(&k), &expected.dk);
         assert_close("dv", &sums.take(&v), &expected.dv);
+    }
+}
+
+#[test]
+fn an_indexer_and_its_loss_are_those_of_the_kernels_twin() {
+    let cu_seqlens = vec![0, 3, 3, 140, 150];
+    let (tokens, heads, dim, topk) = (150, 3, 4, 4);
+    let lists: Vec<Vec<u32>> = (0..tokens as u32).map(|t| vec![0, t % 3 + 1, t % 50 + 4, 200]).collect();
+    let dims = sparse::Dims { heads, dim };
+    let twin = sparse::reference::Reference {
+        q: values(tokens * heads * dim, 1, 2.0),
+        k: values(tokens * dim, 2, 2.0),
+        w: values(tokens * heads, 3, 2.0),
+        cu_seqlens: cu_seqlens.clone(),
+    };
+    for selects in [false, true] {
+        let served = softmax::reference::Reference {
+            q: values(tokens * 48, 4, 2.0),
+            k: values(tokens * 16, 5, 2.0),
+            v: vec![0.0; tokens * 10],
+            sinks: None,
+            selected: selects.then(|| (lists.concat(), topk)),
+            cu_seqlens: cu_seqlens.clone(),
+        };
+        let shape = softmax::Dims { heads: 6, kv_heads: 2, head_dim: 8, value_dim: 5 };
+        let options = softmax::Options { scale: Some(0.75), ..softmax::Options::default() };
+        let targets = sparse::reference::distributions(&served, shape, &options);
+        let trained = sparse::Options { loss_scale: 1.0, ..sparse::Options::default() };
+        let expected = twin.run(dims, &trained, &targets);
+        let mut tape = Tape::new(true);
+        let [q, k, w] = [&twin.q, &twin.k, &twin.w].map(|x| leaf(&mut tape, x));
+        let [of_q, of_k] = [&served.q, &served.k].map(|x| leaf(&mut tape, x));
+        let indexer = Indexer { heads, dim, q: q.clone(), k: k.clone(), w: w.clone() };
+        for (i, row) in indexer.scores(&(3..140), 60..80).into_iter().enumerate() {
+            let score = |u| twin.score(dims, &sparse::Options::default(), 63 + i, 3 + u);
+            assert_close("scores", &row, &(0..61 + i).map(score).collect::<Vec<f64>>());
+        }
+        let settings = Attention {
+            heads: 6,
+            kv_heads: 2,
+            head_dim: 8,
+            value_dim: 5,
+            scale: 0.75,
+            window: None,
+            soft_cap: None,
+            selected: selects.then(|| lists.clone()),
+            cu_seqlens: cu_seqlens.clone(),
+        };
+        let loss = indexer_loss(&mut tape, &indexer, &of_q, &of_k, settings);
+        assert_close("loss", &loss, &[expected.loss]);
+        let mut sums = tape.backward(&[(&loss, &[1.0])]);
+        assert_close("dq", &sums.take(&q), &expected.dq);
+        assert_close("dk", &sums.take(&k), &expected.dk);
+        assert_close("dw", &sums.take(&w), &expected.dw);
+        assert!(sums.take(&of_q).iter().chain(&sums.take(&of_k)).all(|x| *x == 0.0), "p is a constant");
+    }
+}
+
+#[test]
+fn the_gradient_of_a_layer_norm_is_what_differences_give() {
+    let (x, dy) = (values(15, 1, 2.0), values(15, 2, 1.0));
+    let (weight, bias) = ([0.5f32, -1.5, 2.0, 1.0, 0.25], [0.25f32, 0.5, -1.0, 0.0, 2.0]);
+    let y = |x: &[f64], weight: &[f32], bias: &[f32]| {
+        let mut tape = Tape::new(false);
+        let x = leaf(&mut tape, x);
+        let [w, b] = [Param::new("w".into(), weight), Param::new("b".into(), bias)];
+        dot(&layer_norm(&mut tape, &x, &w, &b, 1e-6), &dy)
+    };
+    let mut tape = Tape::new(true);
+    let start = leaf(&mut tape, &x);
+    let [w, b] = [Param::new("w".into(), &weight), Param::new("b".into(), &bias)];
+    let out = layer_norm(&mut tape, &start, &w, &b, 1e-6);
+    let mut sums = tape.backward(&[(&out, &dy)]);
+    let by = 2f64.powi(-16);
+    let close =
+        |got: f64, up: f64, down: f64| assert!((got - (up - down) / (2.0 * by)).abs() < 1e-8, "{got}");
+    for (i, got) in sums.take(&start).into_iter().enumerate() {
+        let moved = |by: f64| {
+            let mut x = x.clone();
+            x[i] += by;
+            y(&x, &weight, &bias)
+        };
+        close(got, moved(by), moved(-by));
+    }
+    let parameters = sums.into_parameters();
+    for i in 0..5 {
+        let moved = |of: &[f32; 5], by: f64| {
+            let mut of = *of;
+            of[i] = (of[i] as f64 + by) as f32;
+            of
+        };
+        let weights = [by, -by].map(|by| y(&x, &moved(&weight, by), &bias));
+        close(parameters["w"][i], weights[0], weights[1]);
+        let biases = [by, -by].map(|by| y(&x, &weight, &moved(&bias, by)));
+        close(parameters["b"][i], biases[0], biases[1]);
     }
 }
 
