@@ -141,7 +141,7 @@ fn a_trace_of_its_own_agrees_and_another_models_does_not() {
 }
 
 #[test]
-fn training_steps_and_two_checkpoints_are_shown() {
+fn training_steps_decoding_and_two_checkpoints_are_shown() {
     let folder = tempfile::tempdir().unwrap();
     let [model, ids] = golden("qwen3_5");
     let out = text(&folder.path().join("a"));
@@ -151,7 +151,8 @@ fn training_steps_and_two_checkpoints_are_shown() {
         "--ids",
         &ids,
         "--policies",
-        "hf-bf16",
+        "hf-bf16,state",
+        "--decode",
         "--steps",
         "2",
         "--no-gradients",
@@ -160,6 +161,7 @@ fn training_steps_and_two_checkpoints_are_shown() {
     ]);
     assert_eq!(report.code, Some(0), "{}", report.stderr);
     assert!(report.stdout.contains("training") && report.stdout.contains("drift"), "{}", report.stdout);
+    assert!(report.stdout.contains("token by token"), "{}", report.stdout);
     let out = text(&folder.path().join("b"));
     let report = run(&["lab", "--compare", &model, &model, "--ids", &ids, "--no-gradients", "--out", &out]);
     assert_eq!(report.code, Some(0), "{}", report.stderr);

@@ -17,6 +17,7 @@ pub fn answers(findings: &Findings) -> Vec<Answer> {
     let mut answers: Vec<Answer> =
         tensors.iter().filter_map(|(name, end)| rounded_tensor(findings, name, end)).collect();
     answers.extend(compounding(findings));
+    answers.extend(decoded_state(findings));
     answers.extend(resolution(findings));
     answers.extend(indexer(findings));
     answers.extend(l2norm(findings));
@@ -64,12 +65,7 @@ fn judge(findings: &Findings, run: &Run) -> (&'static str, String, String) {
         return (word, brief, format!("it costs {figures}; the floor of f32 is {}", number(floor)));
     };
     let part = own / bf16;
-    let word = match part {
-        _ if own <= 2.0 * floor => "no",
-        _ if part < LITTLE => "hardly",
-        _ if part < MUCH => "a little",
-        _ => "yes",
-    };
+    let word = if own <= 2.0 * floor { "no" } else { word(part) };
     let beside = if own <= 2.0 * floor {
         format!("that is the floor of f32 arithmetic itself ({})", number(floor))
     } else {
@@ -79,6 +75,15 @@ fn judge(findings: &Findings, run: &Run) -> (&'static str, String, String) {
         )
     };
     (word, format!("{brief}, {} bf16 storage's", times(part)), format!("it costs {figures}; {beside}"))
+}
+
+/// Of a part of what bf16 storage costs; what is not a number matters.
+fn word(part: f64) -> &'static str {
+    match part {
+        _ if part < LITTLE => "hardly",
+        _ if part < MUCH => "a little",
+        _ => "yes",
+    }
 }
 
 /// `0.3 % of`, `12 % of`, `3.4 times`.
@@ -160,6 +165,45 @@ fn compounding(findings: &Findings) -> Option<Answer> {
         short: short.into(),
         text,
     })
+}
+
+/// Whether the recurrent state can be kept in bf16 while a text is written.
+fn decoded_state(findings: &Findings) -> Option<Answer> {
+    let decoded = |name: &str| findings.decoding.iter().find(|run| run.name == name);
+    let state = decoded("state")?;
+    let mut text = format!(
+        "Rounded at every token it costs a KL divergence of {} per token (largest {}) beside decoding in f32, and the same \
+         likeliest token for {} of tokens",
+        number(state.kl.mean),
+        number(state.kl.max),
+        share(state.top1_agreement)
+    );
+    if let Some(run) = run(findings, "state").filter(|run| run.kl.mean > 0.0) {
+        let ratio = state.kl.mean / run.kl.mean;
+        text += &format!("; rounded from chunk to chunk only, as in a prefill, {}", number(run.kl.mean));
+        text += &if ratio > 1.0 { format!(": {} times less", number(ratio)) } else { String::new() };
+    }
+    let mut short = "measured".to_string();
+    if let Some(bf16) = decoded("bf16").filter(|run| run.kl.mean > 0.0) {
+        let part = state.kl.mean / bf16.kl.mean;
+        short = word(part).into();
+        text += &format!("; that is {} what decoding in bf16 storage with an f32 state costs", times(part));
+    }
+    text += ".";
+    let mut later = state.by_position.iter().filter(|place| place.from >= 8);
+    if let (Some(first), Some(last)) = (later.next(), later.next_back()) {
+        text += &format!(
+            " KL at positions {} to {} is {}, at {} to {} it is {}.",
+            first.from,
+            first.to - 1,
+            number(first.kl),
+            last.from,
+            last.to - 1,
+            number(last.kl)
+        );
+    }
+    let question = "Does it matter to keep the recurrent state in bf16 while decoding?".into();
+    Some(Answer { question, short, text })
 }
 
 fn resolution(findings: &Findings) -> Option<Answer> {

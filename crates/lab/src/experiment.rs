@@ -465,20 +465,22 @@ impl<'a> Runner<'a> {
         found.top1_agreement = self.outputs.agreement();
         found.gradient_error = self.gradients.error();
         found.indexer_gradient_error = self.indexer_gradients.error();
-        for bucket in 0..self.hidden.len() {
-            let of_bucket = self.outputs.kl.iter().zip(buckets).filter(|(_, at)| **at == bucket);
-            let (count, sum): (usize, f64) =
-                of_bucket.fold((0, 0.0), |(count, sum), (kl, _)| (count + 1, sum + kl));
+        // A dump may have no logits, or not the last norm.
+        let kl: HashMap<usize, f64> = position::means(&self.outputs.kl, buckets)
+            .into_iter()
+            .map(|(range, kl)| (range.start, kl))
+            .collect();
+        for (bucket, hidden) in self.hidden.into_iter().enumerate() {
+            let range = position::range(bucket);
             if !buckets.contains(&bucket) {
                 continue;
             }
-            let range = position::range(bucket);
             found.by_position.push(PositionError {
                 from: range.start,
                 to: range.end,
-                hidden: self.hidden[bucket],
+                hidden,
                 recurrence: self.recurrence.error(bucket),
-                kl: sum / count as f64,
+                kl: kl.get(&range.start).copied().unwrap_or(f64::NAN),
             });
         }
         found

@@ -34,6 +34,8 @@ pub struct Findings {
     pub l2norm: Vec<L2NormBytes>,
     /// What a few training steps showed, if there were any.
     pub training: Option<Training>,
+    /// The input token by token under each policy beside f32, the one with most damage first; empty if it was not asked for.
+    pub decoding: Vec<DecodingRun>,
     /// The published questions, answered for this model.
     pub answers: Vec<Answer>,
     /// What a reader must know to read the figures right.
@@ -329,8 +331,30 @@ pub struct TrainingRun {
     pub drift: f64,
     /// The same for protected tensors alone; `None` without any.
     pub protected_drift: Option<f64>,
-    /// The step at which a loss or gradient was not finite; training ends there.
+    /// The step at which a loss or gradient was not finite, counted from one; training ends there.
     pub not_finite: Option<usize>,
+}
+
+/// A policy that decodes, beside f32 that does.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct DecodingRun {
+    /// The policy.
+    pub name: String,
+    /// KL(f32 || this) of the output distributions, over tokens, in nats.
+    pub kl: Spread,
+    /// Share of tokens whose likeliest next token is f32's.
+    pub top1_agreement: f64,
+    /// By position in the sequence.
+    pub by_position: Vec<PositionDivergence>,
+}
+
+/// Mean KL divergence of tokens whose position in their sequence is in `from..to`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct PositionDivergence {
+    pub from: usize,
+    pub to: usize,
+    pub kl: f64,
 }
 
 /// A published question, answered for this model.

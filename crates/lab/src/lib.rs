@@ -7,6 +7,7 @@
 
 mod answers;
 pub mod choices;
+mod decoding;
 pub mod dump;
 pub mod embedded;
 mod engine;
@@ -24,4 +25,4 @@ mod training;
 pub use choices::Choice;
 pub use error::{Error, Result};
 pub use findings::Findings;
-pub use study::{Study, Training};
+pub use study::{More, Study, Training};

@@ -10,6 +10,7 @@ use ballast_train::report::say::counted;
 
 use crate::answers::answers;
 use crate::choices::Choice;
+use crate::decoding::Decoding;
 use crate::dump::Dump;
 use crate::error::{Error, Result};
 use crate::experiment::{self, Arithmetic, Contestant, Setup};
@@ -44,9 +45,18 @@ pub struct Training {
     pub learning_rate: f64,
 }
 
+/// What a study of choices can have beside the runs. Both need the whole model in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct More {
+    /// Training steps.
+    pub training: Option<Training>,
+    /// Whether the input is also read token by token.
+    pub decoding: bool,
+}
+
 impl<'a> Study<'a> {
     /// What each choice costs. The run in f32 is added where it is not among them.
-    pub fn choices(&self, mut choices: Vec<Choice>, training: Option<Training>) -> Result<Findings> {
+    pub fn choices(&self, mut choices: Vec<Choice>, more: More) -> Result<Findings> {
         let begun = Instant::now();
         choices.retain(|choice| choice.name != "f32");
         let all = [Choice::f32()].into_iter().chain(choices.iter().cloned());
@@ -55,13 +65,17 @@ impl<'a> Study<'a> {
         let mut findings = self.run(contestants, Ties::Earliest, Backward::WithIndexers)?;
         findings.protected = facts::protected(self.stored)?;
         findings.l2norm = facts::l2norm(&self.stored.config);
-        if let Some(Training { steps, learning_rate }) = training {
-            let (path, batch, observer) = (self.path, self.batch, self.observer);
+        let (path, batch, observer) = (self.path, self.batch, self.observer);
+        if let Some(Training { steps, learning_rate }) = more.training {
             observer.steps("training", (runs * steps) as u64);
             let mut found = Steps { path, batch, steps, learning_rate, observer }.run(&choices)?;
             let place = |name: &str| findings.runs.iter().position(|run| run.name == name);
             found.runs.sort_by_key(|run| place(&run.name));
             findings.training = Some(found);
+        }
+        if more.decoding {
+            observer.steps("decoding", (choices.len() * batch.tokens()) as u64);
+            findings.decoding = Decoding { path, batch, observer }.run(&choices)?;
         }
         findings.answers = answers(&findings);
         findings.notes = notes(&self.stored.config, self);

@@ -71,7 +71,7 @@ impl Steps<'_> {
             let norm = optimizer.norms(&grads).global;
             losses.push(loss);
             if !loss.is_finite() || !norm.is_finite() {
-                not_finite = Some(number);
+                not_finite = Some(number + 1);
                 break;
             }
             optimizer.step(&mut model, &grads, norm, self.learning_rate)?;

@@ -3,9 +3,9 @@
 mod common;
 
 use ballast_kernels::Precision as Rounding;
-use ballast_lab::Choice;
 use ballast_lab::experiment::Arithmetic;
 use ballast_lab::findings::Kind;
+use ballast_lab::{Choice, More};
 use ballast_model::probe::Recorder;
 use ballast_model::{Model, Precision, Stored};
 use common::{MODELS, batch, defaults, folder, run, study};
@@ -70,7 +70,7 @@ fn every_single_choice_changes_its_own_site_first() {
 fn a_rounded_a_log_moves_rates_by_two_to_the_minus_nine_of_it() {
     let findings = study("qwen3_5", Arithmetic::F32, false, |study| {
         let choice = Choice::parse("A_log", &study.stored.config).unwrap();
-        (study.choices(vec![choice], None).unwrap(), study.stored.read(|_| true).unwrap())
+        (study.choices(vec![choice], More::default()).unwrap(), study.stored.read(|_| true).unwrap())
     });
     let (findings, values) = findings;
     let stored = Stored::open(&folder("qwen3_5")).unwrap();
@@ -102,7 +102,7 @@ fn lowered_logits_are_off_by_half_an_ulp_at_most() {
     for name in ["gemma3", "qwen3_next", "deepseek_v32"] {
         let findings = study(name, Arithmetic::F32, false, |study| {
             let choice = |name: &str| Choice::parse(name, &study.stored.config).unwrap();
-            study.choices(vec![choice("qk_product"), choice("qk_product=f16")], None).unwrap()
+            study.choices(vec![choice("qk_product"), choice("qk_product=f16")], More::default()).unwrap()
         });
         for (choice, dtype) in [("qk_product", Rounding::Bf16), ("qk_product=f16", Rounding::F16)] {
             // The first layer with attention: later ones see other inputs.
@@ -127,7 +127,9 @@ fn sampled_logits_are_those_that_the_model_shows() {
             let mut recorder = Recorder { pattern: Some("layers.*.self_attn.logits".into()), seen: vec![] };
             model.logits(&batch, Some(&mut recorder)).unwrap();
             let findings = study(name, Arithmetic::F32, false, |study| {
-                study.choices(vec![Choice::parse(preset, &study.stored.config).unwrap()], None).unwrap()
+                study
+                    .choices(vec![Choice::parse(preset, &study.stored.config).unwrap()], More::default())
+                    .unwrap()
             });
             let attention = &run(&findings, preset).attention;
             assert_eq!(attention.len(), recorder.seen.len(), "{name}");

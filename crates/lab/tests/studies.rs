@@ -7,7 +7,7 @@ use std::fs;
 use ballast_checkpoint::tensor_file::{Named, write_f32};
 use ballast_lab::dump::Dump;
 use ballast_lab::experiment::Arithmetic;
-use ballast_lab::{Choice, Training};
+use ballast_lab::{Choice, More, Training};
 use ballast_model::probe::Recorder;
 use ballast_model::{LossOptions, Model, Precision, Recompute, Stored};
 use common::{MODELS, batch, defaults, folder, golden, run, study};
@@ -18,7 +18,7 @@ fn every_model_has_a_whole_study() {
         let (findings, choices) = study(name, Arithmetic::F64, true, |study| {
             let choices = defaults(study.stored);
             let names: Vec<String> = choices.iter().map(|choice| choice.name.clone()).collect();
-            (study.choices(choices, None).unwrap(), names)
+            (study.choices(choices, More::default()).unwrap(), names)
         });
         assert_eq!(findings.runs.len(), choices.len() + 1, "{name}");
         let floor = run(&findings, "f32");
@@ -48,7 +48,7 @@ fn every_model_has_a_whole_study() {
 fn loss_and_gradients_are_those_of_a_plain_run() {
     let name = "qwen3_next";
     let findings = study(name, Arithmetic::F32, true, |study| {
-        study.choices(vec![Choice::parse("hf-bf16", &study.stored.config).unwrap()], None).unwrap()
+        study.choices(vec![Choice::parse("hf-bf16", &study.stored.config).unwrap()], More::default()).unwrap()
     });
     let batch = batch(name);
     let backward = |preset: &str| {
@@ -83,7 +83,7 @@ fn loss_and_gradients_are_those_of_a_plain_run() {
 fn the_same_study_twice_gives_the_same_findings() {
     let once = || {
         study("gemma4_moe", Arithmetic::F64, true, |study| {
-            let mut findings = study.choices(defaults(study.stored), None).unwrap();
+            let mut findings = study.choices(defaults(study.stored), More::default()).unwrap();
             (findings.seconds, findings.peak_memory_bytes) = (0.0, None);
             serde_json::to_string(&findings).unwrap()
         })
@@ -92,11 +92,46 @@ fn the_same_study_twice_gives_the_same_findings() {
 }
 
 #[test]
+fn decoding_shows_what_is_rounded_at_every_token() {
+    let decode = |model: &str, policies: &[&str]| {
+        study(model, Arithmetic::F32, false, |study| {
+            let choice = |name: &&str| Choice::parse(name, &study.stored.config).unwrap();
+            let more = More { decoding: true, ..More::default() };
+            study.choices(policies.iter().map(choice).collect(), more).unwrap()
+        })
+    };
+    let findings = decode("qwen3_5", &["state", "A_log", "hf-bf16"]);
+    let decoded = |name: &str| findings.decoding.iter().find(|run| run.name == name).unwrap();
+    assert!(findings.decoding.is_sorted_by(|a, b| a.kl.mean >= b.kl.mean));
+    assert_eq!(findings.decoding.len(), 3);
+    for one in &findings.decoding {
+        assert!(one.kl.mean > 0.0 && one.kl.mean <= one.kl.max && one.top1_agreement > 0.5, "{}", one.name);
+        let places: Vec<(usize, usize)> =
+            one.by_position.iter().map(|place| (place.from, place.to)).collect();
+        assert_eq!(places, [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32)], "{}", one.name);
+    }
+    // A prefill of 29 tokens is less than a chunk, so the state is rounded nowhere in it.
+    assert_eq!(run(&findings, "state").kl.max, 0.0);
+    // What is rounded once for all costs the same on both ways.
+    let ratio = decoded("A_log").kl.mean / run(&findings, "A_log").kl.mean;
+    assert!((0.99..1.01).contains(&ratio), "{ratio}");
+    assert!(findings.answers.iter().any(|answer| answer.question.contains("while decoding")));
+    // Where there is no state, nothing is rounded: the same bits.
+    let without = decode("gemma2", &["state"]);
+    assert_eq!((without.decoding[0].kl.max, without.decoding[0].top1_agreement), (0.0, 1.0));
+}
+
+#[test]
 fn training_steps_show_drift_only_where_something_is_rounded() {
     let findings = study("qwen3_5", Arithmetic::F32, false, |study| {
         let choice = |name: &str| Choice::parse(name, &study.stored.config).unwrap();
         let training = Training { steps: 4, learning_rate: 1e-3 };
-        study.choices(vec![choice("hf-bf16"), choice("A_log")], Some(training)).unwrap()
+        study
+            .choices(
+                vec![choice("hf-bf16"), choice("A_log")],
+                More { training: Some(training), ..More::default() },
+            )
+            .unwrap()
     });
     let training = findings.training.unwrap();
     assert_eq!(training.reference.len(), 4);
@@ -242,6 +277,6 @@ fn a_run_can_be_stopped() {
     }
     study("gemma2", Arithmetic::F32, false, |study| {
         let stopped = ballast_lab::Study { observer: &Stopped, input: study.input.clone(), ..*study };
-        assert!(stopped.choices(vec![], None).unwrap_err().to_string().contains("interrupted"));
+        assert!(stopped.choices(vec![], More::default()).unwrap_err().to_string().contains("interrupted"));
     });
 }

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_lab::dump::Dump;
 use ballast_lab::experiment::Arithmetic;
-use ballast_lab::findings::{Input, Kind, Run};
+use ballast_lab::findings::{DecodingRun, Input, Kind, Run};
 use ballast_lab::input::{self, Length};
-use ballast_lab::{Choice, Findings, Study, Training, embedded, report};
+use ballast_lab::{Choice, Findings, More, Study, Training, embedded, report};
 use ballast_model::{Batch, Stored};
 use ballast_train::report::say::{duration, number, share, signed};
 use clap::{Args, ValueEnum};
@@ -63,6 +63,9 @@ pub(crate) struct LabArgs {
     /// Of those steps.
     #[arg(long, value_name = "LR", default_value_t = 1e-4)]
     learning_rate: f64,
+    /// Also read the input token by token, as generate does, in f32 and under each policy.
+    #[arg(long, conflicts_with_all = ["compare", "dump"])]
+    decode: bool,
     /// Compare two checkpoints of the same model, before and after a conversion or a fine-tune: where does B part from A.
     #[arg(long, num_args = 2, value_names = ["A", "B"], conflicts_with_all = ["model", "policies", "dump"])]
     compare: Option<Vec<PathBuf>>,
@@ -158,7 +161,7 @@ fn carry_out(args: &LabArgs, study: &Study<'_>) -> anyhow::Result<Findings> {
     };
     let training =
         args.steps.map(|steps| Training { steps: steps as usize, learning_rate: args.learning_rate });
-    Ok(study.choices(choices, training)?)
+    Ok(study.choices(choices, More { training, decoding: args.decode })?)
 }
 
 fn read_input(args: &LabArgs, model: &Path) -> anyhow::Result<(Batch, Input)> {
@@ -263,6 +266,9 @@ fn words(findings: &Findings, args: &LabArgs) -> String {
         if let Some(training) = &findings.training {
             text += &format!("\n{}\n", training_table(training));
         }
+        if !findings.decoding.is_empty() {
+            text += &format!("\n{}\n", decoding_table(&findings.decoding));
+        }
         for answer in &findings.answers {
             text += &format!("\n{} {}.\n{}\n", answer.question, answer.short, wrap(&answer.text));
         }
@@ -329,7 +335,21 @@ fn training_table(training: &ballast_lab::findings::Training) -> Table {
             loss(run.losses.last()),
             number(run.drift),
             run.protected_drift.map_or_else(|| "-".into(), number),
-            run.not_finite.map_or_else(String::new, |step| format!("at step {}", step + 1)),
+            run.not_finite.map_or_else(String::new, |step| format!("at step {step}")),
+        ]);
+    }
+    rows
+}
+
+fn decoding_table(runs: &[DecodingRun]) -> Table {
+    let mut rows = table(&["token by token", ">KL mean", ">p99", ">max", ">top-1"]);
+    for run in runs {
+        rows.add_row([
+            clean(&run.name),
+            number(run.kl.mean),
+            number(run.kl.p99),
+            number(run.kl.max),
+            share(run.top1_agreement),
         ]);
     }
     rows

@@ -1,5 +1,6 @@
 //! Errors by position in the sequence: buckets that double, 0, 1, 2..4, 4..8, ...
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use ballast_model::Batch;
@@ -17,6 +18,16 @@ pub fn bucket(position: usize) -> usize {
 /// By token: its bucket.
 pub fn buckets(batch: &Batch) -> Vec<usize> {
     batch.positions.iter().map(|position| bucket(*position as usize)).collect()
+}
+
+/// The mean of values by token, for every bucket that has any.
+pub fn means(values: &[f64], buckets: &[usize]) -> Vec<(Range<usize>, f64)> {
+    let mut sums: BTreeMap<usize, (usize, f64)> = BTreeMap::new();
+    for (value, bucket) in values.iter().zip(buckets) {
+        let (count, sum) = sums.entry(*bucket).or_default();
+        (*count, *sum) = (*count + 1, *sum + value);
+    }
+    sums.into_iter().map(|(bucket, (count, sum))| (range(bucket), sum / count as f64)).collect()
 }
 
 /// Squared differences and squares of the reference, by bucket.
@@ -81,6 +92,12 @@ mod tests {
         for position in 0..5000 {
             assert!(range(bucket(position)).contains(&position), "{position}");
         }
+    }
+
+    #[test]
+    fn means_are_those_of_the_buckets_that_there_are() {
+        assert_eq!(means(&[1.0, 2.0, 5.0, 3.0], &[0, 2, 2, 0]), [(0..1, 2.0), (2..4, 3.5)]);
+        assert!(means(&[], &[0, 1]).is_empty());
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 mod attention;
 mod decay;
+mod decoding;
 mod gradients;
 mod indexer;
 mod layers;
@@ -25,7 +26,7 @@ pub use lead::headline;
 
 /// The page.
 pub fn html(findings: &Findings) -> String {
-    let sections: [fn(&Findings) -> String; 14] = [
+    let sections: [fn(&Findings) -> String; 15] = [
         lead::lead,
         lead::answers,
         runs::section,
@@ -37,6 +38,7 @@ pub fn html(findings: &Findings) -> String {
         indexer::section,
         gradients::section,
         training::section,
+        decoding::section,
         storage::protected,
         storage::l2norm,
         lead::notes,

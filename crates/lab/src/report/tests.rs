@@ -6,7 +6,7 @@ fn body(html: &str) -> &str {
     html.split("</style>").nth(1).unwrap()
 }
 
-const SECTIONS: [&str; 13] = [
+const SECTIONS: [&str; 14] = [
     "answers",
     "runs",
     "layers",
@@ -17,6 +17,7 @@ const SECTIONS: [&str; 13] = [
     "indexer",
     "gradients",
     "training",
+    "decoding",
     "protected",
     "l2norm",
     "notes",
@@ -43,11 +44,12 @@ fn what_was_not_measured_has_no_section() {
 #[test]
 fn each_section_alone_makes_a_page() {
     let all = example::findings;
-    let alone: [(&str, Findings); 8] = [
+    let alone: [(&str, Findings); 9] = [
         ("answers", Findings { answers: all().answers, ..Findings::default() }),
         ("attention", Findings { attention: all().attention, ..Findings::default() }),
         ("decay", Findings { decays: all().decays, ..Findings::default() }),
         ("training", Findings { training: all().training, ..Findings::default() }),
+        ("decoding", Findings { decoding: all().decoding, ..Findings::default() }),
         ("protected", Findings { protected: all().protected, ..Findings::default() }),
         ("l2norm", Findings { l2norm: all().l2norm, ..Findings::default() }),
         ("notes", Findings { notes: all().notes, ..Findings::default() }),
@@ -111,6 +113,7 @@ fn text_from_outside_cannot_become_markup() {
         .protected
         .iter_mut()
         .for_each(|tensor| (tensor.name, tensor.dtype) = (evil.clone(), evil.clone()));
+    findings.decoding.iter_mut().for_each(|run| run.name += &evil);
     findings.training.iter_mut().flat_map(|training| &mut training.runs).for_each(|run| run.name += &evil);
     let html = html(&findings);
     assert!(!html.contains("<script") && !html.contains("<b>") && !html.contains("<another>"));

@@ -1,0 +1,74 @@
+//! The same input token by token, as a text is written: caches and recurrent states go from token to token, and what is
+//! rounded in them is rounded at every token.
+//!
+//! Each policy is compared with f32 decoding in step with it, so that no more than one row of logits of each exists.
+
+use std::path::Path;
+
+use ballast_checkpoint::jobs::Observer;
+use ballast_model::batch::IGNORED;
+use ballast_model::{Batch, Model, Precision, memory};
+
+use crate::choices::Choice;
+use crate::error::Result;
+use crate::findings::{DecodingRun, PositionDivergence};
+use crate::measure::output::Outputs;
+use crate::measure::position;
+
+/// What is decoded.
+pub struct Decoding<'a> {
+    /// The checkpoint.
+    pub path: &'a Path,
+    /// What is read.
+    pub batch: &'a Batch,
+    /// Progress: a unit is a token.
+    pub observer: &'a dyn Observer,
+}
+
+impl Decoding<'_> {
+    /// Every choice beside f32, the one with most damage first.
+    pub fn run(&self, choices: &[Choice]) -> Result<Vec<DecodingRun>> {
+        let exact = Model::load(self.path, |_| Ok(Precision::f32()))?;
+        let longest = self.batch.cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
+        let parameters: usize = exact.specs.all().map(|spec| spec.len()).sum();
+        // The other model is f32 before it is cast; its caches are no larger than these.
+        let needed = 2 * (4 * parameters + exact.session_bytes(longest));
+        memory::check("the lab's decoding", needed as u64)?;
+        let runs: Result<Vec<DecodingRun>> = choices.iter().map(|choice| self.one(&exact, choice)).collect();
+        let mut runs = runs?;
+        let damage = |run: &DecodingRun| if run.kl.mean.is_finite() { run.kl.mean } else { f64::INFINITY };
+        runs.sort_by(|a, b| damage(b).total_cmp(&damage(a)));
+        Ok(runs)
+    }
+
+    fn one(&self, exact: &Model, choice: &Choice) -> Result<DecodingRun> {
+        let mut model = Model::load(self.path, |_| Ok(Precision::f32()))?;
+        model.set_precision(choice.precision.clone());
+        let (vocabulary, mut outputs) = (model.config.vocabulary, Outputs::default());
+        for ends in self.batch.cu_seqlens.windows(2) {
+            let mut sessions = [exact.session(1), model.session(1)];
+            for token in &self.batch.ids[ends[0]..ends[1]] {
+                if self.observer.cancelled() {
+                    return Err(ballast_checkpoint::Error::Interrupted.into());
+                }
+                let mut step = |i: usize| -> Result<Vec<f64>> {
+                    let logits = sessions[i].advance_all(&[&[*token]], None)?;
+                    Ok(logits.into_iter().map(f64::from).collect())
+                };
+                let (reference, logits) = (step(0)?, step(1)?);
+                outputs.add(&logits, &reference, &[IGNORED], vocabulary);
+                self.observer.advance(1);
+            }
+        }
+        let by_position = position::means(&outputs.kl, &position::buckets(self.batch))
+            .into_iter()
+            .map(|(range, kl)| PositionDivergence { from: range.start, to: range.end, kl })
+            .collect();
+        Ok(DecodingRun {
+            name: choice.name.clone(),
+            kl: outputs.spread(),
+            top1_agreement: outputs.agreement(),
+            by_position,
+        })
+    }
+}
