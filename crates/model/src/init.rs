@@ -7,6 +7,9 @@
 //! | weights of other norms, `dt_bias`, scales | 1 |
 //! | `A_log` | ln U(0.01, 16): no head without decay, none whose logarithm is infinite |
 //!
+//! With `dt_bias` at 1 most heads forget within a few tokens. [`Model::draw_time_steps`] makes some that remember, as Megatron
+//! and the Mamba models start: softplus(dt_bias) = dt, ln dt drawn evenly between ln 0.001 and ln 0.1.
+//!
 //! All values are drawn in f32 and then cast, block by block of a tensor, each with a generator seeded by the model's seed,
 //! the tensor's name and the block: neither threads nor other tensors nor the storage type change them.
 
@@ -33,7 +36,33 @@ const BLOCK: usize = 1 << 16;
 /// What the decay rates are drawn from.
 const DECAY_RATES: std::ops::Range<f64> = 0.01..16.0;
 
+/// What time steps are drawn from.
+const TIME_STEPS: std::ops::Range<f64> = 0.001..0.1;
+
 impl Model {
+    /// Draws the `dt_bias` of every head anew, so that a model that was just made, in f32, has heads that remember for long. Returns
+    /// how many tensors that are.
+    pub fn draw_time_steps(&mut self, seed: u64) -> usize {
+        let (from, to) = (TIME_STEPS.start.ln(), TIME_STEPS.end.ln());
+        let mut tensors = 0;
+        for (spec, tensor) in self.specs.protected.iter().zip(&mut self.params.protected) {
+            if !spec.name.ends_with(".linear_attn.dt_bias") {
+                continue;
+            }
+            let mut values = vec![0.0; spec.len()];
+            draw(&mut values, &spec.name, seed, |rng| {
+                [(); 2].map(|()| {
+                    let dt = (from + rng.unit() * (to - from)).exp();
+                    // The inverse of softplus: ln(e^dt - 1).
+                    dt + (-(-dt).exp_m1()).ln()
+                })
+            });
+            *tensor = Protected::new(values);
+            tensors += 1;
+        }
+        tensors
+    }
+
     /// A new model of a config.json's content; `precision` is made for its configuration. Of a configuration with a vision
     /// part, the text model. [`Model::save`] writes it in the layout that transformers has for it.
     pub fn init(

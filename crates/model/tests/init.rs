@@ -81,6 +81,27 @@ fn neither_threads_nor_other_tensors_change_what_is_drawn_and_the_seed_does() {
 }
 
 #[test]
+fn drawn_time_steps_are_small_and_touch_nothing_else() {
+    let mut model = new("qwen3_5", "f32", 11);
+    let plain = new("qwen3_5", "f32", 11);
+    assert_eq!(model.draw_time_steps(11), 3);
+    let mut steps = Vec::new();
+    for ((spec, now), (_, then)) in values(&model).into_iter().zip(values(&plain)) {
+        if spec.name.ends_with("dt_bias") {
+            steps.extend(now.iter().map(|x| (*x as f64).exp().ln_1p()));
+        } else {
+            assert_eq!(now, then, "{}", spec.name);
+        }
+    }
+    assert!(steps.iter().all(|dt| (0.000_999..0.1001).contains(dt)), "{steps:?}");
+    assert!(steps.iter().any(|dt| *dt < 0.01) && steps.iter().any(|dt| *dt > 0.01), "{steps:?}");
+    let again = values(&model).into_iter().map(|(_, values)| values).collect::<Vec<_>>();
+    model.draw_time_steps(11);
+    assert_eq!(again, values(&model).into_iter().map(|(_, values)| values).collect::<Vec<_>>());
+    assert_eq!(new("gemma2", "f32", 1).draw_time_steps(1), 0);
+}
+
+#[test]
 fn every_parameter_starts_as_its_spec_says() {
     for name in MODELS {
         let model = new(name, "f32", 11);

@@ -7,7 +7,7 @@ use ballast_model::params::Grads;
 use ballast_model::{Config, Model, Precision};
 use serde_json::Value;
 
-use crate::config::{Stage, TrainConfig};
+use crate::config::{Stage, TimeSteps, TrainConfig};
 use crate::data::{Document, Documents, Files, Packer, Split, Text};
 use crate::error::{Error, Result};
 use crate::task::{self, Task};
@@ -47,7 +47,14 @@ pub fn model(config: &TrainConfig) -> Result<Model> {
             model.save_as_hf();
             Ok(model)
         }
-        None => Ok(Model::init(&architecture(config)?, |_| Ok(Precision::f32()), config.seed)?),
+        None => {
+            let mut model = Model::init(&architecture(config)?, |_| Ok(Precision::f32()), config.seed)?;
+            if config.model.time_steps == TimeSteps::Drawn && model.draw_time_steps(config.seed) == 0 {
+                let problem = "`model.time_steps`: no layer of the model has a delta rule; leave it out";
+                return Err(Error::Config(problem.into()));
+            }
+            Ok(model)
+        }
     }
 }
 

@@ -42,6 +42,23 @@ fn spikes_are_reported_and_can_be_skipped() {
 }
 
 #[test]
+fn time_steps_are_drawn_where_there_are_any() {
+    let folder = tempfile::tempdir().unwrap();
+    let new = |name: &str, settings: &[&str]| {
+        Trainer::new(config(&folder.path().join(name), settings)).map_err(|error| error.to_string())
+    };
+    let bias = |trainer: &Trainer| {
+        let at =
+            trainer.model.specs.protected.iter().position(|spec| spec.name.ends_with("dt_bias")).unwrap();
+        trainer.model.params.protected()[at].values().to_vec()
+    };
+    assert!(bias(&new("a", &[]).unwrap()).iter().all(|x| *x == 1.0));
+    assert!(bias(&new("b", &["model.time_steps=drawn"]).unwrap()).iter().all(|x| (-7.0..-2.2).contains(x)));
+    let problem = new("c", &["model.time_steps=drawn", "model.preset=gemma"]).map(|_| ()).unwrap_err();
+    assert!(problem.contains("no layer of the model has a delta rule"), "{problem}");
+}
+
+#[test]
 fn frozen_parameters_stay_and_a_pattern_that_matches_nothing_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let settings = ["steps=2", "precision.preset=f32", "model.freeze=[\"*.mlp.*\", \"*.A_log\"]"];

@@ -13,6 +13,10 @@ pub const KEYS: &[(&str, &str)] = &[
     ("model.config", "a config.json: that architecture with random weights"),
     ("model.checkpoint", "a checkpoint in any layout to start from"),
     ("model.tokenizer", "folder with tokenizer.json, where it is not beside the model"),
+    (
+        "model.time_steps",
+        "dt_bias of a new model: ones (forgets fast), or drawn so that some heads remember for long",
+    ),
     ("model.freeze", "patterns (* for any characters) of parameters that are not learned"),
     ("lora.rank", "train adapters of this rank instead of the weights"),
     ("lora.alpha", "their scale is alpha / rank"),

@@ -55,7 +55,18 @@ pub struct ModelConfig {
     pub checkpoint: Option<PathBuf>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
+    pub time_steps: TimeSteps,
     pub freeze: Vec<String>,
+}
+
+/// How the `dt_bias` of a new model starts: see [`ballast_model::Model::draw_time_steps`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum TimeSteps {
+    #[default]
+    Ones,
+    Drawn,
 }
 
 /// Adapters.
@@ -450,6 +461,9 @@ impl TrainConfig {
         if sources.iter().filter(|given| **given).count() > 1 {
             return refuse("model", "has more than one of preset, config and checkpoint; give one".into());
         }
+        if m.time_steps == TimeSteps::Drawn && m.checkpoint.is_some() {
+            return refuse("model.time_steps", "is drawn for a new model; a checkpoint has its own".into());
+        }
         if self.lora.is_some() && m.checkpoint.is_none() {
             return refuse("lora", "adapts a trained model, and `model.checkpoint` names none".into());
         }
@@ -489,6 +503,7 @@ mod tests {
             config: path.clone(),
             checkpoint: path.clone(),
             tokenizer: path.clone(),
+            time_steps: TimeSteps::Drawn,
             freeze: vec![],
         };
         config.data.validation = path;
@@ -548,6 +563,8 @@ mod tests {
         let both: Table = "[data]\ntask = 'recall'\nfiles = [{ path = 'a.txt' }]".parse().unwrap();
         let error = TrainConfig::from_table(both, &[], None).unwrap_err().to_string();
         assert!(error.contains("both a task and files"), "{error}");
+        let error = load(&["model.checkpoint=b", "model.time_steps=drawn"]).unwrap_err().to_string();
+        assert!(error.contains("a checkpoint has its own"), "{error}");
         let last = load(&["model.preset=a", "model.checkpoint=b"]).unwrap().model;
         assert_eq!((last.preset, last.checkpoint), (None, Some("b".into())));
     }
