@@ -16,7 +16,7 @@ use crate::choices::Choice;
 use crate::engine::{Engine, Gradient, Part, Site};
 use crate::error::{Error, Result};
 use crate::findings::{
-    Findings, GradientError, LayerError, NotFinite, PositionError, Reference, Run, SiteError,
+    Findings, GradientError, Kind, LayerError, NotFinite, PositionError, Reference, Run, SiteError,
 };
 use crate::measure::attention::{Roundings, Rows, Shape};
 use crate::measure::decay::Decays;
@@ -292,13 +292,13 @@ impl<'a> Runner<'a> {
             }
             Contestant::Checkpoint { name, stored } => {
                 let what = format!("another checkpoint, in {}", setup.reference.name());
-                let kind = crate::findings::Kind::Checkpoint;
+                let kind = Kind::Checkpoint;
                 let found = Run { name, what, kind, ..Run::default() };
                 (setup.reference.engine(stored, setup)?, stored, None, Some(0.0), found)
             }
             Contestant::Dump { name, dump, tolerance } => {
                 let what = "tensors that were written by another framework".into();
-                let kind = crate::findings::Kind::Checkpoint;
+                let kind = Kind::Dump;
                 let found = Run { name, what, kind, ..Run::default() };
                 (Engine::Dump(Box::new(dump)), setup.stored, None, Some(tolerance), found)
             }

@@ -85,8 +85,10 @@ pub enum Kind {
     Site,
     /// Several at once, as asked for.
     Several,
-    /// Another checkpoint, in the reference's arithmetic, or another framework's tensors.
+    /// Another checkpoint, in the reference's arithmetic.
     Checkpoint,
+    /// Another framework's tensors.
+    Dump,
 }
 
 /// One policy against the reference.
@@ -131,6 +133,13 @@ pub struct Run {
     pub gradient_error: Option<f64>,
     /// The same of the gradients that indexers have of their own loss; `None` without indexers.
     pub indexer_gradient_error: Option<f64>,
+}
+
+impl Run {
+    /// Whether its outputs were compared: a dump may have no logits. Outputs that are not finite were.
+    pub fn has_outputs(&self) -> bool {
+        !self.kl.mean.is_nan() || self.not_finite.is_some()
+    }
 }
 
 /// Mean, 99th percentile, largest.

@@ -360,7 +360,7 @@ fn parting(run: &Run, notes: &[String], args: &LabArgs) -> String {
     let mut text = String::new();
     text += &match &run.first_difference {
         Some(site) => format!("{} parts from it at {}.\n", clean(&run.name), clean(site)),
-        None if run.kind == Kind::Checkpoint && args.dump.is_some() => {
+        None if run.kind == Kind::Dump => {
             format!("{} agrees within {} everywhere.\n", clean(&run.name), number(args.tolerance))
         }
         None => format!("{} gives the same values everywhere.\n", clean(&run.name)),
@@ -380,7 +380,7 @@ fn parting(run: &Run, notes: &[String], args: &LabArgs) -> String {
     for note in notes {
         text += &format!("{}\n", clean(note));
     }
-    if run.loss.is_nan() && run.not_finite.is_none() {
+    if !run.has_outputs() {
         text += "no logits: outputs were not compared\n";
     } else {
         text += &format!(

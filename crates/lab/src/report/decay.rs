@@ -26,7 +26,7 @@ pub(super) fn section(findings: &Findings) -> String {
         return String::new();
     }
     let about = "What the state of a head loses per token in the reference, as the number of tokens after which half is \
-                 gone, and how policies change it.";
+                 gone, and what becomes of it.";
     let html = heading("decay", "Decay", about) + &half_lives(findings) + &rates;
     html + &table(findings)
 }
@@ -109,6 +109,7 @@ fn rates(findings: &Findings) -> String {
     let most = largest(policies(findings).flat_map(|run| run.decay.iter().map(|head| head.rate_error)));
     let text = match alike.len() {
         0 => format!("no policy changes the rate of a head by more than {} of it", say::number(most)),
+        _ if alike.len() == 1 => "each dot is a head".into(),
         _ => "each dot is a head; all on the same axes; policies that round alike share a plot".into(),
     };
     let drawn = &alike[..alike.len().min(PLOTS)];
@@ -208,12 +209,18 @@ fn table(findings: &Findings) -> String {
     all.iter().take(ROWS).for_each(|run| table.row(&row(run, findings)));
     let left_out = all.len().saturating_sub(ROWS);
     let left_out = (left_out > 0).then(|| format!("{} less far off left out", counted(left_out, "run")));
-    let about = format!(
-        "relative errors of exp(A_log) and of the mean of -g, by head; policies whose decay is off by more than twice what it \
-         is in f32 ({})",
-        say::number(of_floor)
-    );
-    format!("<h3>Decay by policy</h3>\n{}{}", soft(&sentence(&[Some(about), left_out])), table.html())
+    let about = "relative errors of exp(A_log) and of the mean of -g, by head".to_string();
+    let which = floor(findings).map(|_| {
+        format!(
+            "policies whose decay is off by more than twice what it is in f32 ({})",
+            say::number(of_floor)
+        )
+    });
+    format!(
+        "<h3>Errors of the decay</h3>\n{}{}",
+        soft(&sentence(&[Some(about), which, left_out])),
+        table.html()
+    )
 }
 
 fn row(run: &Run, findings: &Findings) -> [String; 6] {

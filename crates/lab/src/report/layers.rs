@@ -32,9 +32,11 @@ pub(super) fn section(findings: &Findings) -> String {
 
     let mut html = heading("layers", "Error by layer", &says(shown, of_floor));
     if !plots.is_empty() {
-        let mut keys = vec![("c0".to_string(), "the policy")];
-        keys.extend((!of_floor.is_empty()).then(|| (format!("pale c{FLOOR_COLOUR}"), "f32, the floor")));
-        html += &legend(&keys);
+        if !of_floor.is_empty() {
+            let keys =
+                [("c0".to_string(), "the policy"), (format!("pale c{FLOOR_COLOUR}"), "f32, the floor")];
+            html += &legend(&keys);
+        }
         html += &grid(&plots);
     }
     if drawn.len() > PLOTS {
@@ -50,8 +52,13 @@ pub(super) fn section(findings: &Findings) -> String {
 }
 
 fn says(shown: &[&Run], of_floor: &[LayerError]) -> String {
-    let axes = "Of the residual stream after each layer, RMS of the difference over RMS; all plots have the same axes, on a log \
-                scale, and come in the order of damage.";
+    let axes = match shown.len() {
+        1 => "Of the residual stream after each layer, RMS of the difference over RMS, on a log scale.",
+        _ => {
+            "Of the residual stream after each layer, RMS of the difference over RMS; all plots have the same axes, on a log \
+             scale, and come in the order of damage."
+        }
+    };
     let Some(run) = shown.iter().find(|run| !is_broken(run)) else { return axes.into() };
     let (Some(first), Some(last)) = (run.by_layer.first(), run.by_layer.last()) else { return axes.into() };
     let of_last = of_floor.iter().find(|layer| layer.layer == last.layer).map(|layer| layer.error);

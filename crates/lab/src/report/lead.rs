@@ -3,9 +3,11 @@
 use ballast_train::report::page::{inline, prose};
 use ballast_train::report::say::{self, sentence};
 
-use super::words::{are, counted, floor, is_broken, is_single, list, named, policies, soft, times_floor};
+use super::words::{
+    are, counted, floor, is_broken, is_single, list, named, other, policies, soft, times_floor,
+};
 use crate::Findings;
-use crate::findings::Run;
+use crate::findings::{Kind, Run};
 
 /// A single choice whose mean KL is within this many times f32's own cannot be told from it.
 const INDISTINCT: f64 = 2.0;
@@ -13,6 +15,9 @@ const INDISTINCT: f64 = 2.0;
 const NAMES: usize = 6;
 
 pub(super) fn title(findings: &Findings) -> String {
+    if let Some(other) = other(findings) {
+        return format!("{} beside {}", other.name, findings.model);
+    }
     match findings.model.is_empty() {
         true => "What precision costs".into(),
         false => format!("What precision costs: {}", findings.model),
@@ -24,7 +29,27 @@ pub(super) fn lead(findings: &Findings) -> String {
     if findings.runs.is_empty() {
         return "<p class=\"lead\">No policy was run.</p>\n".into();
     }
-    let opening = format!(
+    let opening = self::opening(findings);
+    let (opening, headline) = (inline(&opening), prose(&headline(findings)));
+    format!("<p class=\"lead\">{opening}</p>\n<p>{headline}</p>\n{}", facts(findings))
+}
+
+fn opening(findings: &Findings) -> String {
+    if let Some(other) = other(findings) {
+        let read = format!(
+            "read {} of {} in {}",
+            counted(findings.input.tokens, "token"),
+            findings.input.source,
+            findings.reference.arithmetic
+        );
+        return match other.kind {
+            Kind::Dump => {
+                format!("{} {read}; {} has what another framework computed.", findings.model, other.name)
+            }
+            _ => format!("Both {read}."),
+        };
+    }
+    format!(
         "The model read {} of {}: once in {}, which all else is compared with, and once under {}.",
         counted(findings.input.tokens, "token"),
         findings.input.source,
@@ -34,16 +59,42 @@ pub(super) fn lead(findings: &Findings) -> String {
             1 => "one policy".into(),
             number => format!("each of {number} policies"),
         },
-    );
-    let (opening, headline) = (inline(&opening), prose(&headline(findings)));
-    format!("<p class=\"lead\">{opening}</p>\n<p>{headline}</p>\n{}", facts(findings))
+    )
 }
 
 /// What does most damage and what none, in a few sentences, with names between backticks.
 pub fn headline(findings: &Findings) -> String {
+    if let Some(other) = other(findings) {
+        return sentence(&[Some(parting(other))]) + " " + &sentence(&[Some(outputs(other))]);
+    }
     let parts = [broken(findings), worst(findings), worst_single(findings), harmless(findings)];
     let sentences: Vec<String> = parts.into_iter().flatten().map(|part| sentence(&[Some(part)])).collect();
     sentences.join(" ")
+}
+
+/// Where two part.
+fn parting(other: &Run) -> String {
+    match (&other.first_difference, other.kind) {
+        (Some(site), _) => format!("{} parts from it at {}", named(&other.name), named(site)),
+        (None, Kind::Dump) => format!("{} agrees everywhere within the tolerance", named(&other.name)),
+        (None, _) => format!("{} gives the same values everywhere", named(&other.name)),
+    }
+}
+
+fn outputs(other: &Run) -> String {
+    if !other.has_outputs() {
+        return "it has no logits, so outputs were not compared".into();
+    }
+    if is_broken(other) {
+        return "its outputs are not finite".into();
+    }
+    format!(
+        "the outputs are apart by a mean KL divergence of {} nats, the loss differs by {}, and {} of the tokens have the same \
+         likeliest next one",
+        say::number(other.kl.mean),
+        say::signed(other.loss_difference),
+        say::share(other.top1_agreement)
+    )
 }
 
 fn broken(findings: &Findings) -> Option<String> {

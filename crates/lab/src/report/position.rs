@@ -7,7 +7,7 @@
 use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
 use ballast_train::report::say::{self, sentence};
 
-use super::words::{counted, floor, heading, is_single, named, policies, times};
+use super::words::{counted, floor, heading, is_single, named, other, policies, times};
 use crate::Findings;
 use crate::findings::{PositionError, Run};
 
@@ -45,8 +45,13 @@ pub(super) fn section(findings: &Findings) -> String {
     if plots.is_empty() {
         return plots;
     }
-    let says = "A stretch of positions is drawn at its last token. An error that the recurrence compounds would rise \
-                from left to right, and more steeply than that of f32.";
+    let says = match other(findings) {
+        Some(_) => "A stretch of positions is drawn at its last token.",
+        None => {
+            "A stretch of positions is drawn at its last token. An error that the recurrence compounds would rise from left to right, \
+             and more steeply than that of f32."
+        }
+    };
     heading("position", "Error by position", says) + &plots
 }
 
@@ -69,7 +74,11 @@ fn plot(findings: &Findings, measure: &Measure, single: bool) -> String {
     let (of, id) = if single { ("single choices", "single") } else { ("policies", "whole") };
     LinePlot {
         id: format!("position-{}-{id}", measure.id),
-        title: format!("{}, {of}", measure.title),
+        title: if other(findings).is_some() {
+            measure.title.into()
+        } else {
+            format!("{}, {of}", measure.title)
+        },
         unit: measure.unit.into(),
         says: says(drawn, floor(findings), runs.len() - drawn.len(), measure),
         x_name: "token".into(),

@@ -6,8 +6,8 @@ use ballast_train::report::say::{self, sentence};
 
 use super::table::{Column, Table};
 use super::words::{
-    FLOOR_COLOUR, cell, code, counted, floor, heading, is_broken, is_floor, named, policies, share_cell,
-    signed_cell,
+    FLOOR_COLOUR, cell, code, counted, floor, heading, is_broken, is_floor, named, other, policies,
+    share_cell, signed_cell,
 };
 use crate::Findings;
 use crate::findings::{Kind, NotFinite, Run};
@@ -15,6 +15,11 @@ use crate::findings::{Kind, NotFinite, Run};
 pub(super) fn section(findings: &Findings) -> String {
     if findings.runs.is_empty() {
         return String::new();
+    }
+    if other(findings).is_some() {
+        let says =
+            "KL is the divergence of its next-token distributions from the model's, over tokens, in nats.";
+        return heading("runs", "In one line", says) + &table(findings);
     }
     let says = "Each policy runs the same input. The loss is compared with the reference's; KL is the divergence of its next-token \
                 distributions from the reference's, over tokens, in nats. What differs first is compared with the run in f32.";
@@ -76,7 +81,7 @@ fn colour(run: &Run) -> usize {
         Kind::Tensor => 1,
         Kind::Site => 2,
         Kind::Several => 6,
-        Kind::Checkpoint => 4,
+        Kind::Checkpoint | Kind::Dump => 4,
     }
 }
 
@@ -87,6 +92,7 @@ fn kind_name(kind: Kind) -> &'static str {
         Kind::Site => "one operation lowered",
         Kind::Several => "several at once",
         Kind::Checkpoint => "another checkpoint",
+        Kind::Dump => "another framework's tensors",
     }
 }
 
@@ -94,29 +100,34 @@ fn kind_name(kind: Kind) -> &'static str {
 fn table(findings: &Findings) -> String {
     let gradients = findings.runs.iter().any(|run| run.gradient_error.is_some());
     let lost = findings.runs.iter().any(|run| run.not_finite.is_some());
-    let mut columns = vec![
-        Column::Text("policy"),
-        Column::Number("loss difference"),
-        Column::Number("perplexity"),
-        Column::Number("KL mean"),
-        Column::Number("KL 99\u{a0}%"),
-        Column::Number("KL largest"),
-        Column::Number("same top token"),
-    ];
+    let outputs = findings.runs.iter().any(Run::has_outputs);
+    let mut columns = vec![Column::Text(if other(findings).is_some() { "" } else { "policy" })];
+    if outputs {
+        columns.extend([
+            Column::Number("loss difference"),
+            Column::Number("perplexity"),
+            Column::Number("KL mean"),
+            Column::Number("KL 99\u{a0}%"),
+            Column::Number("KL largest"),
+            Column::Number("same top token"),
+        ]);
+    }
     columns.extend(gradients.then_some(Column::Number("gradient error")));
     columns.push(Column::Text("differs first at"));
     columns.extend(lost.then_some(Column::Text("not finite")));
     let mut table = Table::new(&columns);
     for run in &findings.runs {
-        let mut cells = vec![
-            name(run),
-            signed_cell(run.loss_difference),
-            cell(run.perplexity),
-            cell(run.kl.mean),
-            cell(run.kl.p99),
-            cell(run.kl.max),
-            share_cell(run.top1_agreement),
-        ];
+        let mut cells = vec![name(run)];
+        if outputs {
+            cells.extend([
+                signed_cell(run.loss_difference),
+                cell(run.perplexity),
+                cell(run.kl.mean),
+                cell(run.kl.p99),
+                cell(run.kl.max),
+                share_cell(run.top1_agreement),
+            ]);
+        }
         cells.extend(gradients.then(|| run.gradient_error.map_or(String::new(), cell)));
         cells.push(match &run.first_difference {
             Some(site) => code(site),

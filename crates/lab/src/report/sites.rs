@@ -31,9 +31,16 @@ pub(super) fn section(findings: &Findings) -> String {
     let of_floor: BTreeMap<&str, &SiteError> = (floor(findings).iter())
         .flat_map(|floor| floor.sites.iter().map(|site| (&site.site[..], site)))
         .collect();
-    let says = "Tensors of one kind in all layers, in the order in which they are made, those as in f32 left out. The \
-                error is RMS of the difference over RMS; the first is that of the first layer in which the kind \
-                differs from f32.";
+    let says = match of_floor.is_empty() {
+        true => {
+            "Tensors of one kind in all layers, in the order in which they are made. The error is RMS of the difference over RMS; \
+             the first is that of the first layer in which the kind differs."
+        }
+        false => {
+            "Tensors of one kind in all layers, in the order in which they are made, those as in f32 left out. The error is RMS of \
+             the difference over RMS; the first is that of the first layer in which the kind differs from f32."
+        }
+    };
     let tables: String =
         (runs.iter().enumerate()).map(|(index, run)| table(run, &of_floor, index == 0)).collect();
     heading("sites", "Where the error enters", says) + &tables
@@ -42,19 +49,20 @@ pub(super) fn section(findings: &Findings) -> String {
 fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String {
     let groups = groups(run, of_floor);
     let worst = worst(run);
-    let mut table = Table::new(&[
+    let mut columns = vec![
         Column::Text("tensor"),
         Column::Number("how many"),
         Column::Number("first"),
         Column::Number("largest"),
-        Column::Number("of f32's"),
         Column::Number("furthest value off by"),
-    ]);
+    ];
+    columns.extend((!of_floor.is_empty()).then_some(Column::Number("largest, of f32's")));
+    let mut table = Table::new(&columns);
     for group in groups.iter().take(ROWS) {
         let name = code(&group.pattern);
         let is_worst = worst.is_some_and(|worst| worst.site == group.largest.site);
         let floor = of_floor.get(&group.largest.site[..]).map(|site| group.largest.error / site.error);
-        table.row(&[
+        let mut cells = vec![
             format!(
                 "{} <span class=\"soft\">{}</span>",
                 if is_worst { format!("<strong>{name}</strong>") } else { name },
@@ -63,17 +71,19 @@ fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String
             say::count(group.tensors as u64),
             error(group.first),
             error(group.largest),
-            floor
-                .filter(|ratio| ratio.is_finite())
-                .map_or(String::new(), |ratio| format!("{} ×", say::number(ratio))),
             cell(group.largest.max_abs),
-        ]);
+        ];
+        let ratio = floor.filter(|ratio| ratio.is_finite());
+        let ratio = ratio.map_or(String::new(), |ratio| format!("{} ×", say::number(ratio)));
+        cells.extend((!of_floor.is_empty()).then_some(ratio));
+        table.row(&cells);
     }
     let more = match groups.len().saturating_sub(ROWS) {
         0 => String::new(),
         more => format!("; {} more kinds are in lab.json", say::count(more as u64)),
     };
     let says = match &run.first_difference {
+        None if of_floor.is_empty() => "no tensor differs".to_string(),
         None => "no tensor differs from f32".to_string(),
         Some(first) => {
             let largest = worst.map_or(String::new(), |worst| {

@@ -42,6 +42,34 @@ fn what_was_not_measured_has_no_section() {
 }
 
 #[test]
+fn two_things_side_by_side_have_a_page_of_their_own() {
+    let site = |site: &str, error: f64| SiteError { site: site.into(), error, ..SiteError::default() };
+    let nothing = Spread { mean: f64::NAN, p99: f64::NAN, max: f64::NAN };
+    let dump = Run {
+        name: "their.safetensors".into(),
+        kind: Kind::Dump,
+        loss: f64::NAN,
+        perplexity: f64::NAN,
+        kl: nothing,
+        top1_agreement: f64::NAN,
+        first_difference: Some("layers.0.out".into()),
+        sites: vec![site("embed", 0.0), site("layers.0.out", 0.1)],
+        by_layer: vec![LayerError { layer: 0, error: 0.1 }],
+        ..Run::default()
+    };
+    let page = |run: Run| html(&Findings { model: "ours".into(), runs: vec![run], ..Findings::default() });
+    let shown = page(dump.clone());
+    assert!(shown.contains("no logits, so outputs were not compared") && shown.contains("parts from it at"));
+    assert!(!body(&shown).contains("not finite") && !body(&shown).contains("polic"), "{shown}");
+    let agrees = page(Run { first_difference: None, ..dump.clone() });
+    assert!(agrees.contains("agrees everywhere within the tolerance"));
+    let lost = NotFinite { site: "logits".into(), count: 1, dtype: "f32".into() };
+    assert!(page(Run { not_finite: Some(lost), ..dump }).contains("outputs are not finite"));
+    let same = Run { kind: Kind::Checkpoint, name: "b".into(), ..Run::default() };
+    assert!(page(same).contains("gives the same values everywhere"));
+}
+
+#[test]
 fn each_section_alone_makes_a_page() {
     let all = example::findings;
     let alone: [(&str, Findings); 9] = [

@@ -30,7 +30,15 @@ pub(super) fn is_single(run: &Run) -> bool {
 
 /// Whether its outputs are not finite.
 pub(super) fn is_broken(run: &Run) -> bool {
-    !run.kl.mean.is_finite()
+    run.has_outputs() && !run.kl.mean.is_finite()
+}
+
+/// The other one of two, where two things are compared: another checkpoint, or another framework's tensors.
+pub(super) fn other(findings: &Findings) -> Option<&Run> {
+    match &findings.runs[..] {
+        [run] if matches!(run.kind, Kind::Checkpoint | Kind::Dump) => Some(run),
+        _ => None,
+    }
 }
 
 /// Up to `each` whole policies and as many single choices, in the order of the findings, of those that `with` takes.
