@@ -16,9 +16,13 @@ pub(super) fn section(findings: &Findings) -> String {
     if findings.runs.is_empty() {
         return String::new();
     }
-    if other(findings).is_some() {
-        let says =
-            "KL is the divergence of its next-token distributions from the model's, over tokens, in nats.";
+    if let Some(other) = other(findings) {
+        let says = match other.has_outputs() {
+            true => {
+                "KL is the divergence of its next-token distributions from the model's, over tokens, in nats."
+            }
+            false => "",
+        };
         return heading("runs", "In one line", says) + &table(findings);
     }
     let says = "Each policy runs the same input. The loss is compared with the reference's; KL is the divergence of its next-token \
