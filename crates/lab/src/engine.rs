@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use ballast_model::params::{Grads, Params, Spec, Specs, Weight};
 use ballast_model::{
-    Batch, IndexerLoss, IndexerStage, Model, Pass, Precision, Probe, Recompute, Stored, Ties,
+    Batch, Config, IndexerLoss, IndexerStage, Model, Pass, Precision, Probe, Recompute, Stored, Ties,
 };
 
 use crate::dump::Dump;
@@ -181,8 +181,8 @@ impl<'b> Running<'b> {
         match part {
             Part::Embedding => {
                 let recompute = (self.backward != Backward::None).then_some(Recompute::Full);
-                let learns = self.backward == Backward::WithIndexers && self.model.config.has_indexer();
-                let indexer = learns.then_some(IndexerLoss { scale: 1.0, stage: IndexerStage::Sparse });
+                let with_indexers = self.backward == Backward::WithIndexers;
+                let indexer = sparse_loss(&self.model.config).filter(|_| with_indexers);
                 self.pass = Some(Pass::begin(&self.model, self.batch, recompute, indexer, Some(sites))?);
             }
             Part::Layer(index) => {
@@ -209,6 +209,11 @@ impl<'b> Running<'b> {
         }
         Ok(())
     }
+}
+
+/// The indexers' loss as the lab takes it, for a model that has any.
+pub fn sparse_loss(config: &Config) -> Option<IndexerLoss> {
+    config.has_indexer().then_some(IndexerLoss { scale: 1.0, stage: IndexerStage::Sparse })
 }
 
 /// Keeps what is shown; parameters, attention logits and scores of long inputs are left out.

@@ -20,6 +20,7 @@ use crate::findings::{
 };
 use crate::measure::attention::{Roundings, Rows, Shape};
 use crate::measure::decay::Decays;
+use crate::measure::indexer::Scores;
 use crate::measure::output::Outputs;
 use crate::measure::position::{self, MeanErrors, Sums};
 use crate::measure::{Together, difference, indexer};
@@ -419,7 +420,7 @@ impl<'a> Runner<'a> {
         {
             self.found.attention.push(rows.compare(exact, index));
         }
-        let scores = format!("layers.{index}.self_attn.indexer.scores");
+        let scores = scores_of(index);
         if let (Mixer::Latent(latent), Some(own), Some(exact)) =
             (mixer, site(sites, &scores), site(&shown.reference, &scores))
         {
@@ -515,6 +516,10 @@ fn gradients(
     Ok(found)
 }
 
+fn scores_of(layer: usize) -> String {
+    format!("layers.{layer}.self_attn.indexer.scores")
+}
+
 fn site<'s>(sites: &'s [Site], name: &str) -> Option<&'s [f64]> {
     sites.iter().find(|site| site.name == name).map(|site| &site.values[..])
 }
@@ -552,7 +557,15 @@ fn sampled(
         keys.insert(index, k.to_vec());
     }
     let k = own.or_else(|| keys.get(&shape.keys_of).map(|k| &k[..]))?;
-    Some(Rows::new(q, k, shape, setup.batch, rounds))
+    let scores = match &setup.stored.config.layers[index].mixer {
+        Mixer::Latent(latent) => site(sites, &scores_of(index)).map(|values| Scores {
+            values,
+            cu_seqlens: &setup.batch.cu_seqlens,
+            topk: latent.index_topk,
+        }),
+        _ => None,
+    };
+    Some(Rows::new(q, k, shape, setup.batch, scores, rounds))
 }
 
 /// What is not a number is beyond anything.

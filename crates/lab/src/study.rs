@@ -164,7 +164,8 @@ fn notes(config: &Config, study: &Study<'_>) -> Vec<String> {
     if config.layers.iter().any(|layer| !matches!(layer.mixer, ballast_model::config::Mixer::Linear(_))) {
         notes.push(
             "Attention logits are those of up to 64 queries by head, evenly over the input, with all keys that are not hidden \
-             by mask or window."
+             by mask, window or indexer (of an input whose scores are too many to look at, over 4,096 tokens, also those that an \
+             indexer hides)."
                 .into(),
         );
     }

@@ -11,6 +11,7 @@ use ballast_train::config::OptimizerConfig;
 use ballast_train::optimizer::{Optimizer, Place, Slot};
 
 use crate::choices::Choice;
+use crate::engine::sparse_loss;
 use crate::error::Result;
 use crate::findings::{Training, TrainingRun};
 
@@ -51,7 +52,8 @@ impl Steps<'_> {
 
     fn one(&self, choice: &Choice) -> Result<Outcome> {
         let mut model = Model::load(self.path, |_| Ok(Precision::f32()))?;
-        let step = Step::new(&self.batch.cu_seqlens, Recompute::None);
+        let loss = LossOptions { indexer: sparse_loss(&model.config), ..LossOptions::default() };
+        let step = Step { loss, ..Step::new(&self.batch.cu_seqlens, Recompute::None) };
         let plan = Plan::new(&model.config, &choice.precision, &step)?;
         memory::check("the lab's training steps", (plan.total() + 6 * 4 * plan.parameters) as u64)?;
         let mut grads = model.grads();
@@ -65,8 +67,7 @@ impl Steps<'_> {
                 return Err(ballast_checkpoint::Error::Interrupted.into());
             }
             grads.clear();
-            let loss =
-                model.backward(&mut grads, self.batch, &LossOptions::default(), Recompute::None, None)?;
+            let loss = model.backward(&mut grads, self.batch, &loss, Recompute::None, None)?;
             let loss = loss.language.sum / loss.language.tokens.max(1) as f64;
             let norm = optimizer.norms(&grads).global;
             losses.push(loss);

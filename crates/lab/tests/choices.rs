@@ -120,7 +120,7 @@ fn lowered_logits_are_off_by_half_an_ulp_at_most() {
 
 #[test]
 fn sampled_logits_are_those_that_the_model_shows() {
-    for name in ["gemma2", "gemma4_ple", "qwen3_5"] {
+    for name in ["gemma2", "gemma4_ple", "qwen3_5", "deepseek_v32"] {
         let batch = batch(name);
         for preset in ["f32", "hf-bf16"] {
             let model = Model::load(&folder(name), |config| Precision::preset(preset, config)).unwrap();

@@ -3,13 +3,16 @@
 //! ```text
 //! x[i,j] = scale <q_i, k_j>,  then cap tanh(x / cap),   rounded where the run rounds
 //! ```
-//! All causal keys inside the window are looked at, also where an indexer would leave some of them out.
+//! All causal keys inside the window are looked at that an indexer does not leave out.
+
+use std::sync::Arc;
 
 use ballast_kernels::Precision as Rounding;
 use ballast_model::config::{Attention, LatentAttention, Mixer};
 use ballast_model::{Batch, Precision};
 use rayon::prelude::*;
 
+use super::indexer::Scores;
 use super::output::argmax;
 use crate::findings::{AttentionError, LogitRange};
 
@@ -81,33 +84,44 @@ impl Roundings {
     }
 }
 
-/// Logits of sampled queries: by head and query, those of the keys that it sees.
+/// Logits of sampled queries: by head and query, those of the keys that it sees; `None` for one that an indexer leaves out.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Rows(pub Vec<Vec<f64>>);
+pub struct Rows(pub Vec<Vec<Option<f64>>>);
 
 impl Rows {
-    /// From q [tokens, heads, d] and k [tokens, kv_heads, d].
-    pub fn new(q: &[f64], k: &[f64], shape: &Shape, batch: &Batch, rounds: Option<Roundings>) -> Rows {
-        let wanted: Vec<(usize, usize, usize)> =
-            sample(batch).flat_map(|(begin, i)| (0..shape.heads).map(move |head| (head, begin, i))).collect();
+    /// From q [tokens, heads, d] and k [tokens, kv_heads, d], and the indexer's scores if there is one.
+    pub fn new(
+        q: &[f64],
+        k: &[f64],
+        shape: &Shape,
+        batch: &Batch,
+        scores: Option<Scores<'_>>,
+        rounds: Option<Roundings>,
+    ) -> Rows {
+        let query = |(begin, i): (usize, usize)| {
+            let chosen = scores.as_ref().map(|scores| Arc::new(scores.keys(begin, i)));
+            (0..shape.heads).map(move |head| (head, begin, i, chosen.clone()))
+        };
+        let wanted: Vec<(usize, usize, usize, Option<Arc<Vec<usize>>>)> =
+            sample(batch).flat_map(query).collect();
         let d = shape.head_dim;
-        let row = |(head, begin, i): (usize, usize, usize)| -> Vec<f64> {
+        let row = |(head, begin, i, chosen): (usize, usize, usize, Option<Arc<Vec<usize>>>)| {
             let q = &q[((begin + i) * shape.heads + head) * d..][..d];
             let first = shape.window.map_or(0, |window| (i + 1).saturating_sub(window));
             let kv = head / (shape.heads / shape.kv_heads);
-            (first..=i)
-                .map(|j| {
-                    let k = &k[((begin + j) * shape.kv_heads + kv) * d..][..d];
-                    logit(q.iter().zip(k).map(|(q, k)| q * k).sum(), shape, rounds)
-                })
-                .collect()
+            let is_chosen = |j: usize| chosen.as_ref().is_none_or(|keys| keys.binary_search(&j).is_ok());
+            let of_key = |j: usize| {
+                let k = &k[((begin + j) * shape.kv_heads + kv) * d..][..d];
+                logit(q.iter().zip(k).map(|(q, k)| q * k).sum(), shape, rounds)
+            };
+            (first..=i).map(|j| is_chosen(j).then(|| of_key(j))).collect()
         };
         Rows(wanted.into_par_iter().map(row).collect())
     }
 
     /// What there is to say of the reference's.
     pub fn range(&self, layer: usize) -> LogitRange {
-        let all = || self.0.iter().flatten().copied();
+        let all = || self.0.iter().flatten().flatten().copied();
         let (min, max) = (all().fold(f64::INFINITY, f64::min), all().fold(f64::NEG_INFINITY, f64::max));
         let largest = min.abs().max(max.abs());
         let width = (max - min) / BINS as f64;
@@ -132,14 +146,18 @@ impl Rows {
     pub fn compare(&self, reference: &Rows, layer: usize) -> AttentionError {
         let (mut largest, mut max_abs, mut changed, mut ties) = (0f64, 0f64, 0, 0);
         for (row, exact) in self.0.iter().zip(&reference.0) {
-            for (x, exact) in row.iter().zip(exact) {
-                let apart = if x == exact { 0.0 } else { (x - exact).abs() };
+            for (x, exact) in row.iter().zip(exact).filter_map(|(x, exact)| Some(((*x)?, *exact))) {
+                // A key that only one of them chose has nothing to be compared with.
+                let apart = exact.map_or(0.0, |exact| if x == exact { 0.0 } else { (x - exact).abs() });
                 max_abs = if apart > max_abs || apart.is_nan() { apart } else { max_abs };
                 largest = if x.abs() > largest || x.is_nan() { x.abs() } else { largest };
             }
-            let best = argmax(row);
-            changed += (best != argmax(exact)) as usize;
-            ties += (row.iter().filter(|x| **x == row[best]).count() > 1) as usize;
+            let top = |row: &[Option<f64>]| {
+                argmax(&row.iter().map(|x| x.unwrap_or(f64::NEG_INFINITY)).collect::<Vec<f64>>())
+            };
+            let best = top(row);
+            changed += (best != top(exact)) as usize;
+            ties += (row.iter().filter(|x| x.is_some() && **x == row[best]).count() > 1) as usize;
         }
         let share = |count: usize| count as f64 / self.0.len().max(1) as f64;
         AttentionError { layer, largest, max_abs, top_key_changed: share(changed), ties: share(ties) }
@@ -187,13 +205,23 @@ mod tests {
 
     #[test]
     fn rounding_makes_ties_and_moves_the_largest_key() {
-        let reference = Rows(vec![vec![300.0, 300.4], vec![5.0, 1.0]]);
-        let rounded = Rows(vec![vec![300.0, 300.0], vec![5.0, 1.0]]);
+        let rows = |rows: [[f64; 2]; 2]| Rows(rows.map(|row| row.map(Some).to_vec()).to_vec());
+        let reference = rows([[300.0, 300.4], [5.0, 1.0]]);
+        let rounded = rows([[300.0, 300.0], [5.0, 1.0]]);
         let found = rounded.compare(&reference, 3);
         assert_eq!((found.top_key_changed, found.ties), (0.5, 0.5));
         assert!((found.max_abs - 0.4).abs() < 1e-9);
         let range = reference.range(3);
         assert_eq!((range.min, range.max, range.bf16_ulp), (1.0, 300.4, 2.0));
         assert_eq!(range.histogram.iter().map(|(_, n)| n).sum::<u64>(), 4);
+    }
+
+    #[test]
+    fn a_key_that_an_indexer_leaves_out_is_not_there() {
+        let reference = Rows(vec![vec![Some(1.0), None, Some(-2.0)]]);
+        assert_eq!((reference.range(0).min, reference.range(0).max), (-2.0, 1.0));
+        let other = Rows(vec![vec![None, Some(9.0), Some(-2.5)]]);
+        let found = other.compare(&reference, 0);
+        assert_eq!((found.largest, found.max_abs, found.top_key_changed, found.ties), (9.0, 0.5, 1.0, 0.0));
     }
 }
