@@ -5,8 +5,6 @@
 //! ```
 //! All causal keys inside the window are looked at that an indexer does not leave out.
 
-use std::sync::Arc;
-
 use ballast_kernels::Precision as Rounding;
 use ballast_model::config::{Attention, LatentAttention, Mixer};
 use ballast_model::{Batch, Precision};
@@ -98,25 +96,24 @@ impl Rows {
         scores: Option<Scores<'_>>,
         rounds: Option<Roundings>,
     ) -> Rows {
-        let query = |(begin, i): (usize, usize)| {
-            let chosen = scores.as_ref().map(|scores| Arc::new(scores.keys(begin, i)));
-            (0..shape.heads).map(move |head| (head, begin, i, chosen.clone()))
-        };
-        let wanted: Vec<(usize, usize, usize, Option<Arc<Vec<usize>>>)> =
-            sample(batch).flat_map(query).collect();
         let d = shape.head_dim;
-        let row = |(head, begin, i, chosen): (usize, usize, usize, Option<Arc<Vec<usize>>>)| {
-            let q = &q[((begin + i) * shape.heads + head) * d..][..d];
+        let query = |(begin, i): (usize, usize)| {
             let first = shape.window.map_or(0, |window| (i + 1).saturating_sub(window));
-            let kv = head / (shape.heads / shape.kv_heads);
+            let chosen = scores.as_ref().map(|scores| scores.keys(begin, i));
             let is_chosen = |j: usize| chosen.as_ref().is_none_or(|keys| keys.binary_search(&j).is_ok());
-            let of_key = |j: usize| {
-                let k = &k[((begin + j) * shape.kv_heads + kv) * d..][..d];
-                logit(q.iter().zip(k).map(|(q, k)| q * k).sum(), shape, rounds)
+            let row = |head: usize| -> Vec<Option<f64>> {
+                let q = &q[((begin + i) * shape.heads + head) * d..][..d];
+                let kv = head / (shape.heads / shape.kv_heads);
+                let of_key = |j: usize| {
+                    let k = &k[((begin + j) * shape.kv_heads + kv) * d..][..d];
+                    logit(q.iter().zip(k).map(|(q, k)| q * k).sum(), shape, rounds)
+                };
+                (first..=i).map(|j| is_chosen(j).then(|| of_key(j))).collect()
             };
-            (first..=i).map(|j| is_chosen(j).then(|| of_key(j))).collect()
+            (0..shape.heads).map(row).collect::<Vec<_>>()
         };
-        Rows(wanted.into_par_iter().map(row).collect())
+        let queries: Vec<(usize, usize)> = sample(batch).collect();
+        Rows(queries.into_par_iter().flat_map_iter(query).collect())
     }
 
     /// What there is to say of the reference's.
