@@ -80,8 +80,10 @@ pub struct Evaluation {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SourceScore {
     /// Mean loss per trained token.
+    #[serde(with = "any_float")]
     pub loss: f64,
     /// Share of trained tokens whose most likely prediction was right.
+    #[serde(with = "any_float")]
     pub accuracy: f64,
     /// Tokens that were judged.
     pub tokens: u64,
@@ -348,6 +350,16 @@ mod tests {
     }
 
     #[test]
+    fn floats_are_read_to_the_last_bit() {
+        // The first is off by one bit without the feature `float_roundtrip` of serde_json.
+        for value in [2.1166100557845278, 0.1, 1e-320, f64::MAX, 5.527299417230675, 1.0 / 3.0] {
+            let record = Record::Step(Step { gradient_norm: value, ..Step::default() });
+            let text = serde_json::to_string(&record).unwrap();
+            assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record, "{text}");
+        }
+    }
+
+    #[test]
     fn what_is_not_finite_is_written_and_read() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
@@ -364,6 +376,14 @@ mod tests {
         assert_eq!(read.indexer_loss, Some(f64::INFINITY));
         assert_eq!(read.balance_loss, None);
         assert_eq!(read.group_norms["mlp"], f64::NEG_INFINITY);
+        let score = SourceScore { loss: f64::NAN, accuracy: f64::INFINITY, tokens: 3 };
+        let by_source = [("task".to_string(), score)].into();
+        let record = Record::Evaluation(Evaluation { loss: f64::NAN, by_source, ..Evaluation::default() });
+        write_all(&path, None, &[record]);
+        let records = self::read(&path).unwrap();
+        let Record::Evaluation(read) = &records[1] else { panic!() };
+        assert!(read.loss.is_nan() && read.by_source["task"].loss.is_nan());
+        assert_eq!(read.by_source["task"].accuracy, f64::INFINITY);
     }
 
     #[test]

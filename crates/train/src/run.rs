@@ -152,7 +152,7 @@ impl Trainer {
             if last || due(self.config.evaluation.every, self.step) {
                 evaluation = self.evaluate()?;
                 if let Some(evaluation) = &evaluation {
-                    if self.best.is_none_or(|(_, loss)| evaluation.loss < loss) {
+                    if is_better(evaluation.loss, self.best) {
                         self.best = Some((self.step, evaluation.loss));
                     }
                     journal.write(Record::Evaluation(evaluation.clone()))?;
@@ -268,5 +268,21 @@ impl Trainer {
             facts.push(fact("Raised to f32", format!("{site} at step {step}")));
         }
         facts
+    }
+}
+
+/// Whether a measurement is the best so far. A loss that is no number would be it for ever, since none is below it.
+fn is_better(loss: f64, best: Option<(u64, f64)>) -> bool {
+    loss.is_finite() && best.is_none_or(|(_, best)| loss < best)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loss_that_is_not_finite_is_never_the_best() {
+        assert!(!is_better(f64::NAN, None) && !is_better(f64::INFINITY, None));
+        assert!(is_better(2.0, None) && is_better(1.0, Some((3, 2.0))) && !is_better(2.0, Some((3, 2.0))));
     }
 }

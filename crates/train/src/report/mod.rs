@@ -13,7 +13,7 @@ use crate::metrics::{Event, Record};
 use page::{block, inline, page};
 
 /// Everything a report is made from; no clock and no file is asked besides.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Report<'a> {
     /// Heading.
     pub title: &'a str,
