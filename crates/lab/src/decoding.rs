@@ -31,13 +31,12 @@ impl Decoding<'_> {
         let exact = Model::load(self.path, |_| Ok(Precision::f32()))?;
         let longest = self.batch.cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
         let parameters: usize = exact.specs.all().map(|spec| spec.len()).sum();
-        // The other model is f32 before it is cast; its caches are no larger than these.
-        let needed = 2 * (4 * parameters + exact.session_bytes(longest));
+        // One model is there already; the other is f32 before it is cast, and its caches are no larger.
+        let needed = 4 * parameters + 2 * exact.session_bytes(longest);
         memory::check("the lab's decoding", needed as u64)?;
         let runs: Result<Vec<DecodingRun>> = choices.iter().map(|choice| self.one(&exact, choice)).collect();
         let mut runs = runs?;
-        let damage = |run: &DecodingRun| if run.kl.mean.is_finite() { run.kl.mean } else { f64::INFINITY };
-        runs.sort_by(|a, b| damage(b).total_cmp(&damage(a)));
+        runs.sort_by(|a, b| b.kl.damage().total_cmp(&a.kl.damage()));
         Ok(runs)
     }
 

@@ -1,7 +1,9 @@
 //! Tensors that another framework wrote, by the names of our sites: safetensors files in a folder.
 //!
 //! A tensor belongs to a site when it has its name; it must have as many elements, [B, T, ...] and [tokens, ...] are the same.
-//! Gradients are `grad.<name of the parameter>`, with or without what stands before `layers.` in a checkpoint.
+//! Gradients are `grad.<name of the parameter>`, with or without what stands before `layers.` in a checkpoint; where a framework
+//! fuses what we have apart, or the other way round (experts, the projections of Qwen3-Next), they are told as compared with
+//! nothing.
 
 use std::ops::Range;
 use std::path::Path;

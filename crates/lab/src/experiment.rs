@@ -23,7 +23,7 @@ use crate::measure::decay::Decays;
 use crate::measure::indexer::Scores;
 use crate::measure::output::Outputs;
 use crate::measure::position::{self, MeanErrors, Sums};
-use crate::measure::{Together, difference, indexer};
+use crate::measure::{Together, difference};
 use crate::reference::Backward;
 
 /// What the reference computes in.
@@ -276,8 +276,7 @@ impl<'a> Experiment<'a> {
         for runner in self.runners {
             self.findings.runs.push(runner.finish(loss, &self.buckets));
         }
-        let damage = |run: &Run| if run.kl.mean.is_finite() { run.kl.mean } else { f64::INFINITY };
-        self.findings.runs.sort_by(|a, b| damage(b).total_cmp(&damage(a)));
+        self.findings.runs.sort_by(|a, b| b.kl.damage().total_cmp(&a.kl.damage()));
         self.findings
     }
 }
@@ -328,20 +327,17 @@ impl<'a> Runner<'a> {
         Ok(Cow::Owned(read(self.stored, part)?))
     }
 
-    fn see_not_finite(&mut self, site: &str, dtype: &str, values: &[f64], exact: &[f64]) {
-        if self.found.not_finite.is_some() {
-            return;
-        }
-        let count = values.iter().zip(exact).filter(|(a, b)| !a.is_finite() && b.is_finite()).count();
-        if count > 0 {
+    fn see_not_finite(&mut self, site: &str, dtype: &str, count: usize) {
+        if count > 0 && self.found.not_finite.is_none() {
             self.found.not_finite = Some(NotFinite { site: site.into(), count, dtype: dtype.into() });
         }
     }
 
     fn see_logits(&mut self, logits: &[f64], exact: &[f64], control: Option<&[f64]>) {
-        self.see_not_finite("logits", "f32", logits, exact);
+        let found = difference(logits, exact);
+        self.see_not_finite("logits", "f32", found.not_finite);
         let differs = match (self.tolerance, control) {
-            (Some(tolerance), _) => is_beyond(difference(logits, exact).error, tolerance),
+            (Some(tolerance), _) => is_beyond(found.error, tolerance),
             (None, control) => control.is_some_and(|control| !same_bits(control, logits)),
         };
         if differs && self.found.first_difference.is_none() {
@@ -358,7 +354,7 @@ impl<'a> Runner<'a> {
             let Some(site) = own.get(exact.name.as_str()) else { continue };
             self.same_size(&site.name, &site.values, &exact.values)?;
             let found = difference(&site.values, &exact.values);
-            self.see_not_finite(&site.name, site.dtype, &site.values, &exact.values);
+            self.see_not_finite(&site.name, site.dtype, found.not_finite);
             let differs = match (self.tolerance, control.get(exact.name.as_str())) {
                 (Some(tolerance), _) => is_beyond(found.error, tolerance),
                 (None, Some(control)) => !same_bits(&control.values, &site.values),
@@ -420,12 +416,10 @@ impl<'a> Runner<'a> {
         {
             self.found.attention.push(rows.compare(exact, index));
         }
-        let scores = scores_of(index);
-        if let (Mixer::Latent(latent), Some(own), Some(exact)) =
-            (mixer, site(sites, &scores), site(&shown.reference, &scores))
+        if let (Some(own), Some(exact)) =
+            (scores(index, sites, setup), scores(index, &shown.reference, setup))
         {
-            let (ends, topk) = (&setup.batch.cu_seqlens, latent.index_topk);
-            let found = indexer::compare(own, exact, ends, topk, index);
+            let found = own.compare(&exact, index);
             if found.queries > 0 {
                 self.found.indexer.push(found);
             }
@@ -440,7 +434,7 @@ impl<'a> Runner<'a> {
             let site = format!("grad.{name}");
             self.same_size(&site, own, exact)?;
             let found = difference(own, exact);
-            self.see_not_finite(&site, "f32", own, exact);
+            self.see_not_finite(&site, "f32", found.not_finite);
             let beyond = self.tolerance.is_some_and(|tolerance| is_beyond(found.error, tolerance));
             if beyond && self.found.first_difference.is_none() {
                 self.found.first_difference = Some(site);
@@ -516,8 +510,11 @@ fn gradients(
     Ok(found)
 }
 
-fn scores_of(layer: usize) -> String {
-    format!("layers.{layer}.self_attn.indexer.scores")
+/// What a layer's indexer chooses by.
+fn scores<'s>(index: usize, sites: &'s [Site], setup: &'s Setup<'_>) -> Option<Scores<'s>> {
+    let Mixer::Latent(latent) = &setup.stored.config.layers[index].mixer else { return None };
+    let values = site(sites, &format!("layers.{index}.self_attn.indexer.scores"))?;
+    Some(Scores { values, cu_seqlens: &setup.batch.cu_seqlens, topk: latent.index_topk, ties: setup.ties })
 }
 
 fn site<'s>(sites: &'s [Site], name: &str) -> Option<&'s [f64]> {
@@ -557,15 +554,7 @@ fn sampled(
         keys.insert(index, k.to_vec());
     }
     let k = own.or_else(|| keys.get(&shape.keys_of).map(|k| &k[..]))?;
-    let scores = match &setup.stored.config.layers[index].mixer {
-        Mixer::Latent(latent) => site(sites, &scores_of(index)).map(|values| Scores {
-            values,
-            cu_seqlens: &setup.batch.cu_seqlens,
-            topk: latent.index_topk,
-        }),
-        _ => None,
-    };
-    Some(Rows::new(q, k, shape, setup.batch, scores, rounds))
+    Some(Rows::new(q, k, shape, setup.batch, scores(index, sites, setup), rounds))
 }
 
 /// What is not a number is beyond anything.

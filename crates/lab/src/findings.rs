@@ -136,9 +136,9 @@ pub struct Run {
 }
 
 impl Run {
-    /// Whether its outputs were compared: a dump may have no logits. Outputs that are not finite were.
+    /// Whether its outputs were compared: a dump may have no logits, and then there is no share of any tokens.
     pub fn has_outputs(&self) -> bool {
-        !self.kl.mean.is_nan() || self.not_finite.is_some()
+        !self.top1_agreement.is_nan()
     }
 }
 
@@ -149,6 +149,13 @@ pub struct Spread {
     pub mean: f64,
     pub p99: f64,
     pub max: f64,
+}
+
+impl Spread {
+    /// What runs are ordered by: the mean, and what is not finite is worse than all else.
+    pub fn damage(&self) -> f64 {
+        if self.mean.is_finite() { self.mean } else { f64::INFINITY }
+    }
 }
 
 /// A value that is not finite.

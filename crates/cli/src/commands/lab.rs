@@ -57,13 +57,13 @@ pub(crate) struct LabArgs {
     /// No backward: faster, less memory.
     #[arg(long)]
     no_gradients: bool,
-    /// Also take this many training steps (AdamW) in f32 and under each policy.
+    /// Also take this many training steps (AdamW) in f32 and under each policy; the whole model must fit in memory.
     #[arg(long, value_name = "N", conflicts_with_all = ["compare", "dump"])]
     steps: Option<u32>,
     /// Of those steps.
     #[arg(long, value_name = "LR", default_value_t = 1e-4)]
     learning_rate: f64,
-    /// Also read the input token by token, as generate does, in f32 and under each policy.
+    /// Also read the input token by token, as generate does, in f32 and under each policy; twice the model must fit in memory.
     #[arg(long, conflicts_with_all = ["compare", "dump"])]
     decode: bool,
     /// Compare two checkpoints of the same model, before and after a conversion or a fine-tune: where does B part from A.

@@ -100,7 +100,8 @@ impl Rows {
         let query = |(begin, i): (usize, usize)| {
             let first = shape.window.map_or(0, |window| (i + 1).saturating_sub(window));
             let chosen = scores.as_ref().map(|scores| scores.keys(begin, i));
-            let is_chosen = |j: usize| chosen.as_ref().is_none_or(|keys| keys.binary_search(&j).is_ok());
+            let is_chosen =
+                |j: usize| chosen.as_ref().is_none_or(|keys| keys.binary_search(&(j as u32)).is_ok());
             let row = |head: usize| -> Vec<Option<f64>> {
                 let q = &q[((begin + i) * shape.heads + head) * d..][..d];
                 let kv = head / (shape.heads / shape.kv_heads);

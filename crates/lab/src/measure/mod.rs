@@ -25,10 +25,9 @@ pub struct Difference {
     pub reference: f64,
 }
 
-impl Difference {
-    fn error_of(squared: f64, reference: f64) -> f64 {
-        if squared == 0.0 { 0.0 } else { (squared / reference).sqrt() }
-    }
+/// RMS(a - b) / RMS(b) from the sums of (a - b)^2 and b^2.
+fn relative(squared: f64, reference: f64) -> f64 {
+    if squared == 0.0 { 0.0 } else { (squared / reference).sqrt() }
 }
 
 /// Several tensors as one.
@@ -49,7 +48,7 @@ impl Together {
 
     /// RMS(a - b) / RMS(b) of them all; `None` without any.
     pub fn error(&self) -> Option<f64> {
-        (self.tensors > 0).then(|| Difference::error_of(self.squared, self.reference))
+        (self.tensors > 0).then(|| relative(self.squared, self.reference))
     }
 }
 
@@ -68,7 +67,7 @@ pub fn difference(a: &[f64], b: &[f64]) -> Difference {
         along += a * b;
         own += a * a;
     }
-    found.error = Difference::error_of(found.squared, found.reference);
+    found.error = relative(found.squared, found.reference);
     found.cosine =
         if own == 0.0 && found.reference == 0.0 { 1.0 } else { along / (own * found.reference).sqrt() };
     found

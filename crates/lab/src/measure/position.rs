@@ -54,9 +54,7 @@ impl Sums {
 
     /// RMS(a - b) / RMS(b) by bucket.
     pub fn errors(&self) -> Vec<f64> {
-        let error =
-            |(apart, reference): (&f64, &f64)| if *apart == 0.0 { 0.0 } else { (apart / reference).sqrt() };
-        self.apart.iter().zip(&self.reference).map(error).collect()
+        self.apart.iter().zip(&self.reference).map(|(apart, b)| super::relative(*apart, *b)).collect()
     }
 }
 

@@ -3,8 +3,9 @@
 //! ```text
 //! embed -> layer 0, 1, 2, ... -> norm -> logits or loss          loss -> layer_backward ..., 2, 1, 0 -> embed_backward
 //! ```
-//! It has the formulas of the model's layers and nothing of their arithmetic: products in f64, the delta rule token by
-//! token, gradients by a tape that lives for one layer. Between the layers only the residual stream exists, and every
+//! It has the formulas of the model's layers once more, plainly: products in f64, the delta rule token by token, gradients by a
+//! tape that lives for one layer. Of the kernels it calls three things: the product of two f64 matrices, the frequencies of
+//! rotations, and the choice among scores. Between the layers only the residual stream exists, and every
 //! layer's input if a backward is to follow; the layer then runs once more. At any moment it asks for the weights of the
 //! part that it runs alone, so a model can be compared layer by layer that does not fit in memory.
 //!

@@ -8,7 +8,9 @@ use ballast_train::report::plot::{Axis, Bin, Binned, Scale, Zone, grid, legend};
 use ballast_train::report::say::{self, sentence};
 
 use super::table::{Column, Table};
-use super::words::{badness, cell, code, counted, heading, largest, mean, policies, share_cell, soft};
+use super::words::{
+    badness, cell, code, counted, heading, in_layer, largest, mean, policies, share_cell, soft,
+};
 use crate::Findings;
 use crate::findings::{AttentionError, LogitRange, Run};
 
@@ -215,9 +217,9 @@ fn mean_share(run: &Run, value: fn(&AttentionError) -> f64) -> String {
 
 fn worst_layer(run: &Run, value: fn(&AttentionError) -> f64) -> String {
     let worst = run.attention.iter().max_by(|a, b| badness(value(a)).total_cmp(&badness(value(b))));
-    worst.filter(|layer| value(layer) > 0.0).map_or(String::new(), |layer| {
-        format!("{}<span class=\"soft\"> layer&nbsp;{}</span>", share_cell(value(layer)), layer.layer)
-    })
+    worst
+        .filter(|layer| value(layer) > 0.0)
+        .map_or(String::new(), |layer| in_layer(share_cell(value(layer)), layer.layer))
 }
 
 #[cfg(test)]

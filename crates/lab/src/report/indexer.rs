@@ -5,7 +5,7 @@ use ballast_train::report::say::{self, sentence};
 
 use super::table::{Column, Table};
 use super::words::{
-    FLOOR_COLOUR, badness, cell, code, counted, floor, heading, is_floor, mean, named, share_cell,
+    FLOOR_COLOUR, badness, cell, code, counted, floor, heading, in_layer, is_floor, mean, named, share_cell,
 };
 use crate::Findings;
 use crate::findings::Run;
@@ -94,13 +94,7 @@ fn table(runs: &[&Run]) -> String {
         table.row(&[
             code(&run.name),
             share_cell(1.0 - lost(run)),
-            worst.map_or(String::new(), |layer| {
-                format!(
-                    "{}<span class=\"soft\"> layer&nbsp;{}</span>",
-                    share_cell(layer.overlap),
-                    layer.layer
-                )
-            }),
+            worst.map_or(String::new(), |layer| in_layer(share_cell(layer.overlap), layer.layer)),
             mean(run.indexer.iter().map(|layer| layer.same)).map_or(String::new(), share_cell),
             run.indexer_gradient_error.map_or(String::new(), cell),
         ]);

@@ -6,7 +6,7 @@ use ballast_train::report::page::inline;
 use ballast_train::report::say::{self, pattern};
 
 use super::table::{Column, Table};
-use super::words::{badness, cell, code, floor, heading, named, top};
+use super::words::{badness, cell, code, floor, heading, in_layer, named, top};
 use crate::Findings;
 use crate::findings::{Run, SiteError};
 
@@ -108,7 +108,7 @@ fn error(site: &SiteError) -> String {
     let numbers: Vec<&str> = site.site.split('.').filter(is_number).collect();
     match numbers.is_empty() {
         true => cell(site.error),
-        false => format!("{}<span class=\"soft\"> layer&nbsp;{}</span>", cell(site.error), numbers.join(".")),
+        false => in_layer(cell(site.error), numbers.join(".")),
     }
 }
 

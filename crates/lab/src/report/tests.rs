@@ -63,8 +63,11 @@ fn two_things_side_by_side_have_a_page_of_their_own() {
     assert!(!body(&shown).contains("not finite") && !body(&shown).contains("polic"), "{shown}");
     let agrees = page(Run { first_difference: None, ..dump.clone() });
     assert!(agrees.contains("agrees everywhere within the tolerance"));
-    let lost = NotFinite { site: "logits".into(), count: 1, dtype: "f32".into() };
-    assert!(page(Run { not_finite: Some(lost), ..dump }).contains("outputs are not finite"));
+    let lost = |site: &str| Some(NotFinite { site: site.into(), count: 1, dtype: "file".into() });
+    let inside = page(Run { not_finite: lost("layers.0.out"), ..dump.clone() });
+    assert!(inside.contains("outputs were not compared") && !inside.contains("outputs are not finite"));
+    let broken = Run { not_finite: lost("logits"), top1_agreement: 0.0, ..dump };
+    assert!(page(broken).contains("outputs are not finite"));
     let same = Run { kind: Kind::Checkpoint, name: "b".into(), ..Run::default() };
     assert!(page(same).contains("gives the same values everywhere"));
 }
@@ -168,7 +171,7 @@ fn findings_where_nothing_is_finite_make_a_page_that_says_so() {
     for run in &mut findings.runs {
         run.kl = Spread { mean: f64::NAN, p99: f64::INFINITY, max: f64::NAN };
         (run.loss, run.loss_difference, run.perplexity) = (f64::NAN, f64::NAN, f64::INFINITY);
-        (run.top1_agreement, run.gradient_error) = (f64::NAN, Some(f64::NAN));
+        (run.top1_agreement, run.gradient_error) = (0.0, Some(f64::NAN));
         run.by_layer.iter_mut().for_each(|layer| layer.error = f64::NAN);
         run.sites.iter_mut().for_each(|site| (site.error, site.max_abs) = (f64::NAN, f64::INFINITY));
         run.by_position.iter_mut().for_each(|stretch| (stretch.kl, stretch.recurrence) = (f64::NAN, None));

@@ -127,6 +127,11 @@ fn mark_lost(value: f64, text: String) -> String {
     if value.is_finite() { text } else { format!("<span class=\"bad\">{text}</span>") }
 }
 
+/// A cell, and beside it the layer that it is of.
+pub(super) fn in_layer(cell: String, layer: impl std::fmt::Display) -> String {
+    format!("{cell}<span class=\"soft\"> layer&nbsp;{layer}</span>")
+}
+
 /// A name of a tensor or run, with places to break a line.
 pub(super) fn code(name: &str) -> String {
     let mut html = String::from("<code>");

@@ -11,7 +11,7 @@ use std::ops::Range;
 use ballast_kernels::matmul::{Mat, matmul_f64};
 use rayon::prelude::*;
 
-use super::dot;
+use super::{dot, put, take};
 use crate::reference::tape::{Tape, Value, add};
 
 /// Queries of a block.
@@ -126,18 +126,6 @@ pub fn distribution(
         }
     }
     sum
-}
-
-/// The rows of one head of x [tokens, heads, width].
-fn take(x: &[f64], tokens: &Range<usize>, head: usize, heads: usize, width: usize) -> Vec<f64> {
-    tokens.clone().flat_map(|t| &x[(t * heads + head) * width..][..width]).copied().collect()
-}
-
-/// Adds them to a sum [tokens, heads, width].
-fn put(sum: &mut [f64], rows: &[f64], tokens: &Range<usize>, head: usize, heads: usize, width: usize) {
-    for (t, row) in tokens.clone().zip(rows.chunks(width)) {
-        add(&mut sum[(t * heads + head) * width..][..width], row);
-    }
 }
 
 /// One head of one sequence: q, k [n, hd], v [n, vd].

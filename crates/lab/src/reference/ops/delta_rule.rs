@@ -13,11 +13,13 @@
 //! ```
 //! Only the states that enter every [`SEGMENT`]-th token are kept.
 
+use std::ops::Range;
+
 use ballast_model::config::LinearAttention;
 use rayon::prelude::*;
 
-use super::dot;
-use crate::reference::tape::{Tape, Value, add};
+use super::{dot, put, take};
+use crate::reference::tape::{Tape, Value};
 
 /// Tokens between two states that are kept.
 const SEGMENT: usize = 64;
@@ -47,7 +49,7 @@ pub fn delta_rule(
     let heads: Vec<Head> = cu_seqlens
         .windows(2)
         .flat_map(|ends| {
-            (0..shape.value_heads).map(move |head| Head { shape, head, begin: ends[0], end: ends[1] })
+            (0..shape.value_heads).map(move |head| Head { shape, head, tokens: ends[0]..ends[1] })
         })
         .collect();
     let keep = tape.is_recording();
@@ -56,66 +58,48 @@ pub fn delta_rule(
     let mut o = vec![0.0; inputs.v.len()];
     let (outputs, states): (Vec<_>, Vec<_>) = results.into_iter().unzip();
     for (head, rows) in heads.iter().zip(&outputs) {
-        head.scatter(&mut o, rows, head.value(), shape.value_heads, shape.value_dim);
+        put(&mut o, rows, &head.tokens, head.head, shape.value_heads, shape.value_dim);
     }
     tape.record(o, move |d_o, sums| {
         let gradients: Vec<Rows> = heads
             .par_iter()
             .zip(&states)
             .map(|(head, states)| {
-                let d_o = head.rows(d_o, head.value(), shape.value_heads, shape.value_dim);
+                let d_o = take(d_o, &head.tokens, head.head, shape.value_heads, shape.value_dim);
                 head.gather(&inputs).backward(&d_o, states)
             })
             .collect();
         for (head, d) in heads.iter().zip(&gradients) {
-            let (key, value) = (head.key(), head.value());
-            head.scatter(sums.of(&inputs.q), &d.q, key, shape.key_heads, shape.key_dim);
-            head.scatter(sums.of(&inputs.k), &d.k, key, shape.key_heads, shape.key_dim);
-            head.scatter(sums.of(&inputs.v), &d.v, value, shape.value_heads, shape.value_dim);
-            head.scatter(sums.of(&inputs.g), &d.g, value, shape.value_heads, 1);
-            head.scatter(sums.of(&inputs.beta), &d.beta, value, shape.value_heads, 1);
+            let (key, value, tokens) = (head.key(), head.head, &head.tokens);
+            put(sums.of(&inputs.q), &d.q, tokens, key, shape.key_heads, shape.key_dim);
+            put(sums.of(&inputs.k), &d.k, tokens, key, shape.key_heads, shape.key_dim);
+            put(sums.of(&inputs.v), &d.v, tokens, value, shape.value_heads, shape.value_dim);
+            put(sums.of(&inputs.g), &d.g, tokens, value, shape.value_heads, 1);
+            put(sums.of(&inputs.beta), &d.beta, tokens, value, shape.value_heads, 1);
         }
     })
 }
 
 /// A value head of a sequence.
-#[derive(Clone, Copy)]
 struct Head {
     shape: LinearAttention,
     head: usize,
-    begin: usize,
-    end: usize,
+    tokens: Range<usize>,
 }
 
 impl Head {
-    fn value(&self) -> usize {
-        self.head
-    }
-
     fn key(&self) -> usize {
         self.head / (self.shape.value_heads / self.shape.key_heads)
-    }
-
-    /// The rows of one of `heads` heads of x [tokens, heads, width].
-    fn rows(&self, x: &[f64], head: usize, heads: usize, width: usize) -> Vec<f64> {
-        (self.begin..self.end).flat_map(|t| &x[(t * heads + head) * width..][..width]).copied().collect()
-    }
-
-    /// Adds rows where they belong in sum [tokens, heads, width].
-    fn scatter(&self, sum: &mut [f64], rows: &[f64], head: usize, heads: usize, width: usize) {
-        for (t, row) in (self.begin..self.end).zip(rows.chunks(width)) {
-            add(&mut sum[(t * heads + head) * width..][..width], row);
-        }
     }
 
     fn gather(&self, inputs: &Inputs) -> Rows {
         let LinearAttention { key_heads, value_heads, key_dim, value_dim, .. } = self.shape;
         Rows {
-            q: self.rows(&inputs.q, self.key(), key_heads, key_dim),
-            k: self.rows(&inputs.k, self.key(), key_heads, key_dim),
-            v: self.rows(&inputs.v, self.value(), value_heads, value_dim),
-            g: self.rows(&inputs.g, self.value(), value_heads, 1),
-            beta: self.rows(&inputs.beta, self.value(), value_heads, 1),
+            q: take(&inputs.q, &self.tokens, self.key(), key_heads, key_dim),
+            k: take(&inputs.k, &self.tokens, self.key(), key_heads, key_dim),
+            v: take(&inputs.v, &self.tokens, self.head, value_heads, value_dim),
+            g: take(&inputs.g, &self.tokens, self.head, value_heads, 1),
+            beta: take(&inputs.beta, &self.tokens, self.head, value_heads, 1),
             key_dim,
             value_dim,
         }

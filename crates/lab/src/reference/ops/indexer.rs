@@ -7,7 +7,8 @@
 //! dw_h = sum_u dscore_u relu(x_hu)       dx_hu = dscore_u w_h where x_hu > 0
 //! dq_h = d^-1/2 sum_u dx_hu k_u          dk_u = d^-1/2 sum_h,t dx_hu q_h
 //! ```
-//! p is a constant of it. Backward makes scores and p anew: nothing of tokens x tokens is kept.
+//! p is a constant of it. Scores and p exist for a block of queries, which makes its part of the gradients at once: nothing of
+//! tokens x tokens is kept, or made twice.
 
 use std::ops::Range;
 
@@ -134,7 +135,7 @@ fn relu(x: f64) -> f64 {
 }
 
 /// The loss of an indexer beside the attention that it serves, of which q [tokens, heads, hd] and k [tokens, kv heads, hd] are
-/// given: one value.
+/// given: one value. To be asked for only where its gradient is.
 pub fn indexer_loss(
     tape: &mut Tape<'_>,
     indexer: &Indexer,
@@ -151,27 +152,27 @@ pub fn indexer_loss(
         })
     };
     let blocks: Vec<Block> = sequences.flat_map(cut).collect();
-    let tokens = (indexer.w.len() / indexer.heads) as f64;
-    let losses: Vec<f64> =
-        blocks.par_iter().map(|block| indexer.compare(block, q, k, &attention).0).collect();
-    let loss = losses.iter().sum::<f64>() / tokens;
-    let (indexer, q, k) = (indexer.clone(), q.clone(), k.clone());
-    tape.record(vec![loss], move |d, sums| {
-        let factor = d[0] / tokens;
-        let work = |block: &Block| {
-            let mut dscores = indexer.compare(block, &q, &k, &attention).1;
-            dscores.iter_mut().for_each(|dscore| *dscore *= factor);
-            indexer.backward(block, &dscores)
-        };
-        let Indexer { heads, dim, .. } = indexer;
-        for some in blocks.chunks(BLOCKS) {
-            let parts: Vec<[Vec<f64>; 3]> = some.par_iter().map(work).collect();
-            for (Block { sequence, queries }, [dq, dk, dw]) in some.iter().zip(parts) {
-                let first = sequence.start + queries.start;
-                add(&mut sums.of(&indexer.q)[first * heads * dim..], &dq);
-                add(&mut sums.of(&indexer.k)[sequence.start * dim..], &dk);
-                add(&mut sums.of(&indexer.w)[first * heads..], &dw);
-            }
+    let Indexer { heads, dim, .. } = *indexer;
+    let tokens = (indexer.w.len() / heads) as f64;
+    let work = |block: &Block| {
+        let (loss, dscores) = indexer.compare(block, q, k, &attention);
+        (loss, indexer.backward(block, &dscores))
+    };
+    let (mut loss, mut gradients) = (0.0, [&indexer.q, &indexer.k, &indexer.w].map(|x| vec![0.0; x.len()]));
+    for some in blocks.chunks(BLOCKS) {
+        let parts: Vec<(f64, [Vec<f64>; 3])> = some.par_iter().map(work).collect();
+        for (Block { sequence, queries }, (part, [dq, dk, dw])) in some.iter().zip(parts) {
+            let first = sequence.start + queries.start;
+            loss += part;
+            add(&mut gradients[0][first * heads * dim..], &dq);
+            add(&mut gradients[1][sequence.start * dim..], &dk);
+            add(&mut gradients[2][first * heads..], &dw);
+        }
+    }
+    let of = [&indexer.q, &indexer.k, &indexer.w].map(Value::clone);
+    tape.record(vec![loss / tokens], move |d, sums| {
+        for (value, gradient) in of.iter().zip(&gradients) {
+            sums.of(value).iter_mut().zip(gradient).for_each(|(sum, x)| *sum += d[0] / tokens * x);
         }
     })
 }

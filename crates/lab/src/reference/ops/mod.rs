@@ -22,6 +22,8 @@ pub use linear::{add_bias, linear};
 pub use norm::{Gamma, l2_norm, layer_norm, rms_norm};
 pub use rotary::{Rotation, rotary};
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 /// Elements of a task.
@@ -41,6 +43,18 @@ fn add_each(sum: &mut [f64], f: impl Fn(usize) -> f64 + Sync) {
 fn each_row(x: &mut [f64], width: usize, f: impl Fn(usize, &mut [f64]) + Sync) {
     let each = (ELEMENTS / width).max(1);
     x.par_chunks_mut(width).with_min_len(each).enumerate().for_each(|(row, x)| f(row, x));
+}
+
+/// The rows of one head of x [tokens, heads, width].
+fn take(x: &[f64], tokens: &Range<usize>, head: usize, heads: usize, width: usize) -> Vec<f64> {
+    tokens.clone().flat_map(|t| &x[(t * heads + head) * width..][..width]).copied().collect()
+}
+
+/// Adds them to a sum [tokens, heads, width].
+fn put(sum: &mut [f64], rows: &[f64], tokens: &Range<usize>, head: usize, heads: usize, width: usize) {
+    for (t, row) in tokens.clone().zip(rows.chunks(width)) {
+        super::tape::add(&mut sum[(t * heads + head) * width..][..width], row);
+    }
 }
 
 /// Sum of a_i b_i, in lanes that vectorise.

@@ -66,12 +66,31 @@ fn the_delta_rule_is_that_of_the_kernels_twin() {
     assert_close("dbeta", &sums.take(&beta), &expected.dbeta);
 }
 
+const SEQUENCES: [usize; 5] = [0, 3, 3, 140, 150];
+
+/// Of every query some keys, of which some lie ahead.
+fn lists() -> Vec<Vec<u32>> {
+    (0..150u32).map(|t| vec![0, t % 3 + 1, t % 50 + 4, 200]).collect()
+}
+
+/// An attention over these sequences.
+fn six_heads(selects: bool) -> Attention {
+    Attention {
+        heads: 6,
+        kv_heads: 2,
+        head_dim: 8,
+        value_dim: 5,
+        scale: 0.75,
+        window: None,
+        soft_cap: None,
+        selected: selects.then(lists),
+        cu_seqlens: SEQUENCES.to_vec(),
+    }
+}
+
 #[test]
 fn attention_is_that_of_the_kernels_twin() {
-    let cu_seqlens = vec![0, 3, 3, 140, 150];
-    let (tokens, topk) = (150, 4);
-    // Of every query some keys, of which some lie ahead.
-    let lists: Vec<Vec<u32>> = (0..tokens as u32).map(|t| vec![0, t % 3 + 1, t % 50 + 4, 200]).collect();
+    let (cu_seqlens, tokens, topk) = (SEQUENCES.to_vec(), 150, 4);
     for (window, soft_cap, selects) in
         [(None, None, false), (Some(70), None, false), (Some(5), Some(2.0), false), (None, None, true)]
     {
@@ -82,24 +101,14 @@ fn attention_is_that_of_the_kernels_twin() {
             k: values(tokens * 16, 2, 2.0),
             v: values(tokens * 10, 3, 1.0),
             sinks: None,
-            selected: selects.then(|| (lists.concat(), topk)),
+            selected: selects.then(|| (lists().concat(), topk)),
             cu_seqlens: cu_seqlens.clone(),
         };
         let d_o = values(tokens * 30, 4, 1.0);
         let expected = twin.run(dims, &options, &d_o);
         let mut tape = Tape::new(true);
         let [q, k, v] = [&twin.q, &twin.k, &twin.v].map(|x| leaf(&mut tape, x));
-        let settings = Attention {
-            heads: 6,
-            kv_heads: 2,
-            head_dim: 8,
-            value_dim: 5,
-            scale: 0.75,
-            window,
-            soft_cap: soft_cap.map(f64::from),
-            selected: selects.then(|| lists.clone()),
-            cu_seqlens: cu_seqlens.clone(),
-        };
+        let settings = Attention { window, soft_cap: soft_cap.map(f64::from), ..six_heads(selects) };
         let o = attention(&mut tape, &q, &k, &v, settings);
         assert_close("o", &o, &expected.o);
         let mut sums = tape.backward(&[(&o, &d_o)]);
@@ -111,9 +120,7 @@ fn attention_is_that_of_the_kernels_twin() {
 
 #[test]
 fn an_indexer_and_its_loss_are_those_of_the_kernels_twin() {
-    let cu_seqlens = vec![0, 3, 3, 140, 150];
-    let (tokens, heads, dim, topk) = (150, 3, 4, 4);
-    let lists: Vec<Vec<u32>> = (0..tokens as u32).map(|t| vec![0, t % 3 + 1, t % 50 + 4, 200]).collect();
+    let (cu_seqlens, tokens, heads, dim, topk) = (SEQUENCES.to_vec(), 150, 3, 4, 4);
     let dims = sparse::Dims { heads, dim };
     let twin = sparse::reference::Reference {
         q: values(tokens * heads * dim, 1, 2.0),
@@ -127,7 +134,7 @@ fn an_indexer_and_its_loss_are_those_of_the_kernels_twin() {
             k: values(tokens * 16, 5, 2.0),
             v: vec![0.0; tokens * 10],
             sinks: None,
-            selected: selects.then(|| (lists.concat(), topk)),
+            selected: selects.then(|| (lists().concat(), topk)),
             cu_seqlens: cu_seqlens.clone(),
         };
         let shape = softmax::Dims { heads: 6, kv_heads: 2, head_dim: 8, value_dim: 5 };
@@ -143,17 +150,7 @@ fn an_indexer_and_its_loss_are_those_of_the_kernels_twin() {
             let score = |u| twin.score(dims, &sparse::Options::default(), 63 + i, 3 + u);
             assert_close("scores", &row, &(0..61 + i).map(score).collect::<Vec<f64>>());
         }
-        let settings = Attention {
-            heads: 6,
-            kv_heads: 2,
-            head_dim: 8,
-            value_dim: 5,
-            scale: 0.75,
-            window: None,
-            soft_cap: None,
-            selected: selects.then(|| lists.clone()),
-            cu_seqlens: cu_seqlens.clone(),
-        };
+        let settings = six_heads(selects);
         let loss = indexer_loss(&mut tape, &indexer, &of_q, &of_k, settings);
         assert_close("loss", &loss, &[expected.loss]);
         let mut sums = tape.backward(&[(&loss, &[1.0])]);
