@@ -10,7 +10,7 @@
 use rayon::prelude::*;
 
 use crate::Element;
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_len, check_shape};
 use crate::partition::{ELEMENTS, task_rows};
 use crate::simd::simd_fn;
 
@@ -80,7 +80,7 @@ pub fn row_products<T: Element>(d_factors: &mut [f32], dy: &[T], x: &[T], width:
 
 fn check_rows<T>(x: &[T], factors: &[f32], width: usize) -> Result {
     check(width > 0, || "rows of width 0".into())?;
-    check_len("x", x, factors.len() * width)
+    check_shape("x", x, [factors.len(), width])
 }
 
 simd_fn! {

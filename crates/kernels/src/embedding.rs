@@ -9,7 +9,7 @@
 use rayon::prelude::*;
 
 use crate::Element;
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_shape};
 use crate::partition::task_rows;
 use crate::shared::Shared;
 use crate::simd::simd_fn;
@@ -23,7 +23,7 @@ pub fn embedding_forward<T: Element, W: Element>(
     width: usize,
 ) -> Result {
     check_ids(ids, w, width)?;
-    check_len("y", y, ids.len() * width)?;
+    check_shape("y", y, [ids.len(), width])?;
     let rows = task_rows(width);
     y.par_chunks_mut(rows * width).zip(ids.par_chunks(rows)).for_each(|(y, ids)| {
         for (y, id) in y.chunks_mut(width).zip(ids) {
@@ -44,7 +44,7 @@ pub fn embedding_backward<T: Element>(
     order: &mut Vec<u32>,
 ) -> Result {
     check_ids(ids, dw, width)?;
-    check_len("dy", dy, ids.len() * width)?;
+    check_shape("dy", dy, [ids.len(), width])?;
     check(u32::try_from(ids.len()).is_ok(), || format!("{} tokens: at most 2^32 - 1", ids.len()))?;
     order.clear();
     order.extend(0..ids.len() as u32);

@@ -30,12 +30,13 @@ impl<'a, T> Mat<'a, T> {
     /// # Panics
     /// When the slice is too short.
     pub fn new(data: &'a [T], rows: usize, columns: usize, row_stride: usize) -> Mat<'a, T> {
-        let needed = if rows == 0 || columns == 0 { 0 } else { (rows - 1) * row_stride + columns };
         assert!(
-            data.len() >= needed,
+            extent(rows, columns, row_stride).is_some_and(|needed| needed <= data.len()),
             "a {rows}x{columns} matrix with stride {row_stride} in {} elements",
             data.len()
         );
+        // A stride that no row is reached by may be any number; it is not kept, so that none is ever multiplied.
+        let row_stride = if rows > 1 && columns > 0 { row_stride } else { columns };
         Mat { data, rows, columns, row_stride, column_stride: 1 }
     }
 
@@ -74,14 +75,12 @@ impl<'a, T> Mat<'a, T> {
             "columns {columns:?} of {}",
             self.columns
         );
-        let begin = rows.start * self.row_stride + columns.start * self.column_stride;
-        let empty = rows.is_empty() || columns.is_empty();
-        Mat {
-            data: if empty { &[] } else { &self.data[begin..] },
-            rows: rows.len(),
-            columns: columns.len(),
-            ..self
-        }
+        let data = if rows.is_empty() || columns.is_empty() {
+            &[]
+        } else {
+            &self.data[rows.start * self.row_stride + columns.start * self.column_stride..]
+        };
+        Mat { data, rows: rows.len(), columns: columns.len(), ..self }
     }
 
     /// The transpose, without moving anything.
@@ -94,6 +93,12 @@ impl<'a, T> Mat<'a, T> {
             ..self
         }
     }
+}
+
+/// Elements from the first to the last of a row-major matrix, gaps between rows included; `None` where that cannot be
+/// counted in a `usize`. What passes guards unsafe code: every offset of an element is below it, and does not wrap.
+fn extent(rows: usize, columns: usize, row_stride: usize) -> Option<usize> {
+    if rows == 0 || columns == 0 { Some(0) } else { (rows - 1).checked_mul(row_stride)?.checked_add(columns) }
 }
 
 /// Row-major C [rows, columns] = alpha C + beta A B, where C's rows are `row_stride` apart. With alpha = 0 the old
@@ -126,8 +131,9 @@ fn strided<T: Default + PartialEq + 'static>(
     if m == 0 || n == 0 {
         return;
     }
-    assert!(row_stride >= n && c.len() >= (m - 1) * row_stride + n, "C is too short");
-    // SAFETY: the line above has checked C, which is borrowed mutably, so it overlaps neither A nor B.
+    let fits = extent(m, n, row_stride).is_some_and(|needed| needed <= c.len());
+    assert!(row_stride >= n && fits, "C is too short");
+    // SAFETY: the lines above have checked C, which is borrowed mutably, so it overlaps neither A nor B.
     unsafe { product(c.as_mut_ptr(), row_stride, alpha, beta, a, b) }
 }
 
@@ -152,7 +158,7 @@ pub(crate) unsafe fn matmul_tile(
         return;
     }
     assert!(row_stride >= n, "rows of C overlap");
-    let data = c.pointer(begin, (m - 1) * row_stride + n);
+    let data = c.pointer(begin, extent(m, n, row_stride).expect("C is too short"));
     // SAFETY: `pointer` has checked that the tile lies inside C; it is this call's alone by the caller's promise.
     unsafe { product(data, row_stride, alpha, 1.0, a, b) }
 }
@@ -168,6 +174,7 @@ unsafe fn product<T: Default + PartialEq + 'static>(
     b: Mat<'_, T>,
 ) {
     let (m, n, k) = (a.rows, b.columns, a.columns);
+    let row_stride = if m > 1 { row_stride } else { n };
     // SAFETY: every element of A and B that the product touches lies inside its slice, as `Mat::new` has checked;
     // C by the caller's promise.
     unsafe {
@@ -282,5 +289,32 @@ mod tests {
         let mut c = [f32::NAN; 4];
         matmul(&mut c, 1.0, Mat::dense(&[1.0, 2.0], 2, 1), Mat::dense(&[3.0, 4.0], 1, 2));
         assert_eq!(c, [3.0, 4.0, 6.0, 8.0]);
+    }
+
+    /// Each shape is far larger than its slice, and its size wraps to 0 or to a small number.
+    #[test]
+    fn a_size_that_wraps_is_refused() {
+        let half = 1usize << (usize::BITS / 2);
+        let huge = usize::MAX / 2 + 2;
+        let refused = |call: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err();
+        assert!(refused(&|| drop(Mat::dense(&[0f32; 0], half, half))));
+        assert!(refused(&|| drop(Mat::dense(&[0.0f64; 4], half, half))));
+        assert!(refused(&|| drop(Mat::new(&[0f32; 4], 3, 2, huge))));
+        assert!(refused(&|| drop(Mat::new(&[0f32; 4], 2, 2, usize::MAX))));
+        let (a, b) = (Mat::dense(&[1.0, 2.0, 3.0], 3, 1), Mat::dense(&[4.0], 1, 1));
+        assert!(refused(&|| matmul_strided(&mut [0.0; 4], huge, 0.0, 1.0, a, b)));
+        assert!(refused(&|| matmul_small(&mut [0.0; 4], huge, Onto::Nothing, By::All(1.0), a, b)));
+        // SAFETY: C is this call's alone.
+        assert!(refused(&|| unsafe { matmul_tile(&Shared::new(&mut [0.0; 4]), 0, huge, 0.0, a, b) }));
+    }
+
+    #[test]
+    fn empty_matrices_of_any_stride_make_zeros_and_are_never_read() {
+        let (a, b) = (Mat::new(&[], 3, 0, usize::MAX), Mat::new(&[], 0, 40, usize::MAX));
+        let mut c = [1.0f32; 120];
+        matmul_small(&mut c, 40, Onto::Nothing, By::All(1.0), a, b);
+        assert_eq!(c, [0.0; 120]);
+        let part = Mat::new(&[0f32; 4], 1, 4, usize::MAX).part(1..1, 0..4);
+        assert_eq!((part.rows(), part.columns()), (0, 4));
     }
 }

@@ -19,7 +19,7 @@
 use rayon::prelude::*;
 
 use crate::Element;
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_shape};
 use crate::partition::task_rows;
 use crate::simd::{fma, simd_fn};
 
@@ -260,7 +260,7 @@ fn rotate<T: Element>(x: &mut [T], table: &Table, heads: Heads, direction: f32) 
         format!("{heads} heads of width {width} where {} dimensions from {offset} rotate", 2 * table.half)
     })?;
     let row = heads * width;
-    check_len("x", x, table.tokens * row)?;
+    check_shape("x", x, [table.tokens, row])?;
     if table.pairs == 0 {
         return Ok(());
     }

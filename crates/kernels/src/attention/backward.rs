@@ -7,7 +7,7 @@ use super::tile::{
     masked_product_add, product_t, spans,
 };
 use super::{Dims, Input, Options, Saved, Selected, check_input};
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_len, check_shape};
 use crate::matmul::Mat;
 use crate::scratch::take;
 use crate::shared::Shared;
@@ -61,14 +61,14 @@ pub fn attention_backward<T: Element>(
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_input(dims, options, input)?;
-    check_len("dq", grads.dq, tokens * dims.heads * dims.head_dim)?;
-    check_len("dk", grads.dk, tokens * dims.kv_heads * dims.head_dim)?;
-    check_len("dv", grads.dv, tokens * dims.kv_heads * dims.value_dim)?;
-    check_len("do", d_o, tokens * dims.heads * dims.value_dim)?;
-    check_len("o", o, tokens * dims.heads * dims.value_dim)?;
-    check_len("saved.lse", &saved.lse, tokens * dims.heads)?;
-    let lowered = if options.logits == Precision::F32 { 0 } else { 2 * tokens * dims.heads };
-    check_len("saved.max_sum", &saved.max_sum, lowered)?;
+    check_shape("dq", grads.dq, [tokens, dims.heads, dims.head_dim])?;
+    check_shape("dk", grads.dk, [tokens, dims.kv_heads, dims.head_dim])?;
+    check_shape("dv", grads.dv, [tokens, dims.kv_heads, dims.value_dim])?;
+    check_shape("do", d_o, [tokens, dims.heads, dims.value_dim])?;
+    check_shape("o", o, [tokens, dims.heads, dims.value_dim])?;
+    check_shape("saved.lse", &saved.lse, [tokens, dims.heads])?;
+    let lowered = if options.logits == Precision::F32 { 0 } else { 2 };
+    check_shape("saved.max_sum", &saved.max_sum, [lowered, tokens, dims.heads])?;
     check(grads.dsinks.is_some() == input.sinks.is_some(), || "sinks and dsinks come together".into())?;
     check(buffer.len() >= backward_buffer::<T>(dims, tokens), || {
         "buffer is shorter than backward_buffer says".into()

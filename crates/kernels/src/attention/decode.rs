@@ -3,7 +3,7 @@
 use super::forward::run;
 use super::tile::{Problem, Span};
 use super::{Dims, Options, Saved, Selected, check_dims, check_extras};
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_shape};
 use crate::{Element, Scratch};
 
 /// Keys and values of one sequence.
@@ -32,16 +32,16 @@ pub fn attention_decode<T: Element>(
 ) -> Result {
     check_dims(dims, options)?;
     let queries = q.len() / (dims.heads * dims.head_dim);
-    check_len("q", q, queries * dims.heads * dims.head_dim)?;
-    check_len("o", o, queries * dims.heads * dims.value_dim)?;
+    check_shape("q", q, [queries, dims.heads, dims.head_dim])?;
+    check_shape("o", o, [queries, dims.heads, dims.value_dim])?;
     check_extras(dims, sinks, selected, queries)?;
     check(queries <= cache.len, || {
         format!("{queries} queries of a cache of {} tokens, which should hold theirs", cache.len)
     })?;
     let capacity = cache.k.len() / (dims.kv_heads * dims.head_dim);
     check(cache.len <= capacity, || format!("{} tokens in a cache of {capacity}", cache.len))?;
-    check_len("cache.k", cache.k, capacity * dims.kv_heads * dims.head_dim)?;
-    check_len("cache.v", cache.v, capacity * dims.kv_heads * dims.value_dim)?;
+    check_shape("cache.k", cache.k, [capacity, dims.kv_heads, dims.head_dim])?;
+    check_shape("cache.v", cache.v, [capacity, dims.kv_heads, dims.value_dim])?;
     let problem = Problem { q, k: cache.k, v: cache.v, sinks, selected, dims, options: *options };
     let span = Span { query: 0, queries, key: 0, offset: cache.len - queries };
     run(o, &mut Saved::default(), &problem, &[span], scratch);

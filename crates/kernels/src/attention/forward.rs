@@ -7,7 +7,7 @@ use super::tile::{
     exp_minus_sum, key_rows, key_rows_len, load_rows, masked_product_add, maximum, scale, spans, tiles,
 };
 use super::{Dims, Input, Options, Saved, check_input};
-use crate::error::{Result, check_len};
+use crate::error::{Result, check_shape};
 use crate::matmul::Mat;
 use crate::scratch::take;
 use crate::shared::Shared;
@@ -30,7 +30,7 @@ pub fn attention_forward<T: Element>(
     scratch: &Scratch,
 ) -> Result<Saved> {
     let tokens = check_input(dims, options, input)?;
-    check_len("o", o, tokens * dims.heads * dims.value_dim)?;
+    check_shape("o", o, [tokens, dims.heads, dims.value_dim])?;
     let mut saved = Saved::default();
     if save {
         saved.lse = vec![0.0; tokens * dims.heads];

@@ -48,7 +48,7 @@ pub use forward::{attention_forward, forward_scratch};
 pub use logits::attention_logits;
 
 use crate::Precision;
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_len, check_shape};
 use crate::packing::check_cu_seqlens;
 
 /// Heads and widths.
@@ -166,7 +166,7 @@ fn check_extras(dims: Dims, sinks: Option<&[f32]>, selected: Option<Selected<'_>
         check_len("sinks", sinks, dims.heads)?;
     }
     if let Some(selected) = selected {
-        check_len("selected", selected.keys, queries * selected.topk)?;
+        check_shape("selected", selected.keys, [queries, selected.topk])?;
     }
     Ok(())
 }
@@ -174,9 +174,9 @@ fn check_extras(dims: Dims, sinks: Option<&[f32]>, selected: Option<Selected<'_>
 pub(crate) fn check_input<T>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result<usize> {
     check_dims(dims, options)?;
     let tokens = check_cu_seqlens(input.cu_seqlens)?;
-    check_len("q", input.q, tokens * dims.heads * dims.head_dim)?;
-    check_len("k", input.k, tokens * dims.kv_heads * dims.head_dim)?;
-    check_len("v", input.v, tokens * dims.kv_heads * dims.value_dim)?;
+    check_shape("q", input.q, [tokens, dims.heads, dims.head_dim])?;
+    check_shape("k", input.k, [tokens, dims.kv_heads, dims.head_dim])?;
+    check_shape("v", input.v, [tokens, dims.kv_heads, dims.value_dim])?;
     check_extras(dims, input.sinks, input.selected, tokens)?;
     Ok(tokens)
 }

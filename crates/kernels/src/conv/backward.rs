@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::forward::convolve;
 use super::{Dims, Input, ROWS, TILE, Tile, backward_scratch, check_input};
-use crate::error::{Result, check_len};
+use crate::error::{Result, check_len, check_shape};
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{fma, sigmoid_f32, simd_fn};
@@ -37,13 +37,13 @@ pub fn conv_backward<T: Element, W: Element>(
 ) -> Result {
     let sequences = check_input(dims, input)?;
     check_len("dx", grads.dx, input.x.len())?;
-    check_len("dweight", grads.dweight, dims.channels * dims.width)?;
+    check_shape("dweight", grads.dweight, [dims.channels, dims.width])?;
     check_len("dy", dy, input.x.len())?;
     if let Some(dstate) = &grads.dstate {
-        check_len("dstate", dstate, sequences * dims.state_len())?;
+        check_shape("dstate", dstate, [sequences, dims.channels, dims.width - 1])?;
     }
     if let Some(dfinal) = dfinal_state {
-        check_len("dfinal_state", dfinal, sequences * dims.state_len())?;
+        check_shape("dfinal_state", dfinal, [sequences, dims.channels, dims.width - 1])?;
     }
     let targets = Targets {
         dx: Shared::new(grads.dx),

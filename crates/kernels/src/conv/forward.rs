@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::{Dims, Input, ROWS, TILE, Tile, check_dims, check_input, forward_scratch};
-use crate::error::{Result, check_len};
+use crate::error::{Result, check_len, check_shape};
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{fma, silu_f32, simd_fn};
@@ -20,7 +20,7 @@ pub fn conv_forward<T: Element, W: Element>(
     let sequences = check_input(dims, input)?;
     check_len("y", y, input.x.len())?;
     if let Some(state) = &final_state {
-        check_len("final_state", state, sequences * dims.state_len())?;
+        check_shape("final_state", state, [sequences, dims.channels, dims.width - 1])?;
     }
     if let Some(state) = final_state {
         for (sequence, state) in state.chunks_mut(dims.state_len()).enumerate() {
@@ -113,9 +113,9 @@ pub fn conv_step<T: Element, W: Element>(
 ) -> Result {
     check_dims(dims)?;
     check_len("y", y, dims.channels)?;
-    check_len("state", state, dims.state_len())?;
+    check_shape("state", state, [dims.channels, dims.width - 1])?;
     check_len("x", x, dims.channels)?;
-    check_len("weight", weight, dims.channels * dims.width)?;
+    check_shape("weight", weight, [dims.channels, dims.width])?;
     step(y, state, x, weight, dims);
     state.copy_within(dims.channels.., 0);
     state[dims.state_len() - dims.channels..].copy_from_slice(x);

@@ -22,7 +22,7 @@ pub use backward::{Grads, conv_backward};
 pub use forward::{conv_forward, conv_step};
 
 use crate::Element;
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_shape};
 use crate::gated_delta_rule::check_cu_seqlens;
 use crate::scratch::take;
 
@@ -87,10 +87,10 @@ fn check_input<T, W>(dims: Dims, input: &Input<'_, T, W>) -> Result<usize> {
     check_dims(dims)?;
     let tokens = check_cu_seqlens(input.cu_seqlens)?;
     let sequences = input.cu_seqlens.len() - 1;
-    check_len("x", input.x, tokens * dims.channels)?;
-    check_len("weight", input.weight, dims.channels * dims.width)?;
+    check_shape("x", input.x, [tokens, dims.channels])?;
+    check_shape("weight", input.weight, [dims.channels, dims.width])?;
     if let Some(state) = input.state {
-        check_len("state", state, sequences * dims.state_len())?;
+        check_shape("state", state, [sequences, dims.channels, dims.width - 1])?;
     }
     Ok(sequences)
 }

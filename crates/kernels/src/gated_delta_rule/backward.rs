@@ -10,7 +10,7 @@ use super::chunk::{
 };
 use super::gates::{GateGrads, GateTargets};
 use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept, kept_chunks};
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_len, check_shape, elements};
 use crate::matmul::{By, Mat, Onto, matmul_small};
 use crate::scratch::take;
 use crate::shared::Shared;
@@ -54,20 +54,20 @@ pub fn gated_delta_rule_backward<T: Element>(
 ) -> Result {
     let tokens = check_input(dims, options, input)?;
     let sequences = input.cu_seqlens.len() - 1;
-    let (keys, values) = (tokens * dims.key_heads * dims.key_dim, tokens * dims.value_heads * dims.value_dim);
-    let states = sequences * dims.value_heads * dims.state_len();
-    check_len("dq", grads.dq, keys)?;
-    check_len("dk", grads.dk, keys)?;
-    check_len("dv", grads.dv, values)?;
-    check_len("do", d_o, values)?;
+    let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
+    check_shape("dq", grads.dq, [tokens, key_heads, key_dim])?;
+    check_shape("dk", grads.dk, [tokens, key_heads, key_dim])?;
+    check_shape("dv", grads.dv, [tokens, value_heads, value_dim])?;
+    check_shape("do", d_o, [tokens, value_heads, value_dim])?;
     if let Some(dh0) = &grads.dh0 {
-        check_len("dh0", dh0, states)?;
+        check_shape("dh0", dh0, [sequences, value_heads, key_dim, value_dim])?;
     }
     if let Some(dht) = dht {
-        check_len("dht", dht, states)?;
+        check_shape("dht", dht, [sequences, value_heads, key_dim, value_dim])?;
     }
     let first_kept = first_kept(input.cu_seqlens, options);
-    check(saved.states.len() == first_kept[sequences] * dims.value_heads * dims.state_len(), || {
+    let states = elements("saved.states", [first_kept[sequences], value_heads, key_dim, value_dim])?;
+    check(saved.states.len() == states, || {
         "what forward saved does not belong to these inputs and options: was it asked to save?".into()
     })?;
     let norm_rows = if options.l2norm == L2Norm::Off { 0 } else { tokens * dims.key_heads };

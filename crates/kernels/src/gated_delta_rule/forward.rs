@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::chunk::{Half, Head, Keys, gate_queries, l2_rstd, prefetch_rows, prefetch_targets, triangle_add};
 use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept};
-use crate::error::{Result, check_len};
+use crate::error::{Result, check_shape, elements};
 use crate::matmul::{By, Mat, Onto, matmul_small};
 use crate::scratch::take;
 use crate::shared::Shared;
@@ -35,9 +35,9 @@ pub fn gated_delta_rule_forward<T: Element>(
 ) -> Result {
     let tokens = check_input(dims, options, input)?;
     let sequences = input.cu_seqlens.len() - 1;
-    check_len("o", output.o, tokens * dims.value_heads * dims.value_dim)?;
+    check_shape("o", output.o, [tokens, dims.value_heads, dims.value_dim])?;
     if let Some(ht) = &output.ht {
-        check_len("ht", ht, sequences * dims.value_heads * dims.state_len())?;
+        check_shape("ht", ht, [sequences, dims.value_heads, dims.key_dim, dims.value_dim])?;
     }
     let save = saved.is_some();
     let mut unsaved = Saved::default();
@@ -49,7 +49,8 @@ pub fn gated_delta_rule_forward<T: Element>(
         L2Norm::Outside => (rows, rows * dims.key_dim),
     };
     let first_kept = first_kept(input.cu_seqlens, options);
-    let states = if save { first_kept[sequences] * dims.value_heads * dims.state_len() } else { 0 };
+    let kept = if save { first_kept[sequences] } else { 0 };
+    let states = elements("saved.states", [kept, dims.value_heads, dims.key_dim, dims.value_dim])?;
     saved.q_rstd.resize(norm_rows, 0.0);
     saved.k_rstd.resize(norm_rows, 0.0);
     saved.q_normalised.resize(copies, T::default());

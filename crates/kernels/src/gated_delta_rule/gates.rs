@@ -7,7 +7,7 @@
 
 use super::Dims;
 use crate::Element;
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_len, check_shape};
 use crate::shared::Shared;
 use crate::simd::{exp_f32, sigmoid_f32, simd_fn, softplus_f32};
 
@@ -65,12 +65,12 @@ impl<T: Element> Gates<'_, T> {
         let heads = dims.value_heads;
         match self {
             Gates::Given { g, beta } => {
-                check_len("g", g, tokens * heads)?;
-                check_len("beta", beta, tokens * heads)
+                check_shape("g", g, [tokens, heads])?;
+                check_shape("beta", beta, [tokens, heads])
             }
             Gates::Raw(RawGates { a, b, a_log, dt_bias }) => {
-                check_len("a", a, tokens * heads)?;
-                check_len("b", b, tokens * heads)?;
+                check_shape("a", a, [tokens, heads])?;
+                check_shape("b", b, [tokens, heads])?;
                 check_len("a_log", a_log, heads)?;
                 check_len("dt_bias", dt_bias, heads)
             }

@@ -54,7 +54,7 @@ pub use step::{gated_delta_rule_step, step_scratch};
 
 pub use crate::packing::check_cu_seqlens;
 
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_shape};
 use crate::{Element, Precision};
 
 /// Inside the root of the l2norm.
@@ -193,12 +193,12 @@ fn check_input<T: Element>(dims: Dims, options: &Options, input: &Input<'_, T>) 
     check((1..=256).contains(&options.chunk), || format!("chunk {}: between 1 and 256", options.chunk))?;
     check(options.states_every > 0, || "states_every 0: at least 1".into())?;
     let tokens = check_cu_seqlens(input.cu_seqlens)?;
-    check_len("q", input.q, tokens * key_heads * key_dim)?;
-    check_len("k", input.k, tokens * key_heads * key_dim)?;
-    check_len("v", input.v, tokens * value_heads * value_dim)?;
+    check_shape("q", input.q, [tokens, key_heads, key_dim])?;
+    check_shape("k", input.k, [tokens, key_heads, key_dim])?;
+    check_shape("v", input.v, [tokens, value_heads, value_dim])?;
     input.gates.check(tokens, dims)?;
     if let Some(h0) = input.h0 {
-        check_len("h0", h0, (input.cu_seqlens.len() - 1) * value_heads * dims.state_len())?;
+        check_shape("h0", h0, [input.cu_seqlens.len() - 1, value_heads, key_dim, value_dim])?;
     }
     Ok(tokens)
 }

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::chunk::{l2_rstd, scale};
 use super::{Dims, L2Norm, Options};
 use crate::Element;
-use crate::error::{Result, check_len};
+use crate::error::{Result, check_len, check_shape};
 use crate::simd::{axpy, scale_into};
 
 /// f32 of scratch that one step needs: see [`gated_delta_rule_step`].
@@ -27,11 +27,11 @@ pub fn gated_delta_rule_step<T: Element>(
     scratch: &mut [f32],
 ) -> Result {
     let Dims { key_heads, value_heads, key_dim: dk, value_dim: dv } = dims;
-    check_len("o", o, value_heads * dv)?;
-    check_len("state", state, value_heads * dk * dv)?;
-    check_len("q", q, key_heads * dk)?;
-    check_len("k", k, key_heads * dk)?;
-    check_len("v", v, value_heads * dv)?;
+    check_shape("o", o, [value_heads, dv])?;
+    check_shape("state", state, [value_heads, dk, dv])?;
+    check_shape("q", q, [key_heads, dk])?;
+    check_shape("k", k, [key_heads, dk])?;
+    check_shape("v", v, [value_heads, dv])?;
     check_len("g", g, value_heads)?;
     check_len("beta", beta, value_heads)?;
     crate::error::check(scratch.len() >= step_scratch(dims), || {

@@ -11,7 +11,7 @@ use crate::attention::tile::{
     maximum, scale, spans, tiles,
 };
 use crate::attention::{self, Saved};
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_len, check_shape};
 use crate::matmul::Mat;
 use crate::scratch::take;
 use crate::shared::Shared;
@@ -37,11 +37,11 @@ impl<T: Element> Target<'_, T> {
         check(self.input.cu_seqlens == cu_seqlens, || {
             "the indexer and its attention have different cu_seqlens".into()
         })?;
-        check_len("attention q", self.input.q, tokens * self.dims.heads * self.dims.head_dim)?;
-        check_len("attention k", self.input.k, tokens * self.dims.kv_heads * self.dims.head_dim)?;
-        check_len("attention saved.lse", &self.saved.lse, tokens * self.dims.heads)?;
+        check_shape("attention q", self.input.q, [tokens, self.dims.heads, self.dims.head_dim])?;
+        check_shape("attention k", self.input.k, [tokens, self.dims.kv_heads, self.dims.head_dim])?;
+        check_shape("attention saved.lse", &self.saved.lse, [tokens, self.dims.heads])?;
         if let Some(selected) = self.input.selected {
-            check_len("selected", selected.keys, tokens * selected.topk)?;
+            check_shape("selected", selected.keys, [tokens, selected.topk])?;
         }
         Ok(())
     }
@@ -171,7 +171,7 @@ pub fn attention_distribution<T: Element>(
     check(sequence < all.len() && tokens.end <= all[sequence].queries, || {
         format!("sequence {sequence} has no tokens {tokens:?}")
     })?;
-    check_len("p", p, tokens.len() * tokens.end)?;
+    check_shape("p", p, [tokens.len(), tokens.end])?;
     // One token at a time: an indexer of so many heads that a block is one token.
     let one = Dims { heads: 512, dim: 1 };
     let problem = Problem::new(target.input, target.dims, target.options);

@@ -42,7 +42,7 @@ pub use ties::{Score, Ties, choose};
 pub use score::{indexer_scores, indexer_topk, indexer_topk_decode, topk_scratch};
 
 use crate::Precision;
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_shape};
 use crate::packing::check_cu_seqlens;
 
 /// Inside the logarithms, and in the normalisation of p.
@@ -91,9 +91,9 @@ fn check_dims(dims: Dims) -> Result {
 fn check_input<T>(dims: Dims, input: &Input<'_, T>) -> Result<usize> {
     check_dims(dims)?;
     let tokens = check_cu_seqlens(input.cu_seqlens)?;
-    check_len("q", input.q, tokens * dims.heads * dims.dim)?;
-    check_len("k", input.k, tokens * dims.dim)?;
-    check_len("w", input.w, tokens * dims.heads)?;
+    check_shape("q", input.q, [tokens, dims.heads, dims.dim])?;
+    check_shape("k", input.k, [tokens, dims.dim])?;
+    check_shape("w", input.w, [tokens, dims.heads])?;
     Ok(tokens)
 }
 

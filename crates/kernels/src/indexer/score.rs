@@ -8,7 +8,7 @@ use super::ties::choose;
 use super::{Dims, Input, Options, block_tokens, check_dims, check_input};
 use crate::attention::UNUSED;
 use crate::attention::tile::{KEYS, Keys, Span, key_rows, key_rows_len, spans};
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_shape};
 use crate::matmul::{Mat, matmul};
 use crate::scratch::take;
 use crate::shared::Shared;
@@ -142,7 +142,7 @@ pub fn indexer_scores<T: Element>(
     check(sequence < all.len() && tokens.end <= all[sequence].queries, || {
         format!("sequence {sequence} has no tokens {tokens:?}")
     })?;
-    check_len("scores", scores, tokens.len() * tokens.end)?;
+    check_shape("scores", scores, [tokens.len(), tokens.end])?;
     let (span, stride) = (all[sequence], tokens.end);
     scratch.with(topk_scratch::<T>(dims, stride), |mut slot| {
         let mut scorer = Scorer::take::<T>(&mut slot, dims, options, false);
@@ -190,13 +190,13 @@ pub fn indexer_topk_decode<T: Element>(
 ) -> Result {
     check_dims(dims)?;
     let queries = w.len() / dims.heads;
-    check_len("w", w, queries * dims.heads)?;
-    check_len("q", q, queries * dims.heads * dims.dim)?;
+    check_shape("w", w, [queries, dims.heads])?;
+    check_shape("q", q, [queries, dims.heads, dims.dim])?;
     check(queries <= len, || {
         format!("{queries} queries of a cache of {len} tokens, which should hold theirs")
     })?;
     let capacity = k.len() / dims.dim;
-    check_len("k", k, capacity * dims.dim)?;
+    check_shape("k", k, [capacity, dims.dim])?;
     check(len <= capacity, || format!("{len} tokens in a cache of {capacity}"))?;
     check_choice(selected, queries, len, topk)?;
     let span = Span { query: 0, queries, key: 0, offset: len - queries };
@@ -208,7 +208,7 @@ pub fn indexer_topk_decode<T: Element>(
 fn check_choice(selected: &[u32], queries: usize, keys: usize, topk: usize) -> Result {
     check(topk > 0, || "topk 0: at least 1".into())?;
     check(keys < UNUSED as usize, || format!("{keys} tokens: positions are u32"))?;
-    check_len("selected", selected, queries * topk)
+    check_shape("selected", selected, [queries, topk])
 }
 
 /// The keys of all queries of the spans.

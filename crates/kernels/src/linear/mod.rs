@@ -20,7 +20,7 @@ pub use gemv::GEMV_TOKENS;
 
 use rayon::prelude::*;
 
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_len, check_shape};
 use crate::partition::{add_partials, block_rows, blocks};
 use crate::{Element, KernelError, Scratch};
 use product::{Operand, product};
@@ -57,7 +57,7 @@ pub fn linear_forward<Y: Element, X: Element, W: Element>(
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_dims(x, w, dims)?;
-    check_len("y", y, tokens * dims.outputs)?;
+    check_shape("y", y, [tokens, dims.outputs])?;
     if let Some(bias) = bias {
         check_len("bias", bias, dims.outputs)?;
     }
@@ -97,7 +97,7 @@ pub fn linear_forward_many<Y: Element, X: Element, W: Element, const N: usize>(
     let dims = |w: &[W]| Dims { inputs, outputs: w.len() / inputs.max(1) };
     for (y, w) in ys.iter().zip(&ws) {
         let tokens = check_dims(x, w, dims(w))?;
-        check_len("y", y, tokens * dims(w).outputs)?;
+        check_shape("y", y, [tokens, dims(w).outputs])?;
     }
     let parts = ys.into_iter().zip(ws);
     if x.len() > GEMV_TOKENS * inputs {
@@ -142,7 +142,7 @@ fn backward_input<X: Element, Y: Element, W: Element>(
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_dims(dx, w, dims)?;
-    check_len("dy", dy, tokens * dims.outputs)?;
+    check_shape("dy", dy, [tokens, dims.outputs])?;
     let (a, b) = (Operand::new(dy, dims.outputs), Operand::new(w, dims.inputs));
     product(dx, accumulate, a, b, (tokens, dims.inputs, dims.outputs), None, scratch);
     Ok(())
@@ -158,7 +158,7 @@ pub fn linear_backward_weight<Y: Element, X: Element>(
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_dims(x, dw, dims)?;
-    check_len("dy", dy, tokens * dims.outputs)?;
+    check_shape("dy", dy, [tokens, dims.outputs])?;
     if let Some(dbias) = &dbias {
         check_len("dbias", dbias, dims.outputs)?;
     }
@@ -194,6 +194,6 @@ fn check_dims<X, W>(x: &[X], w: &[W], dims: Dims) -> Result<usize, KernelError> 
     check(x.len().is_multiple_of(inputs), || {
         format!("the input side has {} elements, not rows of {inputs}", x.len())
     })?;
-    check_len("w", w, dims.weight_len())?;
+    check_shape("w", w, [dims.inputs, dims.outputs])?;
     Ok(x.len() / inputs)
 }

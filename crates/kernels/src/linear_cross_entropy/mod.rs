@@ -15,7 +15,7 @@ mod tests;
 
 use rayon::prelude::*;
 
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_len, check_shape};
 use crate::linear::{Dims, linear_backward_input, linear_backward_weight, linear_forward, linear_scratch};
 use crate::simd::{exp_f32, simd_fn, sum_by, tanh_f32};
 use crate::{Element, Precision, Scratch};
@@ -155,12 +155,12 @@ fn check_input<T, W>(
     check((0.0..1.0).contains(&options.label_smoothing), || {
         format!("label smoothing {}: from 0 to below 1", options.label_smoothing)
     })?;
-    check_len("hidden", hidden, targets.len() * inputs)?;
-    check_len("w", w, dims.weight_len())?;
+    check_shape("hidden", hidden, [targets.len(), inputs])?;
+    check_shape("w", w, [dims.inputs, dims.outputs])?;
     if let Some(grads) = grads {
         check_len("dhidden", grads.dhidden, hidden.len())?;
         if let Some(dw) = &grads.dw {
-            check_len("dw", dw, dims.weight_len())?;
+            check_shape("dw", dw, [dims.inputs, dims.outputs])?;
         }
     }
     let valid = |target: &i64| *target == options.ignore_index || (0..outputs as i64).contains(target);

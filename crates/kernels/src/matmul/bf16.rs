@@ -14,6 +14,7 @@
 
 use half::bf16;
 
+use super::extent;
 use crate::shared::Shared;
 
 /// Rows of C in one product at most.
@@ -67,8 +68,9 @@ pub(crate) unsafe fn matmul_tile_bf16(
     #[cfg(target_arch = "x86_64")]
     if crate::simd::level() >= crate::simd::Level::Avx512Bf16 {
         assert!(m <= M && n <= N && row_stride >= n, "a tile of {m}x{n} with stride {row_stride}");
+        assert!(panels.len() >= SCRATCH, "{} f32 of scratch where {SCRATCH} are needed", panels.len());
         if m > 0 && n > 0 {
-            let c = c.pointer(begin, (m - 1) * row_stride + n);
+            let c = c.pointer(begin, extent(m, n, row_stride).expect("C is too short"));
             // SAFETY: `pointer` has checked that the tile lies inside C; it is this call's alone by the caller's promise.
             // The level has been found on this machine.
             unsafe { x86::blocks(x86::Tile { c, row_stride, m, n }, add, a, b, k, panels) };

@@ -6,7 +6,7 @@
 //! read with any strides. Of a B whose rows are not contiguous, a panel of a few columns is first transposed into a
 //! buffer on the stack.
 
-use super::Mat;
+use super::{Mat, extent};
 use crate::simd::{Level, level};
 
 /// Rows of B in one panel; a longer inner index is cut into parts that are added up.
@@ -65,8 +65,8 @@ fn matmul_small_at(
     if m == 0 || n == 0 {
         return;
     }
-    let needed = (m - 1) * row_stride + n;
-    assert!(row_stride >= n && c.len() >= needed, "C is too short");
+    let needed = extent(m, n, row_stride).filter(|needed| *needed <= c.len());
+    let needed = needed.filter(|_| row_stride >= n).expect("C is too short");
     if let By::Rows(factors) = by {
         assert!(factors.len() >= m, "{} factors for {m} rows", factors.len());
     }
@@ -222,9 +222,10 @@ impl Tile<'_> {
         // SAFETY: the caller's promise; a part of a vector touches `width` elements only.
         unsafe {
             let mut sums = [[V::spread(0.0); W]; M];
-            let mut b = self.b.add(j);
+            // Without inner elements A and B may be empty: their pointers are then moved, and never read.
+            let mut b = self.b.wrapping_add(j);
             let (down, along) = self.a_strides;
-            let mut a = self.a.add(self.first * down);
+            let mut a = self.a.wrapping_add(self.first * down);
             for _ in 0..self.depth {
                 let mut row = [V::spread(0.0); W];
                 for (w, row) in row.iter_mut().enumerate() {

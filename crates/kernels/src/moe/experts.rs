@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::route::check_routing;
 use super::{Dims, Dispatch, Routing, check_dims};
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_len, check_shape};
 use crate::glu::{Activation, glu_backward, glu_forward};
 use crate::linear::{self, linear_backward_input, linear_backward_weight, linear_forward, linear_scratch};
 use crate::scratch::take;
@@ -142,12 +142,12 @@ pub fn experts_backward<T: Element, W: Element>(
     let Dims { top_k, hidden, intermediate, .. } = dims;
     check_len("dy", dy, x.len())?;
     check_len("dx", grads.dx, x.len())?;
-    check_len("dweights", grads.dweights, tokens * top_k)?;
+    check_shape("dweights", grads.dweights, [tokens, top_k])?;
     let (learns_up, learns_down) = (!grads.dgate_up.is_empty(), !grads.ddown.is_empty());
     check_len("dgate_up", grads.dgate_up, if learns_up { experts.gate_up.len() } else { 0 })?;
     check_len("ddown", grads.ddown, if learns_down { experts.down.len() } else { 0 })?;
-    check_len("saved gate", &saved.gate, dispatch.slots.len() * intermediate)?;
-    check_len("saved up", &saved.up, dispatch.slots.len() * intermediate)?;
+    check_shape("saved gate", &saved.gate, [dispatch.slots.len(), intermediate])?;
+    check_shape("saved up", &saved.up, [dispatch.slots.len(), intermediate])?;
     let (up_dims, down_dims) = linear_dims(dims);
     let load = dispatch.largest_load();
     work.resize(tokens * hidden + load * (3 * hidden + 6 * intermediate), 0.0);
@@ -238,7 +238,7 @@ fn check_experts<T, W>(
     let tokens = x.len() / dims.hidden;
     check_routing(routing, tokens, dims)?;
     check(*dispatch == Dispatch::new(routing, dims)?, || "the dispatch is of another routing".into())?;
-    check_len("gate_up", experts.gate_up, 2 * dims.experts * dims.hidden * dims.intermediate)?;
-    check_len("down", experts.down, dims.experts * dims.hidden * dims.intermediate)?;
+    check_shape("gate_up", experts.gate_up, [2, dims.experts, dims.hidden, dims.intermediate])?;
+    check_shape("down", experts.down, [dims.experts, dims.hidden, dims.intermediate])?;
     Ok(tokens)
 }

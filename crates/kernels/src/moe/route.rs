@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::{Dims, check_dims};
-use crate::error::{Result, check, check_len};
+use crate::error::{Result, check, check_len, check_shape};
 use crate::shared::Shared;
 
 /// Tokens that one task routes.
@@ -93,7 +93,7 @@ pub fn route_backward(
     let tokens = check_router(logits, per_expert_scale, router, dims)?;
     let (e, k) = (dims.experts, dims.top_k);
     check_len("dlogits", dlogits, logits.len())?;
-    check_len("dweights", dweights, tokens * k)?;
+    check_shape("dweights", dweights, [tokens, k])?;
     check_routing(routing, tokens, dims)?;
     let mut weights = vec![0.0; tokens * k];
     let rows = weights.par_chunks_mut(k).zip(dlogits.par_chunks_mut(e)).zip(logits.par_chunks(e)).enumerate();
@@ -271,8 +271,8 @@ fn check_router(
 }
 
 pub(super) fn check_routing(routing: &Routing, tokens: usize, dims: Dims) -> Result {
-    check_len("routing experts", &routing.experts, tokens * dims.top_k)?;
-    check_len("routing weights", &routing.weights, tokens * dims.top_k)?;
+    check_shape("routing experts", &routing.experts, [tokens, dims.top_k])?;
+    check_shape("routing weights", &routing.weights, [tokens, dims.top_k])?;
     check(routing.experts.iter().all(|expert| (*expert as usize) < dims.experts), || {
         format!("an expert outside of {}", dims.experts)
     })?;
