@@ -1,10 +1,15 @@
-//! How much memory there is.
+//! Memory that this process can have, has, and has had.
+
+mod cgroup;
+
+use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Bytes that can still be had without swapping; `None` where the system does not say.
+/// Bytes that this process can still have without swapping: what the machine has left, or the limit of its container
+/// where that is less. `None` where the system does not say.
 pub fn available() -> Option<u64> {
-    field("/proc/meminfo", "MemAvailable:")
+    [field("/proc/meminfo", "MemAvailable:"), cgroup::available(Path::new("/"))].into_iter().flatten().min()
 }
 
 /// What this process has in use now.
