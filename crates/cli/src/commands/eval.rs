@@ -180,9 +180,7 @@ impl Tokens {
                 tokens.bytes += document.len();
                 continue;
             }
-            let (mut ids, mut ends) = tokenizer.encode_with_ends(document, true)?;
-            ids.truncate(room);
-            ends.truncate(room);
+            let (ids, ends) = tokenizer.encode_first(document, true, room)?;
             tokens.ids.extend(ids);
             tokens.bytes += ends.into_iter().max().unwrap_or(0);
         }
