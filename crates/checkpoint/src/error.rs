@@ -167,7 +167,11 @@ impl Error {
             Error::Verification(_) => ErrorKind::Check,
             Error::Refused(_) => ErrorKind::Usage,
             Error::NoSpace { .. } => ErrorKind::Space,
-            Error::Io { cause, .. } if cause.kind() == io::ErrorKind::StorageFull => ErrorKind::Space,
+            Error::Io { cause, .. }
+                if matches!(cause.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) =>
+            {
+                ErrorKind::Space
+            }
             Error::Interrupted => ErrorKind::Interrupted,
             _ => ErrorKind::Input,
         }

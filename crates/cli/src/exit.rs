@@ -1,6 +1,7 @@
 //! Exit codes: 0 ok, 1 a check failed, 2 usage or configuration, 3 bad or missing input, 4 does not fit (in
 //! memory or on the disk), 5 diverged, 130 interrupted.
 
+use std::io;
 use std::process::ExitCode;
 
 use ballast_checkpoint::{Error, ErrorKind};
@@ -20,6 +21,8 @@ pub(crate) enum Outcome {
     CheckFailed,
     /// The user asked to stop, and what was done until then has been reported.
     Interrupted,
+    /// Something went wrong, which has been reported; the exit code says what kind of failure it was.
+    Failed(u8),
 }
 
 /// What was typed cannot be done.
@@ -40,6 +43,7 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, json: bool) -> ExitCode {
         Ok(Outcome::Ok) => return ExitCode::SUCCESS,
         Ok(Outcome::CheckFailed) => return ExitCode::from(1),
         Ok(Outcome::Interrupted) => return ExitCode::from(130),
+        Ok(Outcome::Failed(code)) => return ExitCode::from(code),
         Err(error) => error,
     };
     let code = code_of(&error);
@@ -86,17 +90,26 @@ fn code_of(error: &anyhow::Error) -> u8 {
             LabError::Train(error) => code_of_training(error),
         };
     }
+    if error.downcast_ref::<io::Error>().is_some_and(is_full) {
+        return 4;
+    }
     let usage = error.downcast_ref::<PolicyError>().is_some() || error.downcast_ref::<Usage>().is_some();
     if usage { 2 } else { 3 }
 }
 
-fn code_of_training(error: &TrainError) -> u8 {
+/// The exit code of an error of a training run.
+pub(crate) fn code_of_training(error: &TrainError) -> u8 {
     match error {
         TrainError::Config(_) => 2,
+        TrainError::Io { cause, .. } if is_full(cause) => 4,
         TrainError::Data { .. } | TrainError::Resume { .. } | TrainError::Io { .. } => 3,
         TrainError::Diverged(_) => 5,
         TrainError::Model(error) => code_of_model(error),
     }
+}
+
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
 fn code_of_model(error: &ModelError) -> u8 {

@@ -127,11 +127,18 @@ pub enum PolicyError {
     #[error("there is no policy `{0}`; the named ones are {1}, or give a policy file (.toml)")]
     Unknown(String, String),
     /// The file is not valid TOML, or not a policy.
+    // Not a `#[from]`: a source's words would be printed once more, after the message that has them already.
     #[error("not a policy file: {0}")]
-    Syntax(#[from] toml::de::Error),
+    Syntax(toml::de::Error),
     /// The file is TOML, but says something impossible.
     #[error("{0}")]
     Meaning(String),
+}
+
+impl From<toml::de::Error> for PolicyError {
+    fn from(error: toml::de::Error) -> PolicyError {
+        PolicyError::Syntax(error)
+    }
 }
 
 #[derive(Deserialize)]

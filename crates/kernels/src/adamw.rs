@@ -123,15 +123,63 @@ pub fn adamw_step_with_copy<T: Element>(
     Ok(())
 }
 
+/// The first element that [`adamw_step_with_copy`] with these arguments would leave with a non-finite moment, or with a value
+/// that is not finite in `T`, which the model runs on. Changes nothing.
+pub fn adamw_fault<T: Element>(
+    w: &[f32],
+    m: &[f32],
+    v: &[f32],
+    g: &[f32],
+    scale: f32,
+    step: u32,
+    options: &Options,
+) -> Result<Option<usize>> {
+    let n = w.len();
+    check_len("m", m, n)?;
+    check_len("v", v, n)?;
+    check_len("g", g, n)?;
+    let f = Factors::new(options, step)?;
+    let blocks = w
+        .par_chunks(ELEMENTS)
+        .zip(m.par_chunks(ELEMENTS))
+        .zip(v.par_chunks(ELEMENTS))
+        .zip(g.par_chunks(ELEMENTS))
+        .enumerate();
+    let first = blocks.filter(|(_, (((w, m), v), g))| !stays_finite::<T>(w, m, v, g, scale, f)).map(
+        |(block, (((w, m), v), g))| {
+            let is_faulty =
+                |i: &usize| !stays_finite::<T>(&w[*i..=*i], &m[*i..=*i], &v[*i..=*i], &g[*i..=*i], scale, f);
+            block * ELEMENTS + (0..w.len()).find(is_faulty).unwrap_or(0)
+        },
+    );
+    Ok(first.min())
+}
+
+/// The new w, m and v of one element; g is scaled already.
+#[inline(always)]
+fn updated<const FMA: bool>(w: f32, m: f32, v: f32, g: f32, f: &Factors) -> (f32, f32, f32) {
+    let m = fma::<FMA>(f.one_minus_beta1, g - m, m);
+    let v = fma::<FMA>(f.one_minus_beta2 * g, g, f.beta2 * v);
+    let root = v.sqrt() / f.root_correction + f.eps;
+    (fma::<FMA>(-f.step_size, m / root, w * f.keep), m, v)
+}
+
 simd_fn! {
     fn update(w: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32], scale: f32, f: Factors) {
         for (((w, m), v), g) in w.iter_mut().zip(m).zip(v).zip(g) {
-            let g = g * scale;
-            *m = fma::<FMA>(f.one_minus_beta1, g - *m, *m);
-            *v = fma::<FMA>(f.one_minus_beta2 * g, g, f.beta2 * *v);
-            let root = v.sqrt() / f.root_correction + f.eps;
-            *w = fma::<FMA>(-f.step_size, *m / root, *w * f.keep);
+            (*w, *m, *v) = updated::<FMA>(*w, *m, *v, g * scale, &f);
         }
+    }
+}
+
+simd_fn! {
+    fn stays_finite<T: Element>(w: &[f32], m: &[f32], v: &[f32], g: &[f32], scale: f32, f: Factors) -> bool {
+        let mut all = true;
+        for (((w, m), v), g) in w.iter().zip(m).zip(v).zip(g) {
+            let (w, m, v) = updated::<FMA>(*w, *m, *v, g * scale, &f);
+            all &= T::from_f32(w).to_f32().is_finite() & m.is_finite() & v.is_finite();
+        }
+        all
     }
 }
 
@@ -304,6 +352,25 @@ mod tests {
             assert_eq!(x, [100.0; 5]);
         }
         assert!(clip_factor(1.0, 0.0).is_err());
+    }
+
+    #[test]
+    fn the_first_element_that_a_step_would_make_non_finite_is_found() {
+        let n = 2 * ELEMENTS + 3;
+        let at = ELEMENTS + 7;
+        let fault = |w: f32, g: f32, o: &Options| {
+            let (mut all_w, mut all_g) = (vec![1.0f32; n], vec![0.5f32; n]);
+            (all_w[at], all_g[at], all_g[n - 1]) = (w, g, g);
+            let (m, v) = (vec![0.0; n], vec![0.0; n]);
+            let narrow = adamw_fault::<bf16>(&all_w, &m, &v, &all_g, 1.0, 1, o).unwrap();
+            (adamw_fault::<f32>(&all_w, &m, &v, &all_g, 1.0, 1, o).unwrap(), narrow)
+        };
+        let o = Options::default();
+        assert_eq!(fault(1.0, 0.0, &o), (None, None));
+        assert_eq!(fault(1.0, 0.0, &Options { eps: 1e-50, ..o }), (Some(at), Some(at)), "0 / 0");
+        assert_eq!(fault(1.0, 1e30, &o), (Some(at), Some(at)), "the second moment overflows");
+        let o = Options { weight_decay: 0.0, ..o };
+        assert_eq!(fault(3.4e38, 0.5, &o), (None, Some(at)), "f32 holds it, bf16 rounds it to infinity");
     }
 
     #[test]

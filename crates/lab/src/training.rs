@@ -75,7 +75,13 @@ impl Steps<'_> {
                 not_finite = Some(number + 1);
                 break;
             }
-            optimizer.step(&mut model, &grads, norm, self.learning_rate)?;
+            match optimizer.step(&mut model, &grads, norm, self.learning_rate) {
+                Err(ballast_train::Error::Diverged(_)) => {
+                    not_finite = Some(number + 1);
+                    break;
+                }
+                taken => taken?,
+            }
             self.observer.advance(1);
         }
         let protected =

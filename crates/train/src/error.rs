@@ -33,14 +33,14 @@ pub enum Error {
     #[error("{0}")]
     Diverged(String),
     /// A file that cannot be read or written.
-    #[error("{}: cannot {action}: {source}", path.display())]
+    #[error("{}: cannot {action}: {cause}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
         /// What was tried.
         action: &'static str,
-        /// Why not.
-        source: std::io::Error,
+        /// The system's answer. Not called `source`: its words are in the message already.
+        cause: std::io::Error,
     },
     /// The model cannot be read, run or written.
     #[error(transparent)]
@@ -51,7 +51,7 @@ impl Error {
     /// For `map_err`.
     pub fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
         let path = path.to_path_buf();
-        move |source| Error::Io { path, action, source }
+        move |cause| Error::Io { path, action, cause }
     }
 }
 

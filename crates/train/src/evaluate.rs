@@ -12,7 +12,7 @@ use crate::report::Sample;
 use crate::trainer::Trainer;
 
 impl Trainer {
-    /// Loss and accuracy on the first held-out micro-batches; `None` where nothing is held out.
+    /// Loss and accuracy on the first held-out micro-batches; `None` where nothing is held out, or none of its tokens is judged.
     pub fn evaluate(&mut self) -> Result<Option<Evaluation>> {
         let batches = self.config.evaluation.batches;
         let Some(validation) = self.validation.as_mut().filter(|_| batches > 0) else { return Ok(None) };
@@ -25,9 +25,13 @@ impl Trainer {
                 (*sum, *tokens, *right) = (*sum + loss.sum, *tokens + loss.tokens, *right + loss.right);
             }
         }
+        sources.retain(|_, (_, tokens, _)| *tokens > 0);
+        if sources.is_empty() {
+            return Ok(None);
+        }
         let score = |(sum, tokens, right): &(f64, usize, usize)| SourceScore {
-            loss: sum / (*tokens).max(1) as f64,
-            accuracy: *right as f64 / (*tokens).max(1) as f64,
+            loss: sum / *tokens as f64,
+            accuracy: *right as f64 / *tokens as f64,
             tokens: *tokens as u64,
         };
         let all = sources.values().fold((0.0, 0, 0), |a, b| (a.0 + b.0, a.1 + b.1, a.2 + b.2));

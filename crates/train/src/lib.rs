@@ -10,6 +10,7 @@ mod evaluate;
 pub mod ledger;
 pub mod metrics;
 pub mod optimizer;
+pub mod places;
 pub mod plan;
 mod preview;
 pub mod report;

@@ -1,5 +1,8 @@
 //! What a run says about itself, a line of JSON for each event: `metrics.jsonl`.
 //!
+//! After a rollback the file has steps twice: as they were first taken, and as they were taken again. [`read`] gives the line of
+//! history that counts.
+//!
 //! JSON has no NaN and no infinity, and a run that diverges has both: they are written as the strings `"NaN"`,
 //! `"Infinity"` and `"-Infinity"`.
 
@@ -111,8 +114,39 @@ impl Record {
     }
 }
 
-/// All records of a file. The last line may be torn, as a killed process leaves it; it is then left out.
+/// What counts of a file's records: all events, and the steps and measurements that no rollback took back. The last line may be
+/// torn, as a killed process leaves it; it is then left out.
 pub fn read(path: &Path) -> Result<Vec<Record>> {
+    Ok(history(read_all(path)?))
+}
+
+/// The records of a run without the steps and measurements that it went back behind: those that a rollback took back (it says
+/// the step that it went back to), and those of steps that were taken again.
+pub fn history(records: Vec<Record>) -> Vec<Record> {
+    // From the end on: what lies before `limit` has not been taken back by what came later.
+    let mut limit = u64::MAX;
+    let mut kept: Vec<Record> = Vec::with_capacity(records.len());
+    for record in records.into_iter().rev() {
+        match &record {
+            Record::Event(event) => {
+                if event.what == ROLLBACK {
+                    limit = limit.min(event.step.saturating_add(1));
+                }
+            }
+            record if record.step() >= limit => continue,
+            Record::Step(step) => limit = step.step,
+            Record::Evaluation(_) => {}
+        }
+        kept.push(record);
+    }
+    kept.reverse();
+    kept
+}
+
+/// What an event is called whose step is the one that the run went back to.
+pub const ROLLBACK: &str = "rollback";
+
+fn read_all(path: &Path) -> Result<Vec<Record>> {
     let mut records = Vec::new();
     read_lines(path, |_, record| {
         records.push(record);
@@ -125,6 +159,8 @@ pub fn read(path: &Path) -> Result<Vec<Record>> {
 pub struct MetricsWriter {
     path: PathBuf,
     file: File,
+    /// Bytes of whole lines.
+    length: u64,
 }
 
 impl MetricsWriter {
@@ -136,16 +172,24 @@ impl MetricsWriter {
         }
         let file =
             OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path, "open"))?;
-        Ok(MetricsWriter { path: path.to_path_buf(), file })
+        let length = file.metadata().map_err(Error::io(path, "look at it"))?.len();
+        Ok(MetricsWriter { path: path.to_path_buf(), file, length })
     }
 
-    /// Appends one line, in one call of the system: other readers see it whole.
+    /// Appends one line, in one call of the system: other readers see it whole. What a full disk took of a line is removed
+    /// again.
     pub fn write(&mut self, record: &Record) -> Result {
         let mut line = serde_json::to_vec(record)
             .map_err(std::io::Error::from)
             .map_err(Error::io(&self.path, "write to it"))?;
         line.push(b'\n');
-        self.file.write_all(&line).map_err(Error::io(&self.path, "write to it"))
+        if let Err(error) = self.file.write_all(&line) {
+            // Where this fails too, the next run finds a torn line.
+            let _ = self.file.set_len(self.length);
+            return Err(Error::io(&self.path, "write to it")(error));
+        }
+        self.length += line.len() as u64;
+        Ok(())
     }
 }
 
@@ -398,6 +442,38 @@ mod tests {
         assert_eq!(read(&path).unwrap(), [step(1), step(2), evaluation(2), step(3)]);
         assert!(before.starts_with(&fs::read(&path).unwrap()[..before.len() / 2]));
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    fn rollback(to: u64) -> Record {
+        Record::Event(Event { step: to, what: ROLLBACK.into(), text: "back".into() })
+    }
+
+    #[test]
+    fn after_a_rollback_every_step_is_read_once_as_it_was_taken_last() {
+        let again = |step| Record::Step(Step { step, loss: 7.0, ..Step::default() });
+        let records = [
+            step(1),
+            step(2),
+            evaluation(2),
+            step(3),
+            event(3),
+            evaluation(3),
+            rollback(1),
+            again(2),
+            again(3),
+            rollback(2),
+            again(3),
+        ];
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        write_all(&path, None, &records);
+        let expected = [step(1), event(3), rollback(1), again(2), rollback(2), again(3)];
+        assert_eq!(read(&path).unwrap(), expected);
+        // A run that ends right after it went back.
+        assert_eq!(history(records[..7].to_vec()), [step(1), event(3), rollback(1)]);
+        // Files without such an event: a step that comes again counts, and nothing of later ones before it does.
+        let untold = vec![step(1), step(2), evaluation(2), again(2)];
+        assert_eq!(history(untold), [step(1), again(2)]);
     }
 
     #[test]

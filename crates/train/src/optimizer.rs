@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 
 use ballast_kernels::Precision as Rounding;
-use ballast_kernels::adamw::{self, adamw_step, adamw_step_with_copy, global_norm};
+use ballast_kernels::adamw::{self, adamw_fault, adamw_step, adamw_step_with_copy, global_norm};
 use ballast_model::params::{Grads, Spec, Weight};
 use ballast_model::precision::Storage;
 use ballast_model::{Model, Precision};
@@ -73,6 +73,33 @@ pub struct Norms {
     pub groups: BTreeMap<String, f64>,
     /// Names of parameters whose gradients are not finite.
     pub faulty: Vec<String>,
+}
+
+/// An element that an update would leave non-finite.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BadUpdate {
+    /// The parameter.
+    pub name: String,
+    /// The element of it.
+    pub element: usize,
+    /// Its gradient, before clipping.
+    pub gradient: f32,
+    /// Its value now, in f32.
+    pub before: f32,
+    /// The value it would get.
+    pub value: f32,
+    /// The first moment it would get.
+    pub m: f32,
+    /// The second moment it would get.
+    pub v: f32,
+}
+
+impl std::fmt::Display for BadUpdate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let BadUpdate { name, element, gradient, before, value, m, v } = self;
+        write!(f, "the update takes {name} from {before:e} to {value:e} at element {element} ")?;
+        write!(f, "(gradient {gradient:e}, first moment {m:e}, second moment {v:e})")
+    }
 }
 
 /// Beginnings and ends of names, and the group that they make; the first that matches.
@@ -186,9 +213,75 @@ impl Optimizer {
         Norms { global: sum.sqrt(), groups, faulty }
     }
 
-    /// One update from gradients whose norm is `norm`, which must be finite.
+    /// One update from gradients whose norm is `norm`, which must be finite. An update that would leave anything non-finite is
+    /// an error, and changes nothing.
     pub fn step(&mut self, model: &mut Model, grads: &Grads, norm: f64, lr: f64) -> Result {
-        let scale = if self.config.clip > 0.0 { adamw::clip_factor(norm, self.config.clip)? } else { 1.0 };
+        match self.bad_update(model, grads, norm, lr)? {
+            Some(bad) => Err(Error::Diverged(bad.to_string())),
+            None => self.apply(model, grads, norm, lr),
+        }
+    }
+
+    /// The first element that an update would leave non-finite, if there is one. Nothing is changed.
+    pub fn bad_update(&self, model: &Model, grads: &Grads, norm: f64, lr: f64) -> Result<Option<BadUpdate>> {
+        let scale = self.clip_factor(norm)?;
+        for slot in &self.slots {
+            if let Some(bad) = self.bad_element(slot, model, grads, scale, lr)? {
+                return Ok(Some(bad));
+            }
+        }
+        Ok(None)
+    }
+
+    fn bad_element(
+        &self,
+        slot: &Slot,
+        model: &Model,
+        grads: &Grads,
+        scale: f32,
+        lr: f64,
+    ) -> Result<Option<BadUpdate>> {
+        let Slot { name, place, master, m, v, .. } = slot;
+        let wide: Vec<f32>;
+        let (own, rounded): (&[f32], bool) = match *place {
+            Place::Weight(i) => match (&model.params.weights()[i], master) {
+                (Weight::F32(w), _) => (w, false),
+                (Weight::Bf16(_), Some(master)) => (master, true),
+                (Weight::Bf16(w), None) => {
+                    wide = w.iter().map(|x| x.to_f32()).collect();
+                    (&wide, true)
+                }
+            },
+            Place::Protected(i) => {
+                let rounded = is_rounded(model.precision(), &model.specs.protected[i]);
+                (model.params.protected()[i].values(), rounded)
+            }
+            Place::AdapterA(i) | Place::AdapterB(i) => {
+                let Some(low) = &model.params.adapters()[i] else { return Ok(None) };
+                (if matches!(place, Place::AdapterA(_)) { &low.a } else { &low.b }, false)
+            }
+        };
+        let w = master.as_deref().unwrap_or(own);
+        let (g, step, options) = (gradient(grads, *place), self.updates + 1, self.options(slot, lr));
+        let found = if rounded {
+            adamw_fault::<bf16>(w, m, v, g, scale, step, &options)?
+        } else {
+            adamw_fault::<f32>(w, m, v, g, scale, step, &options)?
+        };
+        let Some(at) = found else { return Ok(None) };
+        let (mut value, mut m, mut v) = ([w[at]], [m[at]], [v[at]]);
+        adamw_step(&mut value, &mut m, &mut v, &[g[at]], scale, step, &options)?;
+        if rounded {
+            Rounding::Bf16.round_all(&mut value);
+        }
+        let [value] = value;
+        let (name, gradient, before) = (name.clone(), g[at], w[at]);
+        Ok(Some(BadUpdate { name, element: at, gradient, before, value, m: m[0], v: v[0] }))
+    }
+
+    /// The update itself, after [`Optimizer::bad_update`] has found nothing.
+    pub(crate) fn apply(&mut self, model: &mut Model, grads: &Grads, norm: f64, lr: f64) -> Result {
+        let scale = self.clip_factor(norm)?;
         self.updates += 1;
         for i in 0..self.slots.len() {
             self.update(i, model, grads, scale, lr)?;
@@ -196,12 +289,18 @@ impl Optimizer {
         Ok(())
     }
 
+    fn clip_factor(&self, norm: f64) -> Result<f32> {
+        Ok(if self.config.clip > 0.0 { adamw::clip_factor(norm, self.config.clip)? } else { 1.0 })
+    }
+
+    fn options(&self, slot: &Slot, lr: f64) -> adamw::Options {
+        let OptimizerConfig { beta1, beta2, eps, weight_decay, .. } = self.config;
+        adamw::Options { lr, beta1, beta2, eps, weight_decay: if slot.decays { weight_decay } else { 0.0 } }
+    }
+
     fn update(&mut self, i: usize, model: &mut Model, grads: &Grads, scale: f32, lr: f64) -> Result {
-        let (config, step) = (&self.config, self.updates);
-        let Slot { place, decays, master, m, v, .. } = &mut self.slots[i];
-        let weight_decay = if *decays { config.weight_decay } else { 0.0 };
-        let options =
-            adamw::Options { lr, beta1: config.beta1, beta2: config.beta2, eps: config.eps, weight_decay };
+        let (options, step) = (self.options(&self.slots[i], lr), self.updates);
+        let Slot { place, master, m, v, .. } = &mut self.slots[i];
         let g = gradient(grads, *place);
         match *place {
             Place::Weight(i) => match (&mut model.params.weights_mut()[i], master) {

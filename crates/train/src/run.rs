@@ -7,9 +7,11 @@ use ballast_checkpoint::jobs::Observer;
 use ballast_model::memory;
 
 use crate::error::{Error, Result};
-use crate::metrics::{self, Evaluation, Event, MetricsWriter, Record};
+use crate::metrics::{self, Evaluation, Event, MetricsWriter, ROLLBACK, Record};
+use crate::places;
 use crate::plan::MemoryPlan;
 use crate::report::{self, LedgerRow, PlanRow, Report, Sample};
+use crate::state;
 use crate::tensorboard::EventWriter;
 use crate::trainer::{Attempt, Trainer};
 
@@ -26,7 +28,7 @@ pub trait Watcher: Observer {
 }
 
 /// How a run ended.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Summary {
     /// Steps that were taken.
     pub step: u64,
@@ -38,10 +40,14 @@ pub struct Summary {
     pub samples: Vec<Sample>,
     /// The ledger in a sentence.
     pub ledger: String,
-    /// The finished model; of a stopped run, its last checkpoint.
-    pub model: PathBuf,
-    /// The report.
-    pub report: PathBuf,
+    /// The finished model or adapters; of a stopped run, those of its newest checkpoint, if there is one.
+    pub model: Option<PathBuf>,
+    /// Step and folder of the newest checkpoint that exists.
+    pub checkpoint: Option<(u64, PathBuf)>,
+    /// The reason why a stopped run could not be saved as it was when it stopped.
+    pub save_failure: Option<Error>,
+    /// The report, if it could be written.
+    pub report: Option<PathBuf>,
     /// Seconds that this process trained.
     pub seconds: f64,
     /// Tokens per second over that time.
@@ -50,48 +56,93 @@ pub struct Summary {
     pub peak_memory: u64,
 }
 
-/// What a run writes beside checkpoints.
+/// What a run writes beside checkpoints. A file that cannot be written does not end the run: the watcher hears of it.
 struct Journal<'a> {
     metrics: MetricsWriter,
+    /// Records that could not be written since the last one that could.
+    lost: u64,
     tensorboard: Option<EventWriter>,
     watcher: &'a dyn Watcher,
 }
 
 impl Journal<'_> {
-    fn write(&mut self, record: Record) -> Result {
+    fn write(&mut self, record: Record) {
         self.watcher.record(&record);
-        self.metrics.write(&record)?;
-        let Some(events) = &mut self.tensorboard else { return Ok(()) };
-        match &record {
-            Record::Step(step) => {
-                let speed = step.tokens as f64 / step.seconds.max(1e-9);
-                events.scalar(step.step, "train/loss", step.loss)?;
-                events.scalar(step.step, "train/learning_rate", step.learning_rate)?;
-                events.scalar(step.step, "train/gradient_norm", step.gradient_norm)?;
-                events.scalar(step.step, "train/tokens_per_second", speed)?;
-                events.scalar(step.step, "memory/peak_bytes", step.peak_memory as f64)?;
-                for (group, norm) in &step.group_norms {
-                    events.scalar(step.step, &format!("gradient_norm/{group}"), *norm)?;
-                }
-            }
-            Record::Evaluation(evaluation) => {
-                events.scalar(evaluation.step, "validation/loss", evaluation.loss)?;
-                events.scalar(evaluation.step, "validation/accuracy", evaluation.accuracy)?;
-            }
-            Record::Event(event) => {
-                events.text(event.step, &format!("events/{}", event.what), &event.text)?
+        let step = record.step();
+        if let Err(error) = self.write_metrics(&record) {
+            self.lost += 1;
+            if self.lost == 1 {
+                self.tell(
+                    step,
+                    "metrics failed",
+                    format!("{error}; the run goes on, and this record is missing"),
+                );
             }
         }
-        events.flush()
+        let written = self.tensorboard.as_mut().map(|events| write_events(events, &record));
+        if let Some(Err(error)) = written {
+            self.tensorboard = None;
+            self.tell(step, "tensorboard failed", format!("{error}; the run goes on without it"));
+        }
     }
+
+    fn write_metrics(&mut self, record: &Record) -> Result {
+        if self.lost > 0 {
+            let text = format!("{} records before this one could not be written", self.lost);
+            self.metrics.write(&Record::Event(Event { step: record.step(), what: "lost".into(), text }))?;
+            self.lost = 0;
+        }
+        self.metrics.write(record)
+    }
+
+    /// Says something to the watcher alone.
+    fn tell(&self, step: u64, what: &str, text: String) {
+        self.watcher.record(&Record::Event(Event { step, what: what.into(), text }));
+    }
+}
+
+fn write_events(events: &mut EventWriter, record: &Record) -> Result {
+    match record {
+        Record::Step(step) => {
+            let speed = step.tokens as f64 / step.seconds.max(1e-9);
+            events.scalar(step.step, "train/loss", step.loss)?;
+            events.scalar(step.step, "train/learning_rate", step.learning_rate)?;
+            events.scalar(step.step, "train/gradient_norm", step.gradient_norm)?;
+            events.scalar(step.step, "train/tokens_per_second", speed)?;
+            events.scalar(step.step, "memory/peak_bytes", step.peak_memory as f64)?;
+            for (group, norm) in &step.group_norms {
+                events.scalar(step.step, &format!("gradient_norm/{group}"), *norm)?;
+            }
+        }
+        Record::Evaluation(evaluation) => {
+            events.scalar(evaluation.step, "validation/loss", evaluation.loss)?;
+            events.scalar(evaluation.step, "validation/accuracy", evaluation.accuracy)?;
+        }
+        Record::Event(event) => {
+            if event.what == ROLLBACK {
+                events.resume(event.step)?;
+            }
+            events.text(event.step, &format!("events/{}", event.what), &event.text)?
+        }
+    }
+    events.flush()
+}
+
+/// How the loop ended.
+struct Ended {
+    /// Tokens that were read.
+    tokens: u64,
+    stopped: bool,
+    save_failure: Option<Error>,
+    /// The last measurement.
+    evaluation: Option<Evaluation>,
 }
 
 impl Trainer {
     /// Trains to the end, or until somebody asks to stop.
     pub fn run(&mut self, watcher: &dyn Watcher) -> Result<Summary> {
         let out = self.config.out.clone();
-        let config = out.join("config.toml");
-        std::fs::write(&config, self.config.to_toml()?).map_err(Error::io(&config, "write"))?;
+        state::replace_file(&out.join("config.toml"), self.config.to_toml()?.as_bytes())?;
         let resumed = (self.step > 0).then_some(self.step);
         let metrics = MetricsWriter::open(&out.join("metrics.jsonl"), resumed.or(Some(0)))?;
         let mut tensorboard =
@@ -99,64 +150,72 @@ impl Trainer {
         if let (Some(events), Some(step)) = (&mut tensorboard, resumed) {
             events.resume(step)?;
         }
-        let mut journal = Journal { metrics, tensorboard, watcher };
+        let mut journal = Journal { metrics, lost: 0, tensorboard, watcher };
         if let Some(step) = resumed {
             let text = format!("went on from the checkpoint of step {step}");
-            journal.write(Record::Event(Event { step, what: "resume".into(), text }))?;
+            journal.write(Record::Event(Event { step, what: "resume".into(), text }));
         }
         let started = Instant::now();
         let mut samples = Vec::new();
-        let result = self.train(&mut journal, &mut samples, watcher);
-        // A report also of a run that failed: that is when somebody wants to look.
-        let report = self.write_report(&samples)?;
-        let (tokens, stopped, evaluation) = result?;
-        let seconds = started.elapsed().as_secs_f64();
-        let model = if stopped { self.store.path(self.step).join("model") } else { self.publish(watcher)? };
+        let ended = self.train(&mut journal, &mut samples, watcher).and_then(|ended| {
+            let seconds = started.elapsed().as_secs_f64();
+            let model = match ended.stopped {
+                true => self.store.newest().map(|(_, model)| model),
+                false => Some(self.publish(watcher)?),
+            };
+            Ok((ended, seconds, model))
+        });
+        // A report also of a run that failed: that is when somebody wants to look. Neither the result nor the error waits for it.
+        let report = self.write_report(&samples);
+        if let Err(error) = &report {
+            journal.tell(self.step, "report failed", error.to_string());
+        }
+        let (ended, seconds, model) = ended?;
         Ok(Summary {
             step: self.step,
-            stopped,
-            evaluation,
+            stopped: ended.stopped,
+            evaluation: ended.evaluation,
             samples,
             ledger: self.ledger.summary(),
             model,
-            report,
+            checkpoint: self.store.newest().map(|(step, _)| (step, self.store.path(step))),
+            save_failure: ended.save_failure,
+            report: report.ok(),
             seconds,
-            tokens_per_second: tokens as f64 / seconds.max(1e-9),
+            tokens_per_second: ended.tokens as f64 / seconds.max(1e-9),
             peak_memory: memory::peak().unwrap_or(0),
         })
     }
 
-    /// Tokens that were read, whether it was stopped, and the last measurement.
     fn train(
         &mut self,
         journal: &mut Journal<'_>,
         samples: &mut Vec<Sample>,
         watcher: &dyn Watcher,
-    ) -> Result<(u64, bool, Option<Evaluation>)> {
+    ) -> Result<Ended> {
         let due = |every: u64, step: u64| every > 0 && step.is_multiple_of(every);
         let (mut tokens, mut evaluation, steps) = (0, None, self.config.steps);
         while self.step < steps {
             if watcher.should_stop() {
-                self.checkpoint(journal, watcher)?;
-                return Ok((tokens, true, evaluation));
+                let save_failure = self.checkpoint(journal, watcher)?;
+                return Ok(Ended { tokens, stopped: true, save_failure, evaluation });
             }
             let mut events = Vec::new();
             let attempt = self.attempt(&mut |event| events.push(event));
             for event in events {
-                journal.write(Record::Event(event))?;
+                journal.write(Record::Event(event));
             }
-            let Attempt::Taken(step) = attempt? else { continue };
+            let Attempt::Taken(step) = attempt? else {
+                // After a rollback, what was seen of later steps does not count any more.
+                samples.retain(|sample: &Sample| sample.step <= self.step);
+                evaluation = evaluation.filter(|found: &Evaluation| found.step <= self.step);
+                continue;
+            };
             tokens += step.tokens;
-            journal.write(Record::Step(*step))?;
+            journal.write(Record::Step(*step));
             let last = self.step == steps;
             if last || due(self.config.evaluation.every, self.step) {
-                evaluation = self.evaluate()?;
-                if let Some(evaluation) = &evaluation {
-                    if is_better(evaluation.loss, self.best) {
-                        self.best = Some((self.step, evaluation.loss));
-                    }
-                    journal.write(Record::Evaluation(evaluation.clone()))?;
-                }
+                evaluation = self.measure(journal)?;
             }
             if last || due(self.config.samples.every, self.step) {
                 let new = self.sample()?;
@@ -172,35 +231,61 @@ impl Trainer {
         if evaluation.is_none() {
             evaluation = self.evaluate()?;
         }
-        Ok((tokens, false, evaluation))
+        Ok(Ended { tokens, stopped: false, save_failure: None, evaluation })
     }
 
-    /// Writes a checkpoint. Where that fails, the run goes on and says so: the old ones are intact.
-    fn checkpoint(&mut self, journal: &mut Journal<'_>, watcher: &dyn Watcher) -> Result {
+    /// Measures on held-out data, and says so.
+    fn measure(&mut self, journal: &mut Journal<'_>) -> Result<Option<Evaluation>> {
+        let evaluation = self.evaluate()?;
+        match &evaluation {
+            Some(evaluation) => {
+                if is_better(evaluation.loss, self.best) {
+                    self.best = Some((self.step, evaluation.loss));
+                }
+                journal.write(Record::Evaluation(evaluation.clone()));
+            }
+            None if self.validation.is_some() && self.config.evaluation.batches > 0 => {
+                let text = "none of the held-out tokens is trained on, so there is no score".into();
+                journal.write(Record::Event(Event { step: self.step, what: "no score".into(), text }));
+            }
+            None => {}
+        }
+        Ok(evaluation)
+    }
+
+    /// Writes a checkpoint. Where that fails, the run goes on and says so: the old ones are intact. Gives the failure.
+    fn checkpoint(&mut self, journal: &mut Journal<'_>, watcher: &dyn Watcher) -> Result<Option<Error>> {
         self.optimizer.check()?;
         self.ledger.check(&self.model, "save")?;
         let mut state = self.state()?;
+        let step = self.step;
+        let event = |what: &str, text: String| Record::Event(Event { step, what: what.into(), text });
         match self.store.save(&mut state, &self.model, &self.optimizer, &self.sidecars, watcher) {
             Ok(_) => {
                 self.ledger = state.ledger;
-                self.store.prune(&self.config.checkpoints, self.best.map(|(step, _)| step))
+                let best = self.best.map(|(step, _)| step);
+                if let Err(error) = self.store.prune(&self.config.checkpoints, best) {
+                    let text = format!("an old checkpoint could not be removed: {error}");
+                    journal.write(event("prune failed", text));
+                }
+                Ok(None)
             }
             Err(error @ Error::Diverged(_)) => Err(error),
             Err(error) => {
-                let text = format!("the checkpoint of step {} could not be written: {error}", self.step);
-                journal.write(Record::Event(Event { step: self.step, what: "save failed".into(), text }))
+                let text = format!("the checkpoint of step {step} could not be written: {error}");
+                journal.write(event("save failed", text));
+                Ok(Some(error))
             }
         }
     }
 
     /// The finished model, in `OUT/model`; adapters, in `OUT/adapter`.
     fn publish(&self, watcher: &dyn Watcher) -> Result<PathBuf> {
+        let path = places::result(&self.config);
         if self.config.lora.is_some() {
-            let path = self.config.out.join("adapter");
             self.model.write_adapters(&path, path.exists())?;
             return Ok(path);
         }
-        let path = self.config.out.join("model");
         self.model.save(&path, path.exists(), watcher)?;
         for (name, bytes) in &self.sidecars {
             let file = path.join(name);
@@ -261,6 +346,12 @@ impl Trainer {
             fact("Ledger", self.ledger.summary()),
             fact("Threads", rayon::current_num_threads().to_string()),
         ];
+        if self.sentinel.untrained > 0 {
+            facts.push(fact(
+                "Steps left out without a token to train on",
+                self.sentinel.untrained.to_string(),
+            ));
+        }
         if let Some((step, loss)) = self.best {
             facts.push(fact("Best held-out loss", format!("{loss:.4} at step {step}")));
         }

@@ -236,6 +236,12 @@ pub struct Sentinel {
     pub faults: u64,
     /// Batches that were left out.
     pub skipped: u64,
+    /// Steps that were left out because none of their tokens is trained on.
+    #[serde(default)]
+    pub untrained: u64,
+    /// Spikes in a row that were left out.
+    #[serde(default)]
+    pub spikes: u64,
 }
 
 impl Sentinel {

@@ -8,6 +8,7 @@ use ballast_model::{Config, Model, Precision};
 use serde_json::Value;
 
 use crate::config::{Stage, TimeSteps, TrainConfig};
+use crate::data::content::Content;
 use crate::data::{Document, Documents, Files, Packer, Split, Text};
 use crate::error::{Error, Result};
 use crate::task::{self, Task};
@@ -72,13 +73,16 @@ fn architecture(config: &TrainConfig) -> Result<Value> {
     serde_json::from_str(json).map_err(|error| Error::Config(format!("preset {name}: {error}")))
 }
 
-/// Whether a parameter is learned: not what is frozen, with adapters nothing but them, and in the indexers' warm-up nothing but
-/// the indexers (a weight without a gradient would still decay).
+/// Whether a parameter is learned: not what is frozen, with adapters nothing but them, in the indexers' warm-up nothing but the
+/// indexers, and without their loss everything but them (a weight without a gradient would still decay).
 pub fn is_learned(config: &TrainConfig, name: &str) -> bool {
-    let warm_up = config.loss.indexer_scale > 0.0 && config.loss.indexer_stage == Stage::Dense;
-    config.lora.is_none()
-        && (!warm_up || name.contains(".indexer."))
-        && !config.model.freeze.iter().any(|pattern| matches(pattern, name))
+    let is_indexer = name.contains(".indexer.");
+    let has_gradient = match (config.loss.indexer_scale > 0.0, config.loss.indexer_stage) {
+        (false, _) => !is_indexer,
+        (true, Stage::Dense) => is_indexer,
+        (true, Stage::Sparse) => true,
+    };
+    config.lora.is_none() && has_gradient && !config.model.freeze.iter().any(|pattern| matches(pattern, name))
 }
 
 /// Whether a module gets an adapter.
@@ -172,6 +176,22 @@ pub fn text(config: &TrainConfig, out: &Path) -> Result<Text> {
         return Text::load(&folder);
     }
     Text::load(&tokenizer_folder(config)?)
+}
+
+/// A checksum of all files that say which tokens a text has.
+pub(crate) fn tokenizer_checksum(text: &Text) -> Result<u64> {
+    let mut content = Content::default();
+    for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+    {
+        let path = text.tokenizer.file().with_file_name(name);
+        let bytes = match std::fs::read(&path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            read => read.map_err(Error::io(&path, "read"))?,
+        };
+        content.add(name.as_bytes());
+        content.add(&bytes);
+    }
+    Ok(content.checksum())
 }
 
 /// The documents of a split; `None` where nothing is held out.

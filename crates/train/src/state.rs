@@ -8,6 +8,11 @@
 //! ```
 //! A checkpoint is written into a hidden sibling folder, flushed, and renamed. One that is superseded is renamed away before it
 //! is removed. So every folder called `step-*` is complete, whenever the process dies.
+//!
+//! A checkpoint of a step that has one already (after a rollback, or with other settings) is first written whole, as
+//! `.new-<step>`. Then the old one is renamed to `.old-<step>`, the new one takes its place, and the old one is removed. A
+//! process that dies in between leaves one of the two whole, and the next run puts it back. A checkpoint that is equal to the one
+//! that is there is not written.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -16,12 +21,12 @@ use std::path::{Path, PathBuf};
 use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::{Named, TensorFile, write_f32};
-use ballast_model::Model;
 use ballast_model::params::Weight;
+use ballast_model::{Config, Model};
 use serde::{Deserialize, Serialize};
 
 use crate::config::CheckpointsConfig;
-use crate::data::Cursor;
+use crate::data::{Cursor, FileCursor};
 use crate::error::{Error, Result};
 use crate::ledger::{Ledger, checksum};
 use crate::optimizer::Optimizer;
@@ -50,6 +55,12 @@ pub struct State {
     /// Where batches begin that a rollback leaves out.
     #[serde(default)]
     pub left_out: Vec<Cursor>,
+    /// The file of held-out documents, where there is one.
+    #[serde(default)]
+    pub validation: Vec<FileCursor>,
+    /// Checksum of the tokenizer's files; runs that were saved by earlier versions have none.
+    #[serde(default)]
+    pub tokenizer: Option<u64>,
     /// The resolved configuration, as TOML.
     pub config: String,
     /// Of all that is learned: names and shapes.
@@ -72,11 +83,26 @@ impl State {
             sentinel: Sentinel::default(),
             best: None,
             left_out: Vec::new(),
+            validation: Vec::new(),
+            tokenizer: None,
             config: String::new(),
             parameters: fingerprint(optimizer),
             weights_checksum: weights_checksum(model),
             optimizer_checksum: optimizer_checksum(optimizer),
         }
+    }
+}
+
+impl State {
+    /// Whether a run goes on from both in the same way. The ledger's counts of checks do not matter for that, nor does the name
+    /// under which the run's folder was found.
+    fn is_equivalent(&self, other: &State) -> bool {
+        let essence = |state: &State| {
+            let mut config = state.config.parse::<toml::Table>().ok();
+            config.as_mut().map(|table| table.remove("out"));
+            (config, State { ledger: Ledger::default(), config: String::new(), ..state.clone() })
+        };
+        essence(self) == essence(other)
     }
 }
 
@@ -135,20 +161,21 @@ impl Store {
             return Err(Error::Config(problem));
         }
         let store = Store { folder, _lock: lock };
-        store.remove_leftovers();
+        store.clean_up();
         Ok(store)
     }
 
     /// Steps that have a checkpoint, ascending.
     pub fn steps(&self) -> Vec<u64> {
-        let Ok(entries) = fs::read_dir(&self.folder) else { return Vec::new() };
-        let step = |name: String| name.strip_prefix("step-")?.parse().ok();
-        let mut steps: Vec<u64> = entries
-            .flatten()
-            .filter_map(|entry| step(entry.file_name().to_string_lossy().into_owned()))
-            .collect();
-        steps.sort_unstable();
-        steps
+        steps_in(&self.folder)
+    }
+
+    /// The newest checkpoint: its step, and the folder of its model or its adapters.
+    pub fn newest(&self) -> Option<(u64, PathBuf)> {
+        let step = self.steps().pop()?;
+        let path = self.path(step);
+        let adapter = path.join("adapter");
+        Some((step, if adapter.is_dir() { adapter } else { path.join("model") }))
     }
 
     /// The folder of a step's checkpoint.
@@ -156,7 +183,8 @@ impl Store {
         self.folder.join(format!("step-{step:08}"))
     }
 
-    /// Writes a checkpoint; `files` go beside the weights. The old ones stay as they are, whatever happens.
+    /// Writes a checkpoint; `files` go beside the weights. The old ones stay as they are, whatever happens; one of the same
+    /// step is replaced when the new one is whole, and stays if the new one would say the same.
     pub fn save(
         &self,
         state: &mut State,
@@ -166,10 +194,12 @@ impl Store {
         observer: &dyn Observer,
     ) -> Result<PathBuf> {
         let target = self.path(state.step);
-        if target.exists() {
-            self.remove(state.step)?;
+        let exists = target.exists();
+        if exists && read_state(&target).is_ok_and(|old| old.is_equivalent(state)) {
+            return Ok(target);
         }
-        let staging = Staging::new(&target, false, false, &[])?;
+        let whole = if exists { self.hidden("new", state.step) } else { target.clone() };
+        let staging = Staging::new(&whole, false, false, &[])?;
         let folder = staging.folder();
         if model.params.adapters().is_empty() {
             let weights = folder.join("model");
@@ -191,7 +221,30 @@ impl Store {
         let json = serde_json::to_vec_pretty(state).map_err(|error| Error::Config(error.to_string()))?;
         write_file(&folder.join("state.json"), &json)?;
         staging.commit()?;
+        if exists {
+            self.replace(state.step)?;
+        }
         Ok(target)
+    }
+
+    /// Puts the new checkpoint of a step in the place of the old one.
+    fn replace(&self, step: u64) -> Result {
+        let (target, new, old) = (self.path(step), self.hidden("new", step), self.hidden("old", step));
+        let _ = fs::remove_dir_all(&old);
+        fs::rename(&target, &old).map_err(Error::io(&target, "rename"))?;
+        if let Err(error) = fs::rename(&new, &target) {
+            let _ = fs::rename(&old, &target);
+            return Err(Error::io(&new, "rename into place")(error));
+        }
+        // The new one must be found under its name after a power cut, before the old one goes.
+        File::open(&self.folder)
+            .and_then(|folder| folder.sync_all())
+            .map_err(Error::io(&self.folder, "flush"))?;
+        fs::remove_dir_all(&old).map_err(Error::io(&old, "remove"))
+    }
+
+    fn hidden(&self, kind: &str, step: u64) -> PathBuf {
+        self.folder.join(format!(".{kind}-{step:08}"))
     }
 
     /// Removes those that the configuration does not keep.
@@ -208,28 +261,60 @@ impl Store {
         Ok(())
     }
 
-    /// Removes the checkpoints of later steps: a run that goes back takes other ones.
-    pub fn remove_after(&self, step: u64) -> Result {
-        self.steps().into_iter().filter(|other| *other > step).try_for_each(|other| self.remove(other))
-    }
-
     fn remove(&self, step: u64) -> Result {
         let path = self.path(step);
-        let away = self.folder.join(format!(".removed-{step}"));
+        let away = self.hidden("removed", step);
         let _ = fs::remove_dir_all(&away);
         fs::rename(&path, &away).map_err(Error::io(&path, "rename"))?;
         fs::remove_dir_all(&away).map_err(Error::io(&away, "remove"))
     }
 
-    /// What runs that died have left; nobody else writes here.
-    fn remove_leftovers(&self) {
+    /// Removes what runs that died have left; nobody else writes here. A checkpoint whose replacement did not arrive comes
+    /// back: the new one, which is whole once it has that name, else the old one.
+    fn clean_up(&self) {
+        for kind in ["new", "old"] {
+            for step in steps_named(&self.folder, &format!(".{kind}-")) {
+                if !self.path(step).exists() {
+                    let _ = fs::rename(self.hidden(kind, step), self.path(step));
+                }
+            }
+        }
         let Ok(entries) = fs::read_dir(&self.folder) else { return };
         for entry in entries.flatten() {
             if entry.file_name().to_string_lossy().starts_with('.') {
-                let _ = fs::remove_dir_all(entry.path());
+                let _ = fs::remove_dir_all(entry.path()).or_else(|_| fs::remove_file(entry.path()));
             }
         }
     }
+}
+
+/// Steps that have a checkpoint in this folder, ascending.
+pub(crate) fn steps_in(folder: &Path) -> Vec<u64> {
+    steps_named(folder, "step-")
+}
+
+fn steps_named(folder: &Path, prefix: &str) -> Vec<u64> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let step = |name: String| name.strip_prefix(prefix)?.parse().ok();
+    let mut steps: Vec<u64> = entries
+        .flatten()
+        .filter(|entry| entry.path().is_dir())
+        .filter_map(|entry| step(entry.file_name().to_string_lossy().into_owned()))
+        .collect();
+    steps.sort_unstable();
+    steps
+}
+
+/// Writes a file that appears whole or not at all; an old one stays until then.
+pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let new = path.with_file_name(format!(".{name}.new"));
+    let written = write_file(&new, bytes);
+    let renamed = written.and_then(|()| fs::rename(&new, path).map_err(Error::io(path, "replace")));
+    if renamed.is_err() {
+        let _ = fs::remove_file(&new);
+    }
+    renamed
 }
 
 fn write_file(path: &Path, bytes: &[u8]) -> Result {
@@ -261,6 +346,7 @@ pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &
     }
     if model.params.adapters().is_empty() {
         model.reload(&checkpoint.join("model"))?;
+        check_config(&checkpoint.join("model/config.json"), model)?;
     } else {
         model.drop_adapters();
         model.read_adapters(&checkpoint.join("adapter"))?;
@@ -289,4 +375,87 @@ pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &
         return refuse(path, "the optimiser's state is not what was saved; go back to an earlier checkpoint");
     }
     Ok(())
+}
+
+/// Refuses a model whose parameters have the same names and shapes, and whose config.json describes other computations.
+fn check_config(path: &Path, model: &Model) -> Result {
+    let text = fs::read_to_string(path).map_err(Error::io(path, "read"))?;
+    let refuse = |problem: String| Error::Resume { path: path.into(), problem };
+    let json = serde_json::from_str(&text).map_err(|error| refuse(format!("not JSON: {error}")))?;
+    if Config::parse(&json, path)? != model.config {
+        let problem = "it belongs to another model than `model` describes now; resume with the configuration that the \
+                       run was made with";
+        return Err(refuse(problem.into()));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder_with(parent: &Path, name: &str, content: &str) {
+        fs::create_dir_all(parent.join(name)).unwrap();
+        fs::write(parent.join(name).join("state.json"), content).unwrap();
+    }
+
+    fn found(parent: &Path) -> Vec<(String, String)> {
+        let mut all: Vec<(String, String)> = fs::read_dir(parent)
+            .unwrap()
+            .flatten()
+            .map(|entry| {
+                let content = fs::read_to_string(entry.path().join("state.json")).unwrap();
+                (entry.file_name().to_string_lossy().into_owned(), content)
+            })
+            .collect();
+        all.sort();
+        all
+    }
+
+    #[test]
+    fn a_run_that_died_while_it_replaced_a_checkpoint_has_a_whole_one() {
+        let step = "step-00000004";
+        for (left, kept) in [
+            // The new one is not whole.
+            (&[(step, "old"), (".new-00000004.ballast-partial-7", "half")][..], "old"),
+            // It is whole, and the old one is still in its place, was moved away, or is to be removed.
+            (&[(step, "old"), (".new-00000004", "new")], "old"),
+            (&[(".old-00000004", "old"), (".new-00000004", "new")], "new"),
+            (&[(".old-00000004", "old"), (step, "new")], "new"),
+            (&[(".old-00000004", "old")], "old"),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            let checkpoints = folder.path().join("checkpoints");
+            left.iter().for_each(|(name, content)| folder_with(&checkpoints, name, content));
+            let store = Store::open(folder.path()).unwrap();
+            assert_eq!(found(&checkpoints), [(step.to_string(), kept.to_string())], "{left:?}");
+            assert_eq!(store.steps(), [4]);
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_is_replaced_only_by_one_that_is_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path()).unwrap();
+        let checkpoints = folder.path().join("checkpoints");
+        folder_with(&checkpoints, "step-00000004", "old");
+        assert!(store.replace(4).is_err());
+        assert_eq!(found(&checkpoints), [("step-00000004".to_string(), "old".to_string())]);
+        folder_with(&checkpoints, ".new-00000004", "new");
+        store.replace(4).unwrap();
+        assert_eq!(found(&checkpoints), [("step-00000004".to_string(), "new".to_string())]);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_replaced_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        replace_file(&path, b"old").unwrap();
+        fs::create_dir(folder.path().join(".a.new")).unwrap();
+        assert!(replace_file(&path, b"new").is_err());
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        fs::remove_dir(folder.path().join(".a.new")).unwrap();
+        replace_file(&path, b"new").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+    }
 }

@@ -2,8 +2,10 @@
 //!
 //! ```text
 //! protected tensors are the noted ones        else stop
-//! micro-batches -> backward each, weighted by tokens
+//! micro-batches with tokens to train on       else skip; if there are none in all of the data, stop
+//! backward each, weighted by tokens
 //! loss, every gradient, the norm are finite   else replay, name the site, and abort, skip, go back or raise the site
+//! the new values and moments are finite       else name the parameter, and abort, skip or go back
 //! loss and norm are no spike                  else report, or skip
 //! clip, AdamW, note the protected tensors
 //! ```
@@ -18,12 +20,13 @@ use ballast_kernels::Precision as Rounding;
 use ballast_model::params::Grads;
 use ballast_model::{LossOptions, Model, Precision, Recompute, memory};
 
-use crate::config::{OnFault, OnSpike, TrainConfig};
-use crate::data::{Cursor, Document, MicroBatch, Packer, Split, Text};
+use crate::config::{OnFault, OnSpike, TrainConfig, check_resume};
+use crate::data::{Cursor, Document, FileCursor, MicroBatch, Packer, Split, Text};
 use crate::error::{Error, Result};
 use crate::ledger::Ledger;
-use crate::metrics::{Event, Step};
+use crate::metrics::{Event, ROLLBACK, Step};
 use crate::optimizer::{Norms, Optimizer};
+use crate::places;
 use crate::plan::MemoryPlan;
 use crate::schedule::learning_rate;
 use crate::sentinel::{self, Fault, Sentinel};
@@ -58,6 +61,10 @@ pub struct Trainer {
     pub(crate) sample_documents: Vec<Document>,
     /// Where batches begin that a rollback leaves out.
     left_out: Vec<Cursor>,
+    /// Where the steps begin that had nothing to train on, since the last one that had.
+    untrained_since: Option<Cursor>,
+    /// Checksum of the tokenizer's files.
+    tokenizer: u64,
     /// Bytes that the process had before there was a model.
     pub(crate) program_bytes: u64,
     train: Packer,
@@ -87,10 +94,23 @@ impl Losses {
     }
 }
 
+/// The reason why a step cannot be taken.
+enum Trouble {
+    /// A site is not finite.
+    Site(Box<Fault>),
+    /// Loss or gradients were not finite, and are when the step is repeated.
+    Disturbed(String),
+    /// The update would make a parameter or a moment non-finite.
+    Update(String),
+}
+
 impl Trainer {
     /// A new run.
-    pub fn new(config: TrainConfig) -> Result<Trainer> {
+    pub fn new(mut config: TrainConfig) -> Result<Trainer> {
         config.check()?;
+        places::check_new(&config)?;
+        // As it is for this run: a resumed one of more steps has the same.
+        config.schedule.warmup = config.schedule.warmup.min(config.steps);
         let store = Store::open(&config.out)?;
         if !store.steps().is_empty() {
             let problem =
@@ -102,28 +122,66 @@ impl Trainer {
         Trainer::build(config, store, model, program)
     }
 
-    /// The run in `out`, from its last checkpoint on; `settings` change its configuration.
+    /// The run in `out`, from its last checkpoint on. `settings` change its configuration, where [`on_resume`] allows it.
+    ///
+    /// [`on_resume`]: crate::config::on_resume
     pub fn resume(out: &Path, settings: &[String]) -> Result<Trainer> {
-        let store = Store::open(out)?;
-        let Some(step) = store.steps().pop() else {
+        let none = || {
             let problem = "there is no checkpoint to resume from; start the run without --resume".into();
-            return Err(Error::Resume { path: out.into(), problem });
+            Error::Resume { path: out.into(), problem }
         };
+        if !out.join("checkpoints").is_dir() {
+            return Err(none());
+        }
+        let store = Store::open(out)?;
+        let step = store.steps().pop().ok_or_else(none)?;
         let checkpoint = store.path(step);
         let state = state::read_state(&checkpoint)?;
-        let table = state.config.parse().map_err(|error| Error::Resume {
+        let table: toml::Table = state.config.parse().map_err(|error| Error::Resume {
             path: checkpoint.join("state.json"),
             problem: format!("its configuration cannot be read: {error}"),
         })?;
+        let saved = TrainConfig::from_table(table.clone(), &[], None)?;
         let config = TrainConfig::from_table(table, settings, None)?;
+        let comparable = check_resume(&saved, &config)?;
+        if config.steps < step {
+            let problem = format!("`steps` is {}, and the run has taken {step} already", config.steps);
+            return Err(Error::Config(problem));
+        }
         let config = TrainConfig { out: out.to_path_buf(), ..config };
+        places::check_resumed(&config)?;
         // As in the beginning: what a checkpoint carries beside its weights is still there, and none of ours is read from
         // later, when it may be gone.
         let program = memory::current().unwrap_or(0);
         let model = setup::model(&config)?;
         let mut trainer = Trainer::build(config, store, model, program)?;
+        trainer.check_same_text(&checkpoint, &state)?;
         trainer.restore(&checkpoint, state)?;
+        trainer.best = trainer.best.filter(|_| comparable);
         Ok(trainer)
+    }
+
+    /// Refuses a tokenizer or held-out documents that are not those of the saved run. Training data is checked by its cursor.
+    fn check_same_text(&self, checkpoint: &Path, state: &State) -> Result {
+        if state.tokenizer.is_some_and(|saved| saved != self.tokenizer) {
+            let problem = format!(
+                "the run was saved with another tokenizer than {}; resume with the same files",
+                self.text.tokenizer.file().display()
+            );
+            return Err(Error::Resume { path: checkpoint.join("state.json"), problem });
+        }
+        let Some(path) = &self.config.data.validation else { return Ok(()) };
+        self.validation_file()
+            .iter()
+            .zip(&state.validation)
+            .try_for_each(|(now, saved)| now.check_same(path, saved))
+    }
+
+    /// The file of held-out documents, where there is one.
+    fn validation_file(&self) -> Vec<FileCursor> {
+        let packer = self.validation.as_ref().filter(|_| self.config.data.validation.is_some());
+        let files = packer.map_or(Vec::new(), |packer| packer.cursor().files);
+        files.into_iter().map(|file| FileCursor { taken: 0, ..file }).collect()
     }
 
     /// `model` is in f32.
@@ -162,6 +220,8 @@ impl Trainer {
         optimizer.check()?;
         Ok(Trainer {
             sidecars: setup::sidecars(&config)?,
+            tokenizer: setup::tokenizer_checksum(&text)?,
+            untrained_since: None,
             config,
             model,
             optimizer,
@@ -203,6 +263,8 @@ impl Trainer {
             sentinel: self.sentinel.clone(),
             best: self.best,
             left_out: self.left_out.clone(),
+            validation: self.validation_file(),
+            tokenizer: Some(self.tokenizer),
             config: self.config.to_toml()?,
             ..State::new(&self.model, &self.optimizer)
         })
@@ -234,31 +296,27 @@ impl Trainer {
         let started = Instant::now();
         self.ledger.check(&self.model, "step")?;
         let (begin, batches) = self.next_batches()?;
+        if batches.iter().all(|batch| batch.batch.counted() == 0) {
+            return self.skip_untrained(begin, &batches, tell);
+        }
+        self.untrained_since = None;
+        let lr = self.next_learning_rate();
         let (losses, norms) = loop {
             let (losses, norms) = self.gradients(&batches)?;
-            if losses.is_finite() && norms.faulty.is_empty() && norms.global.is_finite() {
-                break (losses, norms);
-            }
-            if !self.handle_fault(&batches, &begin, &losses, &norms, tell)? {
+            let Some(trouble) = self.trouble(&batches, &losses, &norms, lr)? else { break (losses, norms) };
+            if !self.handle_trouble(&batches, &begin, trouble, tell)? {
                 return Ok(Attempt::NotTaken);
             }
         };
-        let sentinel = &self.config.sentinel;
-        let (on_spike, sigma) = (sentinel.on_spike, sentinel.spike_sigma);
+        let sigma = self.config.sentinel.spike_sigma;
         if let Some(text) = self.sentinel.spike(losses.language, norms.global, sigma) {
-            tell(Event { step: self.step + 1, what: "spike".into(), text });
-            if on_spike == OnSpike::Skip {
-                self.sentinel.skipped += 1;
-                return Ok(Attempt::NotTaken);
+            tell(Event { step: self.step + 1, what: "spike".into(), text: text.clone() });
+            if self.config.sentinel.on_spike == OnSpike::Skip {
+                return self.skip_spike(&text);
             }
         }
-        let lr = learning_rate(
-            &self.config.schedule,
-            self.config.optimizer.learning_rate,
-            self.step + 1,
-            self.config.steps,
-        );
-        self.optimizer.step(&mut self.model, &self.grads, norms.global, lr)?;
+        self.sentinel.spikes = 0;
+        self.optimizer.apply(&mut self.model, &self.grads, norms.global, lr)?;
         self.step += 1;
         self.ledger.note(&self.model);
         let every = self.config.ledger.every;
@@ -281,6 +339,87 @@ impl Trainer {
         })))
     }
 
+    fn next_learning_rate(&self) -> f64 {
+        let (schedule, peak) = (&self.config.schedule, self.config.optimizer.learning_rate);
+        // A resumed run of fewer steps does not climb faster than it began to.
+        learning_rate(schedule, peak, self.step + 1, self.config.steps.max(schedule.warmup))
+    }
+
+    /// Leaves a step out that has nothing to train on. Where all documents have passed like that, it is an error.
+    fn skip_untrained(
+        &mut self,
+        begin: Cursor,
+        batches: &[MicroBatch],
+        tell: &mut dyn FnMut(Event),
+    ) -> Result<Attempt> {
+        self.sentinel.untrained += 1;
+        let tokens: usize = batches.iter().map(|batch| batch.batch.tokens()).sum();
+        let text = format!("none of the step's {tokens} tokens is trained on; it is left out");
+        tell(Event { step: self.step + 1, what: "skip".into(), text });
+        let since = self.untrained_since.get_or_insert(begin);
+        if self.train.epochs_since(since) < 2 {
+            return Ok(Attempt::NotTaken);
+        }
+        let origin = batches.iter().flat_map(|batch| &batch.origins).next();
+        Err(Error::Data {
+            file: origin.map(|origin| origin.source.clone()).unwrap_or_default().into(),
+            line: None,
+            problem: format!(
+                "in sequences of {} tokens, none of the data's tokens is trained on; set a larger data.sequence_length, or \
+                 other data.train_roles",
+                self.config.data.sequence_length
+            ),
+        })
+    }
+
+    fn skip_spike(&mut self, text: &str) -> Result<Attempt> {
+        self.sentinel.skipped += 1;
+        self.sentinel.spikes += 1;
+        let limit = self.config.sentinel.spike_limit;
+        if self.sentinel.spikes > limit {
+            return Err(Error::Diverged(format!(
+                "step {}: {text}; {limit} spikes in a row were skipped (sentinel.spike_limit), so this is where the run is \
+                 now. The last checkpoint is intact{}; resume it with a lower optimizer.learning_rate, or with \
+                 sentinel.on_spike = \"report\"",
+                self.step + 1,
+                self.last_words()
+            )));
+        }
+        Ok(Attempt::NotTaken)
+    }
+
+    /// The reason why these gradients must not be applied, if there is one. Nothing but the gradients is changed.
+    fn trouble(
+        &mut self,
+        batches: &[MicroBatch],
+        losses: &Losses,
+        norms: &Norms,
+        lr: f64,
+    ) -> Result<Option<Trouble>> {
+        let step = self.step + 1;
+        if losses.is_finite() && norms.faulty.is_empty() && norms.global.is_finite() {
+            let bad = self.optimizer.bad_update(&self.model, &self.grads, norms.global, lr)?;
+            return Ok(bad.map(|bad| Trouble::Update(format!("step {step}: {bad}"))));
+        }
+        let fault = sentinel::find(
+            &self.model,
+            &self.optimizer,
+            &mut self.grads,
+            batches,
+            step_options(&self.config, batches),
+            self.config.precision.recompute.into(),
+            step,
+        )?;
+        Ok(Some(match fault {
+            Some(fault) => Trouble::Site(Box::new(fault)),
+            None => Trouble::Disturbed(format!(
+                "step {step}: loss {}, gradient norm {}, and the same step again is finite throughout: memory or \
+                 hardware changed a value",
+                losses.language, norms.global
+            )),
+        }))
+    }
+
     /// Losses and gradients of a step's micro-batches. Nothing but the gradients is changed.
     pub(crate) fn gradients(&mut self, batches: &[MicroBatch]) -> Result<(Losses, Norms)> {
         self.grads.clear();
@@ -298,40 +437,29 @@ impl Trainer {
         Ok((losses, self.optimizer.norms(&self.grads)))
     }
 
-    /// Finds, reports and handles; whether the same step is to be tried again.
-    fn handle_fault(
+    /// Reports and handles; whether the same step is to be tried again.
+    fn handle_trouble(
         &mut self,
         batches: &[MicroBatch],
         begin: &Cursor,
-        losses: &Losses,
-        norms: &Norms,
+        trouble: Trouble,
         tell: &mut dyn FnMut(Event),
     ) -> Result<bool> {
         let step = self.step + 1;
         self.sentinel.faults += 1;
-        let options = step_options(&self.config, batches);
-        let fault = sentinel::find(
-            &self.model,
-            &self.optimizer,
-            &mut self.grads,
-            batches,
-            options,
-            self.config.precision.recompute.into(),
-            step,
-        )?;
-        let (saved, micro_batch) = self.save_batch(batches, fault.as_ref(), step)?;
-        let found = match &fault {
-            Some(fault) => fault.to_string(),
-            None => format!(
-                "step {step}: loss {}, gradient norm {}, and the same step again is finite throughout: memory or \
-                 hardware changed a value",
-                losses.language, norms.global
-            ),
+        let (found, fault) = match &trouble {
+            Trouble::Site(fault) => (fault.to_string(), Some(&**fault)),
+            Trouble::Disturbed(text) | Trouble::Update(text) => (text.clone(), None),
         };
-        let text = format!(
-            "{found}. The update was not applied. Micro-batch {micro_batch} is in {}: `ballast trace` shows every tensor",
-            saved.display()
-        );
+        // A disk that is full must not hide the fault.
+        let saved = match self.save_batch(batches, fault, step) {
+            Ok((path, micro_batch)) => format!(
+                "Micro-batch {micro_batch} is in {}: `ballast trace` shows every tensor",
+                path.display()
+            ),
+            Err(error) => format!("Its micro-batch could not be saved: {error}"),
+        };
+        let text = format!("{found}. The update was not applied. {saved}");
         tell(Event { step, what: "fault".into(), text: text.clone() });
         if self.sentinel.faults > self.config.sentinel.fault_limit {
             let limit = self.config.sentinel.fault_limit;
@@ -352,13 +480,15 @@ impl Trainer {
                     return Err(Error::Diverged(format!("{text}. There is no checkpoint to go back to")));
                 };
                 self.roll_back(last, begin.clone())?;
-                tell(event("rollback", format!("back to step {last}; the batch will be left out")));
+                let text = format!("from step {step} back to step {last}; the batch will be left out");
+                tell(Event { step: last, what: ROLLBACK.into(), text });
                 Ok(false)
             }
             OnFault::Escalate => {
-                let raised = match &fault {
-                    Some(fault) => self.escalate(fault, step)?,
-                    None => return Ok(true),
+                let raised = match &trouble {
+                    Trouble::Site(fault) => self.escalate(fault, step)?,
+                    Trouble::Disturbed(_) => return Ok(true),
+                    Trouble::Update(_) => Vec::new(),
                 };
                 if raised.is_empty() {
                     return Err(Error::Diverged(format!(

@@ -46,7 +46,7 @@ fn trains(name: &str, extra: &[&str]) {
     assert!(trainer.ledger.entries.iter().all(|entry| entry.live >= 6 && entry.saved == 1), "{name}");
     let batch = Batch::packed((40..80).collect(), vec![0, 15, 40]).unwrap();
     let logits = trainer.model.logits(&batch, None).unwrap();
-    for saved in [summary.model.clone(), out.join("checkpoints/step-00000050/model")] {
+    for saved in [summary.model.clone().unwrap(), out.join("checkpoints/step-00000050/model")] {
         let model = Model::load(&saved, |config| Precision::preset("bf16", config)).unwrap();
         assert!(model.logits(&batch, None).unwrap() == logits, "{name}: {}", saved.display());
     }

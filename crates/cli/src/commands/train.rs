@@ -17,7 +17,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use super::Global;
-use crate::exit::Outcome;
+use crate::exit::{self, Outcome};
 use crate::output::{self, bytes, clean, count, table};
 use crate::progress::Progress;
 
@@ -64,10 +64,10 @@ pub(crate) struct TrainArgs {
     #[arg(long)]
     tensorboard: bool,
     /// Show what would be done: samples, types, memory, time of a step. Nothing is trained or written.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "resume")]
     dry_run: bool,
     /// Print the resolved configuration, and end.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "resume")]
     print_config: bool,
     /// Print every key of the configuration with its meaning, and end.
     #[arg(long)]
@@ -126,11 +126,11 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
                 output::print(&config.to_toml()?);
                 return Ok(Outcome::Ok);
             }
-            if args.dry_run {
-                return dry_run(config, global);
-            }
             if !args.names_out() {
                 config.out = free_name(&config.out);
+            }
+            if args.dry_run {
+                return dry_run(config, global);
             }
             Trainer::new(config)?
         }
@@ -147,7 +147,11 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
     } else {
         conclude(&trainer, &summary);
     }
-    Ok(if summary.stopped { Outcome::Interrupted } else { Outcome::Ok })
+    Ok(match (&summary.save_failure, summary.stopped) {
+        (Some(error), _) => Outcome::Failed(exit::code_of_training(error)),
+        (None, true) => Outcome::Interrupted,
+        (None, false) => Outcome::Ok,
+    })
 }
 
 /// `runs/default`, `runs/default-2`, ...
@@ -216,23 +220,47 @@ fn conclude(trainer: &Trainer, summary: &Summary) {
     for (step, site) in &trainer.ledger.escalations {
         text += &format!("{site} was raised to f32 at step {step}\n");
     }
+    if trainer.sentinel.untrained > 0 {
+        text += &format!(
+            "{} steps were skipped: none of their tokens is trained on\n",
+            trainer.sentinel.untrained
+        );
+    }
     text += &format!(
-        "{} steps, {:.0} s, {} tokens/s, peak memory {}\n\nmodel   {}\nreport  {}\n",
+        "{} steps, {:.0} s, {} tokens/s, peak memory {}\n\n",
         summary.step,
         summary.seconds,
         count(summary.tokens_per_second as u64),
         bytes(summary.peak_memory),
-        clean(&summary.model.display().to_string()),
-        clean(&summary.report.display().to_string()),
     );
+    let what = if trainer.config.lora.is_some() { "adapter" } else { "model" };
+    let shown = |path: Option<&PathBuf>, none: &str| {
+        path.map_or(none.to_string(), |path| clean(&path.display().to_string()))
+    };
+    text += &format!("{what:7} {}\n", shown(summary.model.as_ref(), "none was saved"));
+    text += &format!("report  {}\n", shown(summary.report.as_ref(), "could not be written"));
     if summary.stopped {
-        let out = clean(&trainer.config.out.display().to_string());
-        text += &format!(
-            "\nstopped after saving step {}; go on with: ballast train --resume {out}\n",
-            summary.step
-        );
+        text += &stop_message(trainer, summary);
     }
     output::print(&text);
+}
+
+/// What a stopped run has saved, and how to go on.
+fn stop_message(trainer: &Trainer, summary: &Summary) -> String {
+    let out = clean(&trainer.config.out.display().to_string());
+    let go_on = format!("go on with: ballast train --resume {out}");
+    let step = summary.step;
+    match (&summary.save_failure, &summary.checkpoint) {
+        (None, _) => format!("\nstopped after saving step {step}; {go_on}\n"),
+        (Some(error), checkpoint) => {
+            let error = clean(&error.to_string());
+            let newest = match checkpoint {
+                Some((saved, _)) => format!("the newest checkpoint is of step {saved}; {go_on}"),
+                None => "there is no checkpoint of this run".to_string(),
+            };
+            format!("\nstopped at step {step}, which could not be saved ({error}); {newest}\n")
+        }
+    }
 }
 
 fn last_samples(samples: &[Sample]) -> Vec<Sample> {
@@ -276,7 +304,10 @@ fn print_json(trainer: &Trainer, summary: &Summary) {
                         "occasions": trainer.ledger.occasions },
             "faults": trainer.sentinel.faults,
             "skipped": trainer.sentinel.skipped,
+            "untrained": trainer.sentinel.untrained,
             "model": summary.model,
+            "checkpoint": summary.checkpoint.as_ref().map(|(step, path)| json!({ "step": step, "path": path })),
+            "save_failure": summary.save_failure.as_ref().map(|error| error.to_string()),
             "report": summary.report,
             "seconds": summary.seconds,
             "tokens_per_second": summary.tokens_per_second,
@@ -287,6 +318,8 @@ fn print_json(trainer: &Trainer, summary: &Summary) {
 
 /// Samples with their masks, types by role, memory, time of a step. Everything happens in a folder that goes again.
 fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
+    // The destination of the real run; the folder below is another.
+    ballast_train::places::check_new(&config)?;
     let folder = tempfile::tempdir()?;
     let out = config.out.clone();
     let mut trainer = Trainer::new(TrainConfig { out: folder.path().into(), ..config })?;

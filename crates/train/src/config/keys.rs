@@ -47,12 +47,12 @@ pub const KEYS: &[(&str, &str)] = &[
     ("optimizer.clip", "largest norm of all gradients; 0: any"),
     ("optimizer.masters", "f32 masters of bf16 weights; false rounds every update to bf16"),
     ("schedule.kind", "after the warm-up: cosine, linear, constant"),
-    ("schedule.warmup", "steps from 0 to the learning rate"),
+    ("schedule.warmup", "steps from 0 to the learning rate; all of a run that has fewer"),
     ("schedule.floor", "the last learning rate, as a share of the largest"),
     ("loss.z_loss", "coefficient of the squared log-sum of the logits"),
     ("loss.label_smoothing", "share of the target that is spread over the vocabulary"),
     ("loss.balance", "coefficient of the routers' balance loss"),
-    ("loss.indexer_scale", "factor of the indexers' loss; 0: they are not trained"),
+    ("loss.indexer_scale", "factor of the indexers' loss; 0: they are not trained, and stay as they are"),
     ("loss.indexer_stage", "dense (warm-up: nothing else learns) or sparse"),
     ("evaluation.every", "steps between measurements on held-out data; 0: only at the end"),
     ("evaluation.batches", "micro-batches that are measured; 0: none at all"),
@@ -71,6 +71,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("sentinel.fault_limit", "after so many faults the run stops, whatever on_fault says"),
     ("sentinel.spike_sigma", "loss or gradient norm so many deviations above the mean is a spike; 0: never"),
     ("sentinel.on_spike", "report, skip"),
+    ("sentinel.spike_limit", "with skip: after so many spikes in a row the run stops (exit code 5)"),
     ("tensorboard", "write event files for TensorBoard"),
 ];
 

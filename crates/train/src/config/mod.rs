@@ -3,6 +3,7 @@
 //! [`KEYS`] is the schema.
 
 mod keys;
+mod resume;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,6 +17,8 @@ use crate::error::{Error, Result};
 
 pub use keys::KEYS;
 use keys::{apply, check_keys};
+pub(crate) use resume::check_resume;
+pub use resume::{OnResume, on_resume};
 
 /// A whole run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -221,6 +224,7 @@ pub struct SentinelConfig {
     pub fault_limit: u64,
     pub spike_sigma: f64,
     pub on_spike: OnSpike,
+    pub spike_limit: u64,
 }
 
 /// What is done about a value that is not finite. The update is never applied.
@@ -360,6 +364,7 @@ impl Default for SentinelConfig {
             fault_limit: 10,
             spike_sigma: 8.0,
             on_spike: OnSpike::Report,
+            spike_limit: 10,
         }
     }
 }
@@ -423,6 +428,7 @@ impl TrainConfig {
             ("batch.accumulation", self.batch.accumulation as u64),
             ("checkpoints.keep_last", self.checkpoints.keep_last as u64),
             ("lora.rank", self.lora.as_ref().map_or(1, |lora| lora.rank as u64)),
+            ("sentinel.spike_limit", self.sentinel.spike_limit),
         ];
         if let Some((key, _)) = at_least_one.iter().find(|(_, value)| *value == 0) {
             return refuse(key, "must be at least 1".into());

@@ -11,7 +11,7 @@ use super::index::{Form, Index, Passage};
 use super::record::Record;
 use super::shuffle::{Permutation, Purpose, hash, unit};
 use super::split::{HeldOut, Split};
-use super::{Cursor, DataConfig, Document, Documents, FileCursor, Text};
+use super::{Cursor, DataConfig, Document, Documents, FileCursor, Packing, Text};
 use crate::error::{Error, Result};
 
 /// Files by weight, shuffled in every epoch.
@@ -40,6 +40,11 @@ struct Source {
 impl Source {
     fn len(&self) -> u64 {
         self.held_out.len(self.part)
+    }
+
+    fn cursor(&self) -> FileCursor {
+        let Index { bytes, content, .. } = self.index;
+        FileCursor { taken: self.taken, bytes, content: Some(content) }
     }
 }
 
@@ -143,6 +148,14 @@ impl Files {
         self.sources.iter().position(below).unwrap_or(self.sources.len() - 1)
     }
 
+    /// Tokens of a document that can be trained on.
+    fn reach(&self) -> usize {
+        match self.config.packing {
+            Packing::Packed => usize::MAX,
+            Packing::Padded => self.config.sequence_length,
+        }
+    }
+
     /// What is said when a whole epoch of a file has nothing to train on.
     fn nothing_trained(&self, source: usize) -> Error {
         let Source { index, .. } = &self.sources[source];
@@ -151,8 +164,17 @@ impl Files {
             line: None,
             problem: format!(
                 "nothing in it is trained on: no document has two tokens, or a message of the roles in \
-                 data.train_roles ({})",
-                self.config.train_roles.join(", ")
+                 data.train_roles ({}){}",
+                self.config.train_roles.join(", "),
+                match self.config.packing {
+                    Packing::Packed => String::new(),
+                    Packing::Padded => {
+                        format!(
+                            ", within the first {} tokens (data.sequence_length)",
+                            self.config.sequence_length
+                        )
+                    }
+                }
             ),
         }
     }
@@ -164,24 +186,29 @@ impl Documents for Files {
             let (source, number) = self.draw();
             let document = self.read(source, number)?;
             self.drawn += 1;
+            let reach = self.reach();
             let from = &mut self.sources[source];
             from.taken += 1;
-            if document.trains() {
+            if document.trains_within(reach) {
                 from.barren = 0;
                 return Ok(document);
             }
-            self.skipped += 1;
             from.barren += 1;
             // So many in a row hold a whole epoch.
-            if from.barren >= 2 * from.len() {
+            let epochs = from.barren / from.len();
+            // Held-out documents with nothing to judge by give an evaluation without a score; the run can do without.
+            if epochs >= 2 && self.role == Split::Validation && document.ids.len() > 1 {
+                return Ok(document);
+            }
+            if epochs >= if self.role == Split::Validation { 4 } else { 2 } {
                 return Err(self.nothing_trained(source));
             }
+            self.skipped += 1;
         }
     }
 
     fn cursor(&self) -> Cursor {
-        let file = |source: &Source| FileCursor { taken: source.taken, bytes: source.index.bytes };
-        Cursor { drawn: self.drawn, files: self.sources.iter().map(file).collect(), offset: 0 }
+        Cursor { drawn: self.drawn, files: self.sources.iter().map(Source::cursor).collect(), offset: 0 }
     }
 
     fn seek(&mut self, cursor: &Cursor) -> Result {
@@ -196,15 +223,8 @@ impl Documents for Files {
             )));
         }
         for (source, file) in self.sources.iter().zip(files) {
-            if !is_start && source.index.bytes != file.bytes {
-                return Err(Error::Data {
-                    file: source.index.path().into(),
-                    line: None,
-                    problem: format!(
-                        "it has {} bytes, and had {} when the run was saved; resume with the same data",
-                        source.index.bytes, file.bytes
-                    ),
-                });
+            if !is_start {
+                source.cursor().check_same(source.index.path(), file)?;
             }
         }
         self.drawn = cursor.drawn;
@@ -212,5 +232,13 @@ impl Documents for Files {
             (source.taken, source.barren) = (file.taken, 0);
         }
         Ok(())
+    }
+
+    fn epochs_since(&self, cursor: &Cursor) -> u64 {
+        let epochs = |(at, source): (usize, &Source)| {
+            let before = cursor.files.get(at).map_or(0, |file| file.taken);
+            source.taken.saturating_sub(before) / source.len().max(1)
+        };
+        self.sources.iter().enumerate().map(epochs).min().unwrap_or(0)
     }
 }

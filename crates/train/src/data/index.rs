@@ -10,6 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::Origin;
+use super::content::Content;
 use crate::error::{Error, Result};
 
 /// Bytes of plain text that are read at once.
@@ -29,6 +30,10 @@ pub(crate) struct Index {
     file: File,
     path: PathBuf,
     pub(crate) bytes: u64,
+    /// Where the text begins.
+    start: u64,
+    /// Checksum of the text.
+    pub(crate) content: u64,
     places: Places,
 }
 
@@ -80,12 +85,21 @@ impl Index {
             return Err(problem(path, None, "not a file; name the files in a folder one by one"));
         }
         let file = File::open(path).map_err(Error::io(path, "open"))?;
-        let mut index =
-            Index { file, path: path.into(), bytes: metadata.len(), places: Places::Pieces(vec![]) };
-        index.places = match path.extension().is_some_and(|e| e == "jsonl") {
-            true => Places::Lines(index.lines()?),
-            false => Places::Pieces(index.pieces(separator)?),
+        let mut index = Index {
+            file,
+            path: path.into(),
+            bytes: metadata.len(),
+            start: 0,
+            content: 0,
+            places: Places::Pieces(vec![]),
         };
+        index.start = index.find_start()?;
+        let mut content = Content::default();
+        index.places = match path.extension().is_some_and(|e| e == "jsonl") {
+            true => Places::Lines(index.lines(&mut content)?),
+            false => Places::Pieces(index.pieces(separator, &mut content)?),
+        };
+        index.content = content.checksum();
         match index.len() {
             0 => Err(problem(path, None, "there is no document in it")),
             _ => Ok(index),
@@ -141,11 +155,20 @@ impl Index {
         self.file.read_exact_at(bytes, at).map_err(Error::io(&self.path, "read"))
     }
 
-    /// As much text from `at` on as `buffer` has room for; `line` is where it begins.
-    fn text_at<'b>(&self, buffer: &'b mut [u8], at: u64, line: u64) -> Result<&'b str> {
+    /// As much text from `at` on as `buffer` has room for; `line` is where it begins. `content` gets what it has not had:
+    /// what is read overlaps, and has no gaps.
+    fn text_at<'b>(
+        &self,
+        buffer: &'b mut [u8],
+        at: u64,
+        line: u64,
+        content: &mut Content,
+    ) -> Result<&'b str> {
         let size = (self.bytes - at).min(buffer.len() as u64) as usize;
         let bytes = &mut buffer[..size];
         self.read_at(bytes, at)?;
+        let had = content.length.saturating_sub(at - self.start) as usize;
+        content.add(&bytes[had.min(size)..]);
         let error = std::str::from_utf8(bytes).err();
         let valid = error.map_or(size, |error| error.valid_up_to());
         let text = std::str::from_utf8(&bytes[..valid]).unwrap_or_default();
@@ -157,8 +180,8 @@ impl Index {
         Ok(text)
     }
 
-    /// Where the text begins.
-    fn start(&self) -> Result<u64> {
+    /// Where the text begins: behind a byte-order mark.
+    fn find_start(&self) -> Result<u64> {
         let mut first = [0; BYTE_ORDER_MARK.len()];
         if self.bytes < first.len() as u64 {
             return Ok(0);
@@ -167,13 +190,13 @@ impl Index {
         Ok(if first == BYTE_ORDER_MARK { first.len() as u64 } else { 0 })
     }
 
-    fn lines(&self) -> Result<Lines> {
+    fn lines(&self, content: &mut Content) -> Result<Lines> {
         let mut lines = Lines::default();
         let mut buffer = vec![0; BLOCK];
-        let (mut at, mut line, mut blank) = (self.start()?, 1, true);
+        let (mut at, mut line, mut blank) = (self.start, 1, true);
         let mut line_start = at;
         while at < self.bytes {
-            let text = self.text_at(&mut buffer, at, line)?;
+            let text = self.text_at(&mut buffer, at, line, content)?;
             for part in text.split_inclusive('\n') {
                 if blank && !part.trim_ascii().is_empty() {
                     lines.push(line_start, line);
@@ -193,12 +216,12 @@ impl Index {
         Ok(lines)
     }
 
-    fn pieces(&self, separator: Option<&str>) -> Result<Vec<Piece>> {
+    fn pieces(&self, separator: Option<&str>, content: &mut Content) -> Result<Vec<Piece>> {
         let mut buffer = vec![0; PIECE];
-        let mut cutter = Cutter { pieces: Vec::new(), at: self.start()?, line: 1, begins: true, fresh: true };
+        let mut cutter = Cutter { pieces: Vec::new(), at: self.start, line: 1, begins: true, fresh: true };
         while cutter.at < self.bytes {
             let begin = cutter.at;
-            let mut text = self.text_at(&mut buffer, begin, cutter.line)?;
+            let mut text = self.text_at(&mut buffer, begin, cutter.line, content)?;
             let last = begin + text.len() as u64 == self.bytes;
             while let Some((length, gap)) =
                 separator.and_then(|separator| find_line(text, separator, cutter.fresh, last))

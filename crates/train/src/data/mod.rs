@@ -7,6 +7,7 @@
 
 mod chat;
 mod config;
+pub(crate) mod content;
 mod files;
 mod index;
 mod pack;
@@ -42,7 +43,12 @@ pub struct Document {
 impl Document {
     /// Whether a model learns anything from it.
     pub fn trains(&self) -> bool {
-        self.trained.iter().skip(1).any(|trained| *trained)
+        self.trains_within(usize::MAX)
+    }
+
+    /// Whether a model learns anything from its first `tokens` tokens.
+    pub fn trains_within(&self, tokens: usize) -> bool {
+        self.trained.iter().take(tokens).skip(1).any(|trained| *trained)
     }
 }
 
@@ -82,6 +88,11 @@ pub trait Documents: Send {
 
     /// Goes on as it did after `cursor` was taken.
     fn seek(&mut self, cursor: &Cursor) -> Result;
+
+    /// How often every document has come since `cursor` was taken; 0 for a source that never repeats itself.
+    fn epochs_since(&self, _cursor: &Cursor) -> u64 {
+        0
+    }
 }
 
 /// A place in a stream of documents or micro-batches; the default is its start.
@@ -102,4 +113,22 @@ pub struct FileCursor {
     pub taken: u64,
     /// Its size: another one is another file.
     pub bytes: u64,
+    /// Checksum of its content; runs that were saved by earlier versions have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub content: Option<u64>,
+}
+
+impl FileCursor {
+    /// An error unless the file at `path` is the one that a run was saved with.
+    pub(crate) fn check_same(&self, path: &std::path::Path, saved: &FileCursor) -> Result {
+        let problem = if self.bytes != saved.bytes {
+            format!("it has {} bytes, and had {} when the run was saved", self.bytes, saved.bytes)
+        } else if saved.content.is_some() && self.content != saved.content {
+            "its content has changed since the run was saved".into()
+        } else {
+            return Ok(());
+        };
+        let problem = problem + "; resume with the same data";
+        Err(Error::Data { file: path.into(), line: None, problem })
+    }
 }

@@ -133,6 +133,11 @@ impl Packer {
         }
     }
 
+    /// How often every document has come since `cursor` was taken; 0 for a source that never repeats itself.
+    pub fn epochs_since(&self, cursor: &Cursor) -> u64 {
+        self.documents.epochs_since(cursor)
+    }
+
     /// Goes on as it did after `cursor` was taken, with the same packing and lengths.
     pub fn seek(&mut self, cursor: &Cursor) -> Result {
         let before = Cursor { offset: 0, ..cursor.clone() };

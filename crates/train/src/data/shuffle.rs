@@ -6,6 +6,10 @@
 //! (r, l ^ f(r)), which can be undone whatever f is, so the network permutes 0..4^b. A value from n on is sent through
 //! again until it falls below n; since the cycle that it runs through returns to its start below n, this ends, and what it
 //! does to 0..n is a permutation. On average fewer than four passes are needed.
+//!
+//! A network on few bits favors some orders. Up to [`SMALL`] numbers are shuffled by n - 1 exchanges instead (Fisher and
+//! Yates), which gives every order equally often: for i from n - 1 down to 1, places i and j_i <= i are exchanged. What comes to
+//! stand at place k is found by following k through the exchanges, the last one first.
 
 /// What a hash is for: the same counters choose different things independently.
 #[derive(Clone, Copy)]
@@ -36,7 +40,7 @@ pub(crate) fn below(hash: u64, n: u64) -> u64 {
 }
 
 /// One step of splitmix64: every bit of the result depends on every bit of `x`.
-fn mix(x: u64) -> u64 {
+pub(crate) fn mix(x: u64) -> u64 {
     let mut z = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -54,6 +58,9 @@ pub struct Permutation {
 
 const ROUNDS: u64 = 6;
 
+/// The most numbers that are shuffled by exchanges: an element takes n hashes, which is little beside reading a document.
+const SMALL: u64 = 1024;
+
 impl Permutation {
     /// The one that belongs to `key`.
     pub fn new(n: u64, key: u64) -> Permutation {
@@ -64,11 +71,23 @@ impl Permutation {
     /// Where it sends `k`, which must be below n.
     pub fn at(&self, k: u64) -> u64 {
         debug_assert!(k < self.n);
+        if self.n <= SMALL {
+            return self.exchanged(k);
+        }
         let mut value = self.pass(k);
         while value >= self.n {
             value = self.pass(value);
         }
         value
+    }
+
+    fn exchanged(&self, k: u64) -> u64 {
+        let key = mix(self.key);
+        (1..self.n).fold(k, |place, i| match below(mix(key ^ i), i + 1) {
+            j if place == i => j,
+            j if place == j => i,
+            _ => place,
+        })
     }
 
     fn pass(&self, value: u64) -> u64 {
@@ -119,6 +138,49 @@ mod tests {
         let chi: f64 = counts.iter().flatten().map(|n| (*n as f64 - expected).powi(2) / expected).sum();
         // 81 degrees of freedom: mean 81, deviation 12.7.
         assert!(chi < 81.0 + 5.0 * 12.7, "{chi}");
+    }
+
+    /// The chi-square statistic of counts that should be equal, in deviations from its mean.
+    fn unevenness(counts: &[u64]) -> f64 {
+        let expected = counts.iter().sum::<u64>() as f64 / counts.len() as f64;
+        let chi: f64 = counts.iter().map(|n| (*n as f64 - expected).powi(2) / expected).sum();
+        let freedom = counts.len() as f64 - 1.0;
+        (chi - freedom) / (2.0 * freedom).sqrt()
+    }
+
+    #[test]
+    fn every_order_of_few_documents_comes_equally_often() {
+        for n in 2..=6u64 {
+            let mut counts = std::collections::BTreeMap::<Vec<u64>, u64>::new();
+            let orders: u64 = (1..=n).product();
+            // Keys as an epoch has them: hashes of seed, epoch and file.
+            for seed in 0..200 * orders {
+                let permutation = Permutation::new(n, hash(seed, Purpose::Epoch, [seed % 3, 0]));
+                *counts.entry((0..n).map(|k| permutation.at(k)).collect()).or_default() += 1;
+            }
+            assert_eq!(counts.len() as u64, orders, "n = {n}");
+            let off = unevenness(&counts.into_values().collect::<Vec<_>>());
+            assert!(off.abs() < 4.0, "n = {n}: {off} deviations");
+        }
+    }
+
+    #[test]
+    fn two_neighbours_come_to_any_two_places_equally_often() {
+        // The largest that is exchanged would take too many keys; the network is judged at sizes of its own.
+        for (n, cells) in [(12, 12), (SMALL + 1, 25), (5000, 25)] {
+            let mut counts = vec![0u64; cells * cells];
+            let cell = |place: u64| (place as u128 * cells as u128 / n as u128) as usize;
+            for key in 0..60_000 {
+                let permutation = Permutation::new(n, mix(key));
+                counts[cell(permutation.at(0)) * cells + cell(permutation.at(1))] += 1;
+            }
+            if cells as u64 == n {
+                let apart = |at: &usize| at / cells != at % cells;
+                counts = (0..counts.len()).filter(apart).map(|at| counts[at]).collect();
+            }
+            // Cells of unequal size, and two places that are never the same, are within this bound.
+            assert!(unevenness(&counts).abs() < 6.0, "n = {n}: {} deviations", unevenness(&counts));
+        }
     }
 
     #[test]

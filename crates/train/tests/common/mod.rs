@@ -77,3 +77,40 @@ pub fn run(config: TrainConfig) -> (Trainer, Listener, Summary) {
     let summary = trainer.run(&listener).unwrap();
     (trainer, listener, summary)
 }
+
+/// A run on files of text, whose tokens are bytes; settings come after these. The model is untied.
+pub fn on_files(folder: &Path, out: &str, files: &[(&str, &str)], settings: &[&str]) -> TrainConfig {
+    let tokenizer = folder.join("tokenizer");
+    std::fs::create_dir_all(&tokenizer).unwrap();
+    std::fs::write(tokenizer.join("tokenizer.json"), ballast_train::task::tokenizer_json()).unwrap();
+    std::fs::write(tokenizer.join("tokenizer_config.json"), ballast_train::task::tokenizer_config_json())
+        .unwrap();
+    let quoted = |path: std::path::PathBuf| format!("{:?}", path.display().to_string());
+    let mut paths = Vec::new();
+    for (name, content) in files {
+        std::fs::write(folder.join(name), content).unwrap();
+        paths.push(format!("{{ path = {} }}", quoted(folder.join(name))));
+    }
+    let small = [
+        format!("out={}", quoted(folder.join(out))),
+        format!("model.tokenizer={}", quoted(tokenizer)),
+        format!("data.files=[{}]", paths.join(", ")),
+        "model.preset=hybrid-moe".into(),
+        "steps=4".into(),
+        "data.sequence_length=16".into(),
+        "data.validation_fraction=0".into(),
+        "batch.accumulation=1".into(),
+        "evaluation.batches=1".into(),
+        "samples.count=0".into(),
+        "checkpoints.every=0".into(),
+    ];
+    let settings: Vec<String> = small.into_iter().chain(settings.iter().map(|s| s.to_string())).collect();
+    TrainConfig::from_table(Default::default(), &settings, None).unwrap()
+}
+
+/// Lines with a prompt of so many characters and a completion.
+pub fn completions(prompts: &[usize], completion: &str) -> String {
+    let line =
+        |n: &usize| format!("{{\"prompt\": \"{}\", \"completion\": \"{completion}\"}}\n", "p".repeat(*n));
+    prompts.iter().map(line).collect()
+}

@@ -1,6 +1,7 @@
 //! Data from files to micro-batches: what comes out, in which order, what is trained on, and what is refused.
 
 mod files;
+mod identity;
 mod masks;
 mod packing;
 mod refused;

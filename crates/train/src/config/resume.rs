@@ -1,0 +1,115 @@
+//! What a setting does to a run that is resumed: it applies from the next step on, or it is refused.
+
+use toml::{Table, Value};
+
+use super::{KEYS, TrainConfig};
+use crate::error::{Error, Result};
+
+/// What becomes of a key whose value is changed when a run is resumed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnResume {
+    /// The new value applies from the next step on.
+    Applies,
+    /// The same, and held-out losses cannot be compared with earlier ones: the best one is forgotten.
+    ChangesMeasure,
+    /// The new value applies if it leads to what the run was saved with, which is checked: a file under another name, say.
+    MustAgree,
+    /// The new value is refused, for this reason.
+    Refused(&'static str),
+}
+
+use OnResume::{Applies, ChangesMeasure, MustAgree, Refused};
+
+/// What becomes of a changed key of [`KEYS`]. A key that nobody has thought about is refused.
+pub fn on_resume(key: &str) -> OnResume {
+    const ORDER: &str = "the order of the documents follows from it";
+    match key {
+        "out" => Refused("a resumed run stays in its folder"),
+        "seed" => Refused("weights, held-out documents and the order of documents follow from it"),
+        "model.time_steps" => Refused("it is for the first weights, and the run has its own"),
+        "lora.alpha" => Refused("it scales what the adapters have learned"),
+        "precision.preset" | "optimizer.masters" => {
+            Refused("weights and masters were saved for the types that they have")
+        }
+        "data.task" => Refused("the run would go on with other data"),
+        "data.validation_fraction" => Refused("the held-out documents follow from it"),
+        "data.packing" | "data.shuffle" | "data.document_separator" => Refused(ORDER),
+        "data.train_roles" | "data.add_eos" => Refused("the run was trained on other tokens"),
+        "model.preset" | "model.config" | "model.checkpoint" | "model.tokenizer" | "model.freeze" => {
+            MustAgree
+        }
+        "lora.rank" | "lora.targets" | "data.validation" => MustAgree,
+        // Of files, paths must lead to the same content; weights apply.
+        "data.files" => MustAgree,
+        // Whether the indexers are learned, and whether anything else is, must agree; other values apply.
+        "loss.indexer_scale" | "loss.indexer_stage" => MustAgree,
+        "data.sequence_length" | "batch.sequences" | "evaluation.batches" => ChangesMeasure,
+        "steps" | "tensorboard" | "precision.sites" | "precision.recompute" | "batch.accumulation" => Applies,
+        "optimizer.learning_rate" | "optimizer.beta1" | "optimizer.beta2" | "optimizer.eps" => Applies,
+        "optimizer.weight_decay" | "optimizer.clip" => Applies,
+        "schedule.kind" | "schedule.warmup" | "schedule.floor" => Applies,
+        "loss.z_loss" | "loss.label_smoothing" | "loss.balance" => Applies,
+        "evaluation.every" | "samples.every" | "samples.count" | "samples.tokens" => Applies,
+        "checkpoints.every" | "checkpoints.keep_last" | "checkpoints.keep_best" => Applies,
+        "checkpoints.keep_every" | "ledger.every" => Applies,
+        "sentinel.on_fault" | "sentinel.fault_limit" | "sentinel.spike_sigma" => Applies,
+        "sentinel.on_spike" | "sentinel.spike_limit" => Applies,
+        _ => Refused("the run was saved with another value"),
+    }
+}
+
+/// Refuses changes between a saved configuration and the one to go on with that cannot be made. Gives whether held-out losses
+/// can still be compared.
+pub(crate) fn check_resume(saved: &TrainConfig, new: &TrainConfig) -> Result<bool> {
+    let table = |config: &TrainConfig| -> Result<Table> {
+        let parsed = config.to_toml()?.parse::<Table>();
+        parsed.map_err(|error| Error::Config(format!("the configuration as TOML: {error}")))
+    };
+    let (before, after) = (table(saved)?, table(new)?);
+    let mut comparable = true;
+    for (key, _) in KEYS {
+        let (old, new) = (value_of(&before, key), value_of(&after, key));
+        if old == new {
+            continue;
+        }
+        let rule = match on_resume(key) {
+            // Without the file, documents of the training files are held out.
+            MustAgree if *key == "data.validation" && old.is_some() != new.is_some() => {
+                Refused("the held-out documents follow from it")
+            }
+            rule => rule,
+        };
+        match rule {
+            Refused(reason) => {
+                let shown = |value: Option<&Value>| value.map_or("nothing".into(), Value::to_string);
+                return Err(Error::Config(format!(
+                    "`{key}` cannot change from {} to {} when a run is resumed: {reason}; leave it out, or start a new run",
+                    shown(old),
+                    shown(new)
+                )));
+            }
+            ChangesMeasure => comparable = false,
+            Applies | MustAgree => {}
+        }
+    }
+    Ok(comparable)
+}
+
+fn value_of<'t>(table: &'t Table, key: &str) -> Option<&'t Value> {
+    match key.split_once('.') {
+        Some((section, rest)) => value_of(table.get(section)?.as_table()?, rest),
+        None => table.get(key),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_has_a_rule_of_its_own() {
+        for (key, _) in KEYS {
+            assert_ne!(on_resume(key), on_resume("a key that nobody has thought about"), "{key}");
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! The paths that a run writes, and the paths that it reads: they must not overlap, and nothing of another run is written over.
+//!
+//! All of it is looked at before anything is created, because a run would otherwise train to its end and have nowhere to put
+//! the result.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use ballast_checkpoint::Checkpoint;
+use ballast_checkpoint::staging::Staging;
+
+use crate::config::TrainConfig;
+use crate::error::{Error, Result};
+use crate::state;
+
+/// What a run writes in its folder.
+const WRITTEN: [&str; 10] = [
+    "checkpoints",
+    "model",
+    "adapter",
+    "metrics.jsonl",
+    "report.html",
+    "config.toml",
+    "faults",
+    "tensorboard",
+    "tokenizer",
+    ".lock",
+];
+
+/// Refuses a new run that would write where it reads, or over another run.
+pub fn check_new(config: &TrainConfig) -> Result {
+    check_overlap(config)?;
+    let out = &config.out;
+    if !state::steps_in(&out.join("checkpoints")).is_empty() {
+        let problem = format!("{} has checkpoints of a run; resume it, or set another `out`", out.display());
+        return Err(Error::Config(problem));
+    }
+    let result = result(config);
+    if !is_free(&result) {
+        let problem = format!("{} exists, and this run would write it; set another `out`", result.display());
+        return Err(Error::Config(problem));
+    }
+    Ok(())
+}
+
+/// Refuses to go on with a run that would write where it reads, or could not replace its earlier result.
+pub(crate) fn check_resumed(config: &TrainConfig) -> Result {
+    check_overlap(config)?;
+    // Made and dropped: what it refuses now, it would refuse when the run is over.
+    let result = result(config);
+    Staging::new(&result, false, !is_free(&result), &[])?;
+    Ok(())
+}
+
+/// The finished model, or the finished adapters.
+pub(crate) fn result(config: &TrainConfig) -> PathBuf {
+    config.out.join(if config.lora.is_some() { "adapter" } else { "model" })
+}
+
+fn check_overlap(config: &TrainConfig) -> Result {
+    let out = resolved(&config.out).map_err(Error::io(&config.out, "resolve"))?;
+    let (m, data) = (&config.model, &config.data);
+    let files = data.files.iter().map(|file| ("data.files", &file.path));
+    let others = [
+        ("data.validation", &data.validation),
+        ("model.tokenizer", &m.tokenizer),
+        ("model.config", &m.config),
+        ("model.checkpoint", &m.checkpoint),
+    ];
+    let others = others.into_iter().filter_map(|(key, path)| Some((key, path.as_ref()?)));
+    for (key, path) in files.chain(others) {
+        // A checkpoint is all of its folder, and the files that its links lead to; one that cannot be opened is reported when it
+        // is loaded. Of other folders, only files are read.
+        let is_checkpoint = key == "model.checkpoint";
+        let checkpoint = is_checkpoint.then(|| Checkpoint::open(path).ok()).flatten();
+        let sources = checkpoint.map_or_else(|| vec![path.clone()], |checkpoint| checkpoint.paths());
+        for source in sources.iter().filter_map(|source| source.canonicalize().ok()) {
+            let overlaps = |name: &&str| {
+                let written = out.join(name);
+                source.starts_with(&written) || is_checkpoint && written.starts_with(&source)
+            };
+            if let Some(name) = WRITTEN.into_iter().find(overlaps) {
+                return Err(Error::Config(format!(
+                    "`{key}` {} and {} overlap, which the run would write; set another `out`, so that what is read is \
+                     never at risk",
+                    path.display(),
+                    config.out.join(name).display()
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether nothing is there, or an empty folder.
+fn is_free(path: &Path) -> bool {
+    match std::fs::symlink_metadata(path) {
+        Err(error) => error.kind() == io::ErrorKind::NotFound,
+        Ok(found) => {
+            found.is_dir() && std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none())
+        }
+    }
+}
+
+/// The path without links and `..`; what does not exist yet stands at its end as given.
+fn resolved(path: &Path) -> io::Result<PathBuf> {
+    match path.canonicalize() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => match (path.parent(), path.file_name()) {
+            (Some(parent), Some(name)) if parent.as_os_str().is_empty() => {
+                Ok(Path::new(".").canonicalize()?.join(name))
+            }
+            (Some(parent), Some(name)) => Ok(resolved(parent)?.join(name)),
+            _ => Err(error),
+        },
+        result => result,
+    }
+}
