@@ -268,10 +268,9 @@ pub fn execute(
         source.metadata.iter().filter(|(k, _)| !metadata::ALL.contains(&k.as_str())).cloned().collect();
     file_metadata.extend(plan.to.describe());
     let outputs = std::mem::take(&mut plan.outputs);
-    let name = destination.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let files = WritePlan::new(
         staging.folder(),
-        single_file.then_some(name.as_str()),
+        staging.file_name(),
         outputs,
         &file_metadata,
         options.max_shard_bytes,
