@@ -15,6 +15,7 @@ use crate::error::Result;
 use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::layout::{Layout, Naming, metadata};
 use crate::open::{Checkpoint, StoredTensor};
+use crate::tied;
 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -119,6 +120,7 @@ pub fn audit(
     let rules: Vec<Option<&Rule>> = checkpoint.tensors.iter().map(|t| policy.rule_for(&t.name)).collect();
     let mut findings = Findings::default();
     header_findings(checkpoint, &policy, &rules, &layout, &mut findings);
+    head_findings(checkpoint, &mut findings)?;
     let scans = scan_values(checkpoint, &rules, observer)?;
     let decay = value_findings(checkpoint, &rules, &scans, &mut findings);
     let mut notes = Vec::new();
@@ -166,7 +168,11 @@ const fn violation(name: &'static str, reason: &'static str, fix: &'static str) 
 }
 
 /// The rule gives the reason.
-const NOT_F32: Kind = violation("not-f32", "", "ballast convert SRC DST");
+const NOT_F32: Kind = violation(
+    "not-f32",
+    "",
+    "ballast repair CKPT DST --original ORIG; without the original ballast convert SRC DST, which makes it F32 in name only",
+);
 const F64_NOT_F32: Kind = violation("not-f32", "", "ballast convert SRC DST --narrow-f64");
 const MISSING: Kind = violation(
     "missing",
@@ -198,6 +204,19 @@ const NON_FINITE: Kind = violation(
     "NaN or infinite values: the model's output will not be finite",
     "go back to a checkpoint from before the values went bad",
 );
+const HEAD_DIFFERS: Kind = violation(
+    "tied-head-differs",
+    "config.json ties the output head to the embedding, but both are stored with different values: transformers unties \
+     them, other programs take one of the two",
+    "set \"tie_word_embeddings\": false in config.json, or remove the head if the embedding is meant",
+);
+const HEAD_COPY: Kind = Kind {
+    name: "tied-head-copy",
+    severity: Severity::Warning,
+    reason: "config.json ties the output head to the embedding, and the head is stored as well, with the same values: \
+             a program that trains one of them leaves the other behind",
+    fix: "remove the head from the file; what ballast train and ballast merge write has one tensor",
+};
 const IN_NAME_ONLY: Kind = Kind {
     name: "in-name-only",
     severity: Severity::Warning,
@@ -280,6 +299,17 @@ fn header_findings(
     for issue in &checkpoint.issues {
         findings.add(&INDEX, None, None, issue.to_string());
     }
+}
+
+/// A stored output head where config.json says that it is the embedding.
+fn head_findings(checkpoint: &Checkpoint, findings: &mut Findings) -> Result<()> {
+    if checkpoint.config.as_ref().is_some_and(tied::is_tied)
+        && let Some(head) = tied::stored_head(checkpoint)?
+    {
+        let kind = if head.equal { &HEAD_COPY } else { &HEAD_DIFFERS };
+        findings.add(kind, None, None, head.head);
+    }
+    Ok(())
 }
 
 /// One pass over all values, in parallel.

@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::sync::Arc;
 
+use ballast_contract::holder::strip_fp32_holder_key;
 use ballast_contract::{Dtype, Policy, Role};
 use serde::Serialize;
 use serde_json::Value;
@@ -146,7 +147,7 @@ pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<Conver
         plan.outputs.push(outputs);
     }
     plan.dtype_changes = changes;
-    plan.notes.extend(form_notes(source, &plan.to));
+    plan.notes.extend(form_notes(source, &plan));
     Ok(plan)
 }
 
@@ -221,8 +222,8 @@ fn note_changes(changes: &mut Vec<DtypeChange>, view: &View, to: Dtype, reason: 
 }
 
 /// What a user of the destination should know about its form.
-fn form_notes(source: &Checkpoint, to: &Layout) -> Vec<String> {
-    let mut notes = Vec::new();
+fn form_notes(source: &Checkpoint, plan: &ConvertPlan) -> Vec<String> {
+    let (to, mut notes) = (&plan.to, Vec::new());
     let model_type = source.config.as_ref().and_then(|c| {
         c.get("text_config").unwrap_or(c).get("model_type").and_then(Value::as_str).map(str::to_owned)
     });
@@ -241,10 +242,16 @@ fn form_notes(source: &Checkpoint, to: &Layout) -> Vec<String> {
         ));
     }
     if to.naming == Naming::Nemo {
-        notes.push(
-            "A_log and dt_bias are under _fp32_params: a run-time state dict, not a file for transformers"
-                .into(),
-        );
+        let routed = |output: &Output| strip_fp32_holder_key(&output.view.name) != output.view.name;
+        let note = match plan.outputs.iter().flatten().any(routed) {
+            true => {
+                "A_log and dt_bias are under _fp32_params: a run-time state dict, not a file for transformers"
+            }
+            false => {
+                "this model has no linear attention, so nothing is under _fp32_params: the names are those of hf"
+            }
+        };
+        notes.push(note.into());
     }
     notes
 }
@@ -268,10 +275,9 @@ pub fn execute(
         source.metadata.iter().filter(|(k, _)| !metadata::ALL.contains(&k.as_str())).cloned().collect();
     file_metadata.extend(plan.to.describe());
     let outputs = std::mem::take(&mut plan.outputs);
-    let name = destination.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let files = WritePlan::new(
         staging.folder(),
-        single_file.then_some(name.as_str()),
+        staging.file_name(),
         outputs,
         &file_metadata,
         options.max_shard_bytes,

@@ -15,6 +15,7 @@ pub mod repair;
 pub mod staging;
 pub mod synthetic;
 pub mod tensor_file;
+pub mod tied;
 mod transfer;
 pub mod verify;
 pub mod view;

@@ -164,10 +164,10 @@ fn write(
     let single_file = destination.extension().is_some_and(|e| e == "safetensors");
     let staging =
         Staging::new(destination, single_file, force, &[checkpoint.paths(), original.paths()].concat())?;
-    let name = destination.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let meant: Vec<Vec<View>> = ranks.iter().map(|o| o.iter().map(|o| o.view.clone()).collect()).collect();
-    let single = single_file.then_some(name.as_str());
-    let files = WritePlan::new(staging.folder(), single, ranks, &checkpoint.metadata, DEFAULT_SHARD_BYTES)?;
+    let file_name = staging.file_name();
+    let files =
+        WritePlan::new(staging.folder(), file_name, ranks, &checkpoint.metadata, DEFAULT_SHARD_BYTES)?;
     staging.check_space(files.file_bytes() + checkpoint.sidecar_bytes())?;
     if !single_file {
         copy_sidecars(checkpoint, staging.folder(), None)?;

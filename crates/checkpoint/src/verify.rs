@@ -61,7 +61,8 @@ pub(crate) fn pairs_with_source(
     let written = Arc::new(Checkpoint::open_consistent(staged)?);
     let detected = Layout::detect(&written);
     if detected.naming != to.naming {
-        return Err(Error::Verification(format!("the layout reads back as {detected:?}, not {to:?}")));
+        let problem = format!("the layout reads back as {}, not as {}", detected.naming, to.naming);
+        return Err(Error::Verification(problem));
     }
     let back = relayout(&written, to, from)?;
     let mut expected = stored_by_name(source);

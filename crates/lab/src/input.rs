@@ -50,7 +50,7 @@ pub fn from_file(file: &Path, model: &Path, length: Length) -> Result<(Batch, In
 /// A text of our own.
 pub fn embedded_text(model: &Path, length: Length) -> Result<(Batch, Input)> {
     let tokenizer = Tokenizer::load(&folder_of(model)).map_err(|error| {
-        Error::Input(format!("{error}\nthe embedded text needs a tokenizer; --ids takes tokens as they are"))
+        Error::Input(format!("{error}; the embedded text needs a tokenizer; --ids takes tokens as they are"))
     })?;
     cut(tokenizer.encode(EMBEDDED_TEXT, true)?, length, "the embedded text".into())
 }

@@ -28,6 +28,7 @@ mod save;
 mod stored;
 pub mod text;
 
+pub use adapters::AdapterSettings;
 pub use ballast_kernels::indexer::Ties;
 pub use batch::Batch;
 pub use config::Config;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use ballast_checkpoint::cast::{self, Buffer};
 use ballast_checkpoint::layout::{self, Form, Layout, Naming, is_carried};
+use ballast_checkpoint::tied::{self, StoredHead};
 use ballast_checkpoint::{Checkpoint, View};
 use ballast_contract::Dtype;
 use half::bf16;
@@ -35,9 +36,10 @@ pub(crate) struct Source {
 impl Model {
     /// Reads a model; `precision` is made for its configuration.
     pub fn load(path: &Path, precision: impl FnOnce(&Config) -> Result<Precision>) -> Result<Model> {
-        let (checkpoint, config) = open(path)?;
+        let (checkpoint, config, warnings) = open(path)?;
         let precision = precision(&config)?;
         let mut model = Model::build(config, precision.clone())?;
+        model.warnings = warnings;
         memory::check("the model's parameters", model.specs.bytes(precision.params) as u64)?;
         model.source = Some(model.read_params(checkpoint)?);
         model.set_precision(precision);
@@ -67,15 +69,32 @@ impl Model {
     }
 }
 
-/// A checkpoint and its configuration.
-pub(crate) fn open(path: &Path) -> Result<(Arc<Checkpoint>, Config)> {
+/// A checkpoint, its configuration, and warnings for the user.
+pub(crate) fn open(path: &Path) -> Result<(Arc<Checkpoint>, Config, Vec<String>)> {
     let checkpoint = Arc::new(Checkpoint::open_consistent(path)?);
     let Some(json) = &checkpoint.config else {
         let problem = "is not there, and without it the tensors cannot be understood".to_string();
         return Err(Error::Config { file: checkpoint.config_path(), field: "config.json".into(), problem });
     };
-    let config = Config::parse(json, &checkpoint.config_path())?;
-    Ok((checkpoint, config))
+    let mut config = Config::parse(json, &checkpoint.config_path())?;
+    let warnings = untie(&checkpoint, &mut config)?.into_iter().collect();
+    Ok((checkpoint, config, warnings))
+}
+
+/// Unties embedding and head where the checkpoint stores both with different values, as transformers does, and says so.
+fn untie(checkpoint: &Checkpoint, config: &mut Config) -> Result<Option<String>> {
+    if !config.tied {
+        return Ok(None);
+    }
+    let Some(StoredHead { head, embedding, equal: false }) = tied::stored_head(checkpoint)? else {
+        return Ok(None);
+    };
+    config.tied = false;
+    Ok(Some(format!(
+        "{}: `tie_word_embeddings` is true, but {head} and {embedding} are stored with different values; they are not \
+         tied, as in transformers; set `tie_word_embeddings` to false",
+        checkpoint.config_path().display()
+    )))
 }
 
 /// The view of every parameter, in the order of the specs; an error that lists all that does not fit.
@@ -95,6 +114,10 @@ pub(crate) fn sort(
         .to_string();
     let mut by_name: std::collections::HashMap<String, View> =
         views.into_iter().map(|view| (view.name.clone(), view)).collect();
+    if model.config.tied {
+        // A copy of the embedding: carried along it would be left behind by training.
+        by_name.remove(&head_name(&prefix));
+    }
     let mut problems = Mismatch::default();
     let mut found = Vec::new();
     for spec in model.specs.all() {
@@ -130,16 +153,25 @@ pub(crate) fn canonical(layout: &Layout) -> Layout {
 
 /// The name in the Hugging Face layout.
 pub(crate) fn full_name(prefix: &str, spec: &Spec) -> String {
-    if spec.name.starts_with("lm_head.") { spec.name.clone() } else { format!("{prefix}{}", spec.name) }
+    if spec.name == "lm_head.weight" { head_name(prefix) } else { format!("{prefix}{}", spec.name) }
+}
+
+/// The name of the output head, which stands beside `model`.
+fn head_name(prefix: &str) -> String {
+    format!(
+        "{}lm_head.weight",
+        prefix.strip_suffix("model.").filter(|front| front.ends_with('.')).unwrap_or_default()
+    )
 }
 
 /// Whether a tensor that no parameter asked for is a mistake; others are carried.
 fn is_extra(model: &Model, prefix: &str, name: &str) -> bool {
-    if is_carried(name) || !name.starts_with(prefix) && !name.starts_with("lm_head.") {
+    if is_carried(name)
+        || !name.starts_with(prefix) && !name.starts_with("lm_head.") && name != head_name(prefix)
+    {
         return false;
     }
-    // Copies and constants that some files hold: a tied head, rotary frequencies, keys of layers that share others'.
-    let tied_head = model.config.tied && name == "lm_head.weight";
+    // Constants and copies that some files hold: rotary frequencies, keys of layers that share others'.
     let shares = |layer: usize| {
         let layer = model.config.layers.get(layer);
         layer.is_some_and(
@@ -159,7 +191,7 @@ fn is_extra(model: &Model, prefix: &str, name: &str) -> bool {
     // A DeepSeek file's layer after the last is its mtp.
     let after_last = layer.is_some_and(|(index, _)| index >= model.config.layers.len())
         && model.config.model_type == "deepseek_v32";
-    !(tied_head || unused_keys || after_last || name.ends_with("rotary_emb.inv_freq"))
+    !(unused_keys || after_last || name.ends_with("rotary_emb.inv_freq"))
 }
 
 /// Bytes of a view, in its own type.

@@ -54,6 +54,8 @@ pub struct Model {
     pub(crate) norm: Norm,
     pub(crate) head: Linear,
     pub(crate) source: Option<Source>,
+    /// Remarks on the checkpoint for the user.
+    pub warnings: Vec<String>,
 }
 
 /// Settings of the loss.
@@ -152,6 +154,7 @@ impl Model {
             norm,
             head,
             source: None,
+            warnings: Vec::new(),
         })
     }
 

@@ -61,9 +61,16 @@ impl Model {
         full_name(self.source.as_ref().map_or("model.", |source| &source.prefix), spec)
     }
 
-    /// config.json of the model: that of its checkpoint, with the type that weights are stored in now.
+    /// config.json of the model: that of its checkpoint, with the type that weights are stored in now, and without tied
+    /// embeddings where the checkpoint's turned out to be different.
     pub fn config_json(&self) -> Result<Value> {
-        let config = self.source()?.checkpoint.config.clone().unwrap_or_default();
+        let mut config = self.source()?.checkpoint.config.clone().unwrap_or_default();
+        if Config::parse(&config, Path::new("config.json"))?.tied != self.config.tied {
+            config["tie_word_embeddings"] = self.config.tied.into();
+            if let Some(text) = config.get_mut("text_config").filter(|text| text.is_object()) {
+                text["tie_word_embeddings"] = self.config.tied.into();
+            }
+        }
         Ok(config_with_dtype(config, self.dtype()))
     }
 

@@ -21,6 +21,8 @@ pub struct Stored {
     pub config: Config,
     /// Its parameters without their values.
     pub specs: Specs,
+    /// Remarks on the checkpoint for the user.
+    pub warnings: Vec<String>,
     /// In the order of the specs.
     views: Vec<View>,
     /// What stands before the names of the specs.
@@ -30,16 +32,16 @@ pub struct Stored {
 impl Stored {
     /// Opens a checkpoint in any layout; missing, extra and misshapen tensors are an error that lists them.
     pub fn open(path: &Path) -> Result<Stored> {
-        let (checkpoint, config) = open(path)?;
-        Stored::new(checkpoint, config)
+        let (checkpoint, config, warnings) = open(path)?;
+        Stored::new(checkpoint, config, warnings)
     }
 
-    fn new(checkpoint: Arc<Checkpoint>, config: Config) -> Result<Stored> {
+    fn new(checkpoint: Arc<Checkpoint>, config: Config, warnings: Vec<String>) -> Result<Stored> {
         let model = Model::build(config, Precision::f32())?;
         let layout = Layout::detect(&checkpoint);
         let views: Vec<View> = layout::relayout(&checkpoint, &layout, &canonical(&layout))?.concat();
         let (views, source) = sort(&model, views, checkpoint, layout)?;
-        Ok(Stored { config: model.config, specs: model.specs, views, prefix: source.prefix })
+        Ok(Stored { config: model.config, specs: model.specs, warnings, views, prefix: source.prefix })
     }
 
     /// A parameter's name in the Hugging Face layout.

@@ -33,6 +33,16 @@ pub enum Naming {
     Megatron,
 }
 
+impl std::fmt::Display for Naming {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Naming::Hf => "hf",
+            Naming::Nemo => "nemo",
+            Naming::Megatron => "megatron",
+        })
+    }
+}
+
 /// Whether tensors that belong together are apart or in one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -96,7 +106,10 @@ impl Layout {
             .any(|n| n.starts_with("decoder.layers.") || n.starts_with("embedding.word_embeddings."))
         {
             Naming::Megatron
-        } else if names().any(|n| n.contains(".linear_attn._fp32_params.")) {
+        } else if names().any(|n| n.contains(".linear_attn._fp32_params."))
+            // Without linear attention nothing has a holder.
+            || said(metadata::LAYOUT) == Some("nemo") && !names().any(|n| n.contains(".linear_attn."))
+        {
             Naming::Nemo
         } else {
             Naming::Hf

@@ -15,6 +15,7 @@ use clap::{Args, ValueEnum};
 use comfy_table::Table;
 
 use super::Global;
+use super::model::warn;
 use crate::exit::{Outcome, Usage};
 use crate::output::{self, bytes, clean, count, plural, table};
 
@@ -108,6 +109,7 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
         (None, embedded) => embedded.as_ref().map_or(Path::new("."), |folder| folder.path()),
     };
     let stored = Stored::open(path)?;
+    warn(&stored.warnings);
     let (batch, input) = read_input(&args, path)?;
     let limit = stored.config.max_positions;
     if input.longest > limit {

@@ -7,7 +7,7 @@ use clap::Args;
 use serde_json::json;
 
 use super::Global;
-use super::model::PrecisionArg;
+use super::model::{PrecisionArg, warn};
 use crate::exit::Outcome;
 use crate::output::{self, clean, plural};
 
@@ -32,6 +32,7 @@ pub(crate) fn run(args: MergeArgs, global: &Global) -> anyhow::Result<Outcome> {
     let progress = global.progress();
     let precision = args.precision.name(&args.model)?;
     let mut model = Model::load(&args.model, |config| Precision::preset(&precision, config))?;
+    warn(&model.warnings);
     model.read_adapters(&args.adapter)?;
     let merged = model.merge_adapters()?;
     let report = model.save(&args.out, args.force, &progress)?;

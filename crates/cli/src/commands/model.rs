@@ -9,7 +9,7 @@ use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser};
 
 use super::open;
-use crate::output::bytes;
+use crate::output::{bytes, clean};
 
 /// `--precision`.
 #[derive(Args)]
@@ -43,10 +43,18 @@ pub(crate) struct AdapterArg {
 pub(crate) fn load(path: &Path, precision: &str, adapter: &AdapterArg) -> anyhow::Result<(Model, f64)> {
     let begun = Instant::now();
     let mut model = Model::load(path, |config| Precision::preset(precision, config))?;
+    warn(&model.warnings);
     if let Some(folder) = &adapter.adapter {
         model.read_adapters(folder)?;
     }
     Ok((model, begun.elapsed().as_secs_f64()))
+}
+
+/// Shows what the user should know about a checkpoint.
+pub(crate) fn warn(warnings: &[String]) {
+    for warning in warnings {
+        eprintln!("warning: {}", clean(warning));
+    }
 }
 
 /// `n` per second.

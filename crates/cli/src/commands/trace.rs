@@ -13,6 +13,7 @@ use clap::{Args, ValueEnum};
 use serde_json::json;
 
 use super::Global;
+use super::model::warn;
 use crate::compare::Comparison;
 use crate::exit::Outcome;
 use crate::output;
@@ -76,6 +77,7 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
     let input = TensorFile::open(&args.ids)?;
     let expected = args.expect.as_ref().map(|path| TensorFile::open(path)).transpose()?;
     let mut model = Model::load(&args.model, |config| Precision::preset(&args.precision, config))?;
+    warn(&model.warnings);
     model.set_ties(match args.topk_ties {
         TopkTies::Torch => Ties::Torch,
         TopkTies::Earliest => Ties::Earliest,

@@ -17,6 +17,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use super::Global;
+use super::model::warn;
 use crate::exit::{self, Outcome};
 use crate::output::{self, bytes, clean, count, table};
 use crate::progress::Progress;
@@ -135,6 +136,7 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
             Trainer::new(config)?
         }
     };
+    warn(&trainer.model.warnings);
     let terminal = Terminal::new(global, &trainer);
     if !global.json && !global.quiet {
         introduce(&trainer)?;
@@ -323,6 +325,7 @@ fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
     let folder = tempfile::tempdir()?;
     let out = config.out.clone();
     let mut trainer = Trainer::new(TrainConfig { out: folder.path().into(), ..config })?;
+    warn(&trainer.model.warnings);
     let batches = trainer.preview()?;
     let plan = trainer.memory_plan()?;
     let seconds = trainer.measure_step(&batches)?;

@@ -9,6 +9,7 @@
 //! of such a model for the experts', and leaves the dense ones out without a word.
 
 mod peft;
+mod settings;
 
 use ballast_kernels::Scratch;
 use ballast_kernels::linear::{Dims, linear_backward_input_add, linear_scratch};
@@ -18,6 +19,10 @@ use crate::error::{Error, Result};
 use crate::init::draw;
 use crate::model::Model;
 use crate::params::{Adapter, Spec, Weight};
+pub use settings::AdapterSettings;
+
+/// Most modules that an error lists.
+const SHOWN: usize = 20;
 
 impl Model {
     /// The modules that can carry an adapter, by their names in transformers.
@@ -126,11 +131,17 @@ impl Model {
         let protected = self.specs.protected.iter().filter(matched).map(|spec| (spec, "protected"));
         let refused: Vec<String> = refused
             .chain(protected)
-            .map(|(spec, reason)| format!("\n  {}: {reason}", self.module(spec)))
+            .map(|(spec, reason)| format!("{}: {reason}", self.module(spec)))
             .collect();
         if !refused.is_empty() {
-            let problem = format!("these cannot carry an adapter; leave them out:{}", refused.concat());
-            return Err(Error::Input(problem));
+            let shown = refused.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join("; ");
+            let more = match refused.len().saturating_sub(SHOWN) {
+                0 => String::new(),
+                more => format!("; and {more} more"),
+            };
+            return Err(Error::Input(format!(
+                "these cannot carry an adapter; leave them out: {shown}{more}"
+            )));
         }
         if weights.count() == 0 {
             let known: std::collections::BTreeSet<String> = self

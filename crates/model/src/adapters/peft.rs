@@ -11,6 +11,7 @@ use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::{Named, TensorFile, write_f32};
 use serde_json::{Value, json};
 
+use super::AdapterSettings;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::params::Adapter;
@@ -35,7 +36,7 @@ impl Model {
         let config = json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": null,
+            "base_model_name_or_path": self.base_path(),
             "r": first.rank,
             "lora_alpha": (first.scale as f64 * first.rank as f64) as f32,
             "lora_dropout": 0.0,
@@ -67,7 +68,7 @@ impl Model {
         if !self.params.adapters.is_empty() {
             return Err(Error::Input("the model has adapters already; merge them first".into()));
         }
-        let (rank, scale) = settings(&folder.join(CONFIG))?;
+        let AdapterSettings { rank, scale } = settings(&folder.join(CONFIG))?;
         let file = TensorFile::open(&folder.join(TENSORS))?;
         let places = self.specs.weights.iter().enumerate().filter(|(_, spec)| self.refusal(spec).is_none());
         let places: BTreeMap<String, usize> = places.map(|(at, spec)| (self.module(spec), at)).collect();
@@ -94,39 +95,31 @@ impl Model {
             let (a, b) = (matrix("lora_A", [rank, shape[1]])?, matrix("lora_B", [shape[0], rank])?);
             adapters[at] = Some(Adapter { a, b, rank, scale });
         }
+        let count = adapters.iter().flatten().count();
+        if count == 0 {
+            let path = folder.join(TENSORS);
+            return Err(Error::Input(format!("{}: there is no adapter in it", path.display())));
+        }
         self.params.adapters = adapters;
-        Ok(self.params.adapters.iter().flatten().count())
+        Ok(count)
+    }
+
+    /// The folder of the base model, as PEFT looks for it.
+    fn base_path(&self) -> Option<String> {
+        let root = &self.source.as_ref()?.checkpoint.root;
+        let folder = if root.is_file() { root.parent()? } else { root };
+        let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+        Some(folder.canonicalize().ok()?.to_string_lossy().into_owned())
     }
 }
 
-/// Rank and scale; an error for what these adapters cannot do.
-fn settings(path: &Path) -> Result<(usize, f32)> {
-    let fail =
-        |field: &str, problem: String| Error::Config { file: path.into(), field: field.into(), problem };
+/// Reads adapter_config.json.
+fn settings(path: &Path) -> Result<AdapterSettings> {
     let text = fs::read(path).map_err(CheckpointError::io(path, "read"))?;
-    let config: Value =
-        serde_json::from_slice(&text).map_err(|e| fail(CONFIG, format!("is not JSON: {e}")))?;
-    let plain = [
-        ("peft_type", json!("LORA")),
-        ("bias", json!("none")),
-        ("fan_in_fan_out", json!(false)),
-        ("use_rslora", json!(false)),
-        ("use_dora", json!(false)),
-        ("rank_pattern", json!({})),
-        ("alpha_pattern", json!({})),
-        ("modules_to_save", json!([])),
-        ("layer_replication", json!([])),
-    ];
-    for (field, expected) in plain {
-        match config.get(field) {
-            None | Some(Value::Null) => {}
-            Some(found) if *found == expected => {}
-            Some(found) => return Err(fail(field, format!("is {found}; only {expected} can be read"))),
-        }
-    }
-    let rank = config.get("r").and_then(Value::as_u64).filter(|rank| (1..1 << 20).contains(rank));
-    let rank = rank.ok_or_else(|| fail("r", "is missing, or no rank".into()))? as usize;
-    let alpha = config.get("lora_alpha").and_then(Value::as_f64).filter(|alpha| alpha.is_finite());
-    let alpha = alpha.ok_or_else(|| fail("lora_alpha", "is missing, or no number".into()))?;
-    Ok((rank, (alpha / rank as f64) as f32))
+    let config: Value = serde_json::from_slice(&text).map_err(|error| Error::Config {
+        file: path.into(),
+        field: CONFIG.into(),
+        problem: format!("is not JSON: {error}"),
+    })?;
+    AdapterSettings::parse(&config, path)
 }

@@ -386,11 +386,23 @@ impl LossConfig {
     }
 }
 
+/// An error of the TOML parser as one line; the line of `text` concerned comes first, where it is known.
+pub(crate) fn one_line(error: &toml::de::Error, text: &str) -> String {
+    let before = error.span().and_then(|span| text.get(..span.start));
+    let line =
+        before.map(|before| format!("line {}: ", before.matches('\n').count() + 1)).unwrap_or_default();
+    let whole = error.to_string();
+    let message = if text.is_empty() { whole.trim_end() } else { error.message() };
+    format!("{line}{}", message.replace('\n', " "))
+}
+
 impl TrainConfig {
     /// From a file, and `a.b=c` settings that come after it.
     pub fn load(file: &Path, settings: &[String]) -> Result<TrainConfig> {
         let text = std::fs::read_to_string(file).map_err(Error::io(file, "read"))?;
-        let table = text.parse().map_err(|error| Error::Config(format!("{}: {error}", file.display())))?;
+        let table = text
+            .parse()
+            .map_err(|e| Error::Config(format!("{}: {}", file.display(), one_line(&e, &text))))?;
         TrainConfig::from_table(table, settings, Some(file))
     }
 
@@ -408,8 +420,9 @@ impl TrainConfig {
             apply(&mut table, setting)?;
         }
         check_keys(&table, "", "--set ")?;
-        let config: TrainConfig =
-            Value::Table(table).try_into().map_err(|error| Error::Config(format!("{place}{error}")))?;
+        let config: TrainConfig = Value::Table(table)
+            .try_into()
+            .map_err(|e| Error::Config(format!("{place}{}", one_line(&e, ""))))?;
         config.check()?;
         Ok(config)
     }
