@@ -58,7 +58,8 @@ impl Batch {
         Batch::packed(ids, ends)
     }
 
-    /// Rows of `columns` with padding where `mask` is false; labels as in [`Batch::with_labels`]. Padding is left out.
+    /// Rows of `columns` with padding where `mask` is false, before or after a row's tokens; labels as in
+    /// [`Batch::with_labels`]. Padding is left out.
     pub fn padded(ids: &[u32], labels: &[i64], mask: &[bool], columns: usize) -> Result<Batch> {
         if columns == 0
             || ids.len() != mask.len()
@@ -74,6 +75,18 @@ impl Batch {
         }
         let kept = |row: usize| (row * columns..(row + 1) * columns).filter(|t| mask[*t]);
         let rows = ids.len() / columns;
+        for (row, mask) in mask.chunks(columns).enumerate() {
+            let end = mask.iter().rposition(|kept| *kept).map_or(0, |last| last + 1);
+            let begin = mask.iter().position(|kept| *kept).unwrap_or(end);
+            if let Some(hole) = mask[begin..end].iter().position(|kept| !kept) {
+                // Leaving the hole out would move the tokens after it to other positions.
+                return Err(Error::Input(format!(
+                    "row {row} is masked at column {}, between tokens that are not; padding can stand before or after \
+                     a row's tokens only",
+                    begin + hole
+                )));
+            }
+        }
         let order: Vec<usize> = (0..rows).flat_map(kept).collect();
         let mut ends = vec![0];
         for row in 0..rows {
@@ -129,6 +142,16 @@ mod tests {
         let mask = [true, true, false, false, true, true];
         let batch = Batch::padded(&ids, &labels, &mask, 3).unwrap();
         assert_eq!(batch, Batch::packed(vec![1, 2, 3, 4], vec![0, 2, 4]).unwrap());
+    }
+
+    #[test]
+    fn a_mask_with_a_hole_is_refused() {
+        let (ids, labels) = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]);
+        let mask = [true, true, true, true, false, true];
+        let error = Batch::padded(&ids, &labels, &mask, 3).unwrap_err().to_string();
+        assert!(error.contains("row 1 is masked at column 1"), "{error}");
+        let none = Batch::padded(&ids, &labels, &[false, true, false, false, false, false], 3).unwrap();
+        assert_eq!(none.cu_seqlens, [0, 1, 1], "a row may be empty");
     }
 
     #[test]

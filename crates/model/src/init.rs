@@ -137,6 +137,10 @@ fn text_json(config: &Value, parsed: &Config) -> Value {
     json["model_type"] = json!(parsed.model_type);
     json["tie_word_embeddings"] = json!(parsed.tied);
     json["dtype"] = json!("float32"); // until it is saved
+    if parsed.final_cap.is_none() && json.get("final_logit_softcapping").is_some() {
+        // Gemma 3 has no such cap inside a model with vision.
+        json["final_logit_softcapping"] = Value::Null;
+    }
     if let Some(class) = class(&parsed.model_type) {
         json["architectures"] = json!([class]);
     }

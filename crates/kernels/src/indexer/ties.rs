@@ -3,8 +3,9 @@
 //! Ours is the earliest key: the choice of a query then depends on the keys it sees and on nothing else. `torch.topk` on a
 //! CPU takes what its partition happens to leave in front, which depends on all keys of the row, masked ones included; a
 //! score that is exactly 0 for several keys is not rare in a tiny model. To compare such a model with transformers tensor
-//! by tensor, that partition (nth_element of the GNU C++ library: median of three, unguarded, insertion sort below four) is
-//! done here in the same steps.
+//! by tensor, the algorithms of the GNU C++ library that torch calls are done here in the same steps: for rows of fewer
+//! than 64 topk keys nth_element (median of three, unguarded, insertion sort below four), for others partial_sort (a heap
+//! of the first topk keys, into which each later key goes that is above its lowest).
 
 use std::cmp::Ordering;
 
@@ -14,7 +15,7 @@ pub enum Ties {
     /// The earliest keys.
     #[default]
     Earliest,
-    /// Those that torch.topk takes on a CPU, for rows of fewer than 64 topk keys; else the earliest.
+    /// Those that torch.topk takes on a CPU.
     Torch,
 }
 
@@ -50,10 +51,15 @@ impl Score for f64 {
 /// When topk is 0, or `order` is shorter than `scores`.
 pub fn choose<S: Score>(order: &mut [u32], scores: &[S], topk: usize, ties: Ties) {
     let seen = scores.len();
-    if ties == Ties::Torch && topk < order.len() && order.len() < 64 * topk {
+    if ties == Ties::Torch && topk < order.len() {
         order.iter_mut().zip(0..).for_each(|(slot, key)| *slot = key);
         let score = |key: u32| scores.get(key as usize).copied().unwrap_or(S::LOWEST);
-        partition(order, topk - 1, |a, b| score(a) > score(b));
+        let before = |a, b| above(score(a), score(b));
+        if topk.saturating_mul(64) <= order.len() {
+            select_by_heap(order, topk, &before);
+        } else {
+            partition(order, topk - 1, before);
+        }
         order[..topk].sort_unstable();
         return;
     }
@@ -68,14 +74,52 @@ pub fn choose<S: Score>(order: &mut [u32], scores: &[S], topk: usize, ties: Ties
     }
 }
 
+/// Returns true if torch puts the first score before the second: NaN counts as the highest.
+#[allow(clippy::eq_op)] // only NaN is not itself
+fn above<S: Score>(a: S, b: S) -> bool {
+    (a != a && b == b) || a > b
+}
+
+/// The heap selection of partial_sort: the first `count` become those that come first, as a heap whose root is the last of
+/// them.
+fn select_by_heap(x: &mut [u32], count: usize, before: &impl Fn(u32, u32) -> bool) {
+    let (heap, rest) = x.split_at_mut(count);
+    for parent in (0..count / 2).rev() {
+        sift(heap, parent, heap[parent], before);
+    }
+    for value in rest {
+        if before(*value, heap[0]) {
+            let taken = std::mem::replace(value, heap[0]);
+            sift(heap, 0, taken, before);
+        }
+    }
+}
+
+/// Puts `value` into the hole at `top`: down to a leaf along the larger children, then up to its place.
+fn sift(heap: &mut [u32], top: usize, value: u32, before: &impl Fn(u32, u32) -> bool) {
+    let mut hole = top;
+    while 2 * hole + 1 < heap.len() {
+        let right = 2 * hole + 2;
+        let lone = right == heap.len();
+        let child = if lone || before(heap[right], heap[right - 1]) { right - 1 } else { right };
+        heap[hole] = heap[child];
+        hole = child;
+    }
+    while hole > top && before(heap[(hole - 1) / 2], value) {
+        heap[hole] = heap[(hole - 1) / 2];
+        hole = (hole - 1) / 2;
+    }
+    heap[hole] = value;
+}
+
 /// nth_element: what comes before the element at `nth` is not after it.
 fn partition(x: &mut [u32], nth: usize, before: impl Fn(u32, u32) -> bool) {
     let (mut first, mut last) = (0, x.len());
     let mut depth = 2 * x.len().max(1).ilog2();
     while last - first > 3 {
         if depth == 0 {
-            // It would go on with a heap; so unlucky a row is sorted.
-            x[first..last].sort_by(|a, b| before(*b, *a).cmp(&before(*a, *b)));
+            select_by_heap(&mut x[first..last], nth + 1 - first, &before);
+            x.swap(first, nth);
             return;
         }
         depth -= 1;
@@ -148,7 +192,7 @@ mod tests {
     proptest! {
         #[test]
         fn both_orders_take_the_highest_scores(
-            scores in prop::collection::vec(-3i8..4, 1..80), masked in 0usize..40, topk in 1usize..20,
+            scores in prop::collection::vec(-3i8..4, 1..200), masked in 0usize..40, topk in 1usize..20,
         ) {
             let scores: Vec<f32> = scores.into_iter().map(f32::from).collect();
             for ties in [Ties::Earliest, Ties::Torch] {
@@ -176,6 +220,47 @@ mod tests {
         assert_eq!(order[..8], TORCH_TAKEN);
         choose(&mut order, &scores, 8, Ties::Earliest);
         assert_ne!(order[..8], TORCH_TAKEN);
+    }
+
+    /// Pseudo-random whole scores below `below`.
+    fn drawn(keys: usize, below: u64, seed: u64) -> Vec<f32> {
+        let next = |x: &u64| Some((x * 1_103_515_245 + 12_345) % (1 << 31));
+        std::iter::successors(next(&seed), next).take(keys).map(|x| ((x >> 16) % below) as f32).collect()
+    }
+
+    /// Scores on which the median of three finds the worst pivot again and again, in pairs of equal ones.
+    fn unlucky(keys: usize) -> Vec<f32> {
+        let half = keys / 2;
+        let mut ranks = vec![0; keys];
+        for i in 1..=half {
+            if i % 2 == 1 {
+                (ranks[i - 1], ranks[i]) = (i, half + i);
+            }
+            ranks[half + i - 1] = 2 * i;
+        }
+        ranks.into_iter().map(|rank| -((rank / 2) as f32)).collect()
+    }
+
+    #[test]
+    fn equal_scores_of_long_and_of_unlucky_rows_are_taken_as_torch_takes_them() {
+        // torch.tensor(scores).topk(k).indices.sort() of torch 2.15 on a CPU
+        let cases: [(Vec<f32>, &[u32]); 8] = [
+            (drawn(192, 50, 4), &[84, 127, 144]),
+            (drawn(200, 400, 4), &[28, 98, 160]),
+            (drawn(512, 50, 2), &[46, 55, 97, 176, 197, 236, 324, 410]),
+            (drawn(511, 2, 1), &[209, 212, 217, 221, 407, 408, 410, 411]),
+            (drawn(511, 400, 3), &[8, 95, 158, 198, 241, 315, 329, 509]),
+            (drawn(512, 400, 3), &[8, 95, 158, 198, 241, 315, 329, 509]),
+            (drawn(1000, 200, 1), &[127, 328, 455, 564, 677, 869, 907, 978]),
+            (unlucky(40), &[0, 2, 4, 6, 8, 10, 20, 21, 22, 23, 24, 25]),
+        ];
+        for (scores, taken) in cases {
+            let mut order = vec![0; scores.len()];
+            choose(&mut order, &scores, taken.len(), Ties::Torch);
+            assert_eq!(order[..taken.len()], *taken, "{} keys", scores.len());
+            choose(&mut order, &scores, taken.len(), Ties::Earliest);
+            assert_ne!(order[..taken.len()], *taken, "{} keys", scores.len());
+        }
     }
 
     const TORCH_SCORES: [i8; 29] = [

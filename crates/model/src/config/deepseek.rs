@@ -1,28 +1,47 @@
 //! deepseek_v32.
 
 use ballast_kernels::glu::Activation;
-use ballast_kernels::rotary::Layout;
+use ballast_kernels::rotary::{Frequencies, Layout};
 
 use super::fields::Fields;
 use super::{
     Config, Experts, LatentAttention, Layer, Mixer, Rope, Router, SharedExpert, check_heads, experts_fit,
-    rope,
+    padding, rope, unsupported_layer,
 };
 use crate::error::Result;
 
-pub(super) fn parse(fields: Fields<'_>) -> Result<Config> {
+/// The name of the one kind of layer, and its older name.
+const LAYER_TYPES: [&str; 2] = ["indexed_attention", "deepseek_sparse_attention"];
+
+pub(super) fn parse(fields: &Fields<'_>) -> Result<Config> {
     fields.one_of("hidden_act", &["silu"])?;
     fields.one_of("scoring_func", &["sigmoid"])?;
     fields.one_of("topk_method", &["noaux_tc"])?;
     let layers = fields.layers(61)?;
+    if let Some(types) = fields.texts("layer_types", layers)?
+        && let Some(other) = types.iter().find(|kind| !LAYER_TYPES.contains(kind))
+    {
+        return Err(unsupported_layer(fields, other, &LAYER_TYPES.join(", ")));
+    }
     let hidden = fields.count("hidden_size", 7168)?;
     let max_positions = fields.count("max_position_embeddings", 163840)?;
     let rope_dim = fields.count("qk_rope_head_dim", 64)?;
-    let default = rope::Default { theta: 10000.0, partial: 1.0, proportional: false, max_positions };
-    let indexer_rope = rope::parse(fields, None, rope_dim, default)?;
+    let family = rope::Family { theta: 10000.0, partial: 1.0, rotates_part: false, max_positions };
+    let indexer_rope = rope::flat(fields, &LAYER_TYPES, rope_dim, &family)?;
+    if !matches!(indexer_rope.frequencies, Frequencies::Plain { .. } | Frequencies::Yarn { .. })
+        && let Some(own) = rope::flat_dictionary(fields)?
+    {
+        // Transformers scales the softmax by it under every type but `default`.
+        own.only("mscale_all_dim", 0)?;
+    }
+    let heads = fields.count("num_attention_heads", 128)?;
+    fields.only("num_key_value_heads", heads)?;
+    fields.only("moe_layer_freq", 1)?;
+    fields.only("mlp_bias", false)?;
+    fields.only("rope_interleave", true)?;
     let nope_dim = fields.count("qk_nope_head_dim", 128)?;
     let attention = LatentAttention {
-        heads: fields.count("num_attention_heads", 128)?,
+        heads,
         q_rank: fields.count("q_lora_rank", 1536)?,
         kv_rank: fields.count("kv_lora_rank", 512)?,
         nope_dim,
@@ -39,10 +58,10 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<Config> {
     if attention.index_dim < rope_dim {
         return Err(fields.error("index_head_dim", format!("is below qk_rope_head_dim, {rope_dim}")));
     }
-    let count = match fields.whole("n_routed_experts")? {
-        Some(count) => count,
-        None => fields.count("num_experts", 256)?,
-    };
+    // Older and newer names of one number; transformers takes them in this order.
+    let names = ["num_local_experts", "num_experts", "n_routed_experts"];
+    let name = names.into_iter().find(|name| fields.get(name).is_some()).unwrap_or("n_routed_experts");
+    let count = fields.count(name, 256)?;
     let top_k = fields.count("num_experts_per_tok", 8)?;
     let groups = fields.count("n_group", 8)?;
     let kept_groups = fields.count("topk_group", 4)?;
@@ -68,6 +87,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<Config> {
         shared: (shared > 0).then_some(SharedExpert { intermediate: shared * intermediate, gated: false }),
     };
     let dense = fields.count("intermediate_size", 18432)?;
+    let vocabulary = fields.count("vocab_size", 129280)?;
     let first_dense = fields.whole("first_k_dense_replace")?.unwrap_or(3);
     let kinds = fields.texts("mlp_layer_types", layers)?;
     let layer = |i: usize| {
@@ -88,12 +108,12 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<Config> {
     };
     Ok(Config {
         model_type: "deepseek_v32".into(),
-        vocabulary: fields.count("vocab_size", 129280)?,
+        vocabulary,
         hidden,
         eps: fields.positive("rms_norm_eps", 1e-6)? as f32,
         one_plus_norms: false,
         embedding_scale: 1.0,
-        padding: fields.whole("pad_token_id")?.map(|id| id as u32),
+        padding: padding(fields, None, vocabulary)?,
         tied: fields.flag("tie_word_embeddings", false)?,
         final_cap: None,
         activation: Activation::Silu,

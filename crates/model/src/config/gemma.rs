@@ -1,18 +1,23 @@
 //! gemma2, gemma3_text, gemma4_text.
 
+use std::collections::BTreeMap;
+
 use ballast_kernels::glu::Activation;
+use serde_json::Value;
 
 use super::fields::Fields;
 use super::{
-    Attention, Config, Experts, Layer, Mixer, PerLayerInputs, Router, Values, check_heads, experts_fit, rope,
-    unsupported_layer,
+    Attention, Config, Experts, Layer, Mixer, PerLayerInputs, Router, Values, check_heads, experts_fit,
+    padding, rope, unsupported_layer,
 };
 use crate::error::Result;
 
 const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
+const KNOWN: &str = "sliding_attention, full_attention";
 
-pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
+/// `wrapped` is true if the text model stands inside one with vision.
+pub(super) fn parse(fields: &Fields<'_>, model_type: &str, wrapped: bool) -> Result<Config> {
     let generation = match model_type {
         "gemma2" => 2,
         "gemma3_text" => 3,
@@ -20,34 +25,37 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
     };
     fields.one_of("hidden_activation", &["gelu_pytorch_tanh"])?;
     fields.one_of("hidden_act", &["gelu_pytorch_tanh"])?;
-    if let Some(value) = fields.get("use_bidirectional_attention")
-        && value.as_str() == Some("all")
-    {
-        return Err(
-            fields.error("use_bidirectional_attention", "is \"all\": only causal models are supported")
-        );
-    }
+    causal(fields, generation)?;
+    fields.only("mlp_bias", false)?;
     let layers = fields.layers(if generation == 4 { 30 } else { 26 })?;
     let hidden = fields.count("hidden_size", 2304)?;
     let types = layer_types(fields, generation, layers)?;
-    let shared = fields.whole("num_kv_shared_layers")?.unwrap_or(0);
+    let shared = if generation == 4 { fields.whole("num_kv_shared_layers")?.unwrap_or(0) } else { 0 };
     if shared >= layers {
         return Err(fields.error("num_kv_shared_layers", format!("is {shared} of {layers} layers")));
     }
     let first_shared = layers - shared;
     let experts = if generation == 4 && fields.flag("enable_moe_block", false)? {
-        let count = fields.count("num_experts", 128)?;
-        let top_k = fields.count("top_k_experts", 8)?;
+        let count = fields.required("num_experts")?;
+        let top_k = fields.required("top_k_experts")?;
         experts_fit(fields, count, top_k, "top_k_experts")?;
-        let intermediate = fields.count("moe_intermediate_size", 704)?;
+        let intermediate = fields.required("moe_intermediate_size")?;
         Some(Experts { count, top_k, intermediate, router: Router::Normed, shared: None })
     } else {
         None
     };
     let intermediate = fields.count("intermediate_size", 9216)?;
-    let double = fields.flag("use_double_wide_mlp", false)?;
+    let double = generation == 4 && fields.flag("use_double_wide_mlp", false)?;
+    let widths = head_widths(fields, generation, &types)?;
+    let by_type = |kind| match types.iter().position(|other| *other == kind) {
+        Some(first) => attention(fields, generation, kind, widths[first]).map(Some),
+        None => Ok(None),
+    };
+    let (full, sliding) = (by_type(FULL)?, by_type(SLIDING)?);
     let layer = |i: usize| {
-        let mut attention = attention(fields, generation, types[i], i)?;
+        let of_type = if types[i] == FULL { &full } else { &sliding };
+        let Some(of_type) = of_type else { return Err(unsupported_layer(fields, types[i], KNOWN)) };
+        let mut attention = of_type.clone();
         if shared > 0 && i >= first_shared {
             let source = types[..first_shared].iter().rposition(|kind| *kind == types[i]);
             let Some(source) = source else {
@@ -69,16 +77,21 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
         eps: fields.positive("rms_norm_eps", 1e-6)? as f32,
         one_plus_norms: generation < 4,
         embedding_scale: (hidden as f64).sqrt() as f32,
-        padding: fields.whole("pad_token_id")?.map(|id| id as u32),
+        padding: padding(fields, Some(0), vocabulary)?,
         tied: fields.flag("tie_word_embeddings", true)?,
-        final_cap: cap(fields, "final_logit_softcapping", (generation == 2).then_some(30.0))?,
+        // Gemma 3 with vision leaves its logits alone.
+        final_cap: if generation == 3 && wrapped {
+            None
+        } else {
+            cap(fields, "final_logit_softcapping", (generation == 2).then_some(30.0))?
+        },
         activation: Activation::GeluTanh,
         max_positions: max_positions(fields, generation)?,
         norms_after: true,
         layer_scalar: generation == 4,
         per_layer_inputs: (per_layer_width > 0)
             .then(|| -> Result<PerLayerInputs> {
-                let vocabulary = fields.count("vocab_size_per_layer_input", vocabulary)?;
+                let vocabulary = fields.count("vocab_size_per_layer_input", 262144)?;
                 Ok(PerLayerInputs { vocabulary, width: per_layer_width })
             })
             .transpose()?,
@@ -88,91 +101,154 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
     })
 }
 
-fn max_positions(fields: Fields<'_>, generation: usize) -> Result<usize> {
+fn max_positions(fields: &Fields<'_>, generation: usize) -> Result<usize> {
     fields.count("max_position_embeddings", if generation == 2 { 8192 } else { 131072 })
 }
 
 /// A cap that the file can switch off with null.
-fn cap(fields: Fields<'_>, field: &str, default: Option<f64>) -> Result<Option<f32>> {
+fn cap(fields: &Fields<'_>, field: &str, default: Option<f64>) -> Result<Option<f32>> {
     let found = fields.positive_or_none(field)?;
     let said = fields.says(field);
     Ok(found.or(default.filter(|_| !said)).map(|cap| cap as f32))
 }
 
-fn layer_types<'a>(fields: Fields<'a>, generation: usize, layers: usize) -> Result<Vec<&'a str>> {
-    let types = match fields.texts("layer_types", layers)? {
-        Some(types) => types,
-        None => {
-            let field = if fields.get("_sliding_window_pattern").is_some() {
-                "_sliding_window_pattern"
-            } else {
-                "sliding_window_pattern"
-            };
-            let pattern = fields.count(field, if generation == 2 { 2 } else { 6 })?;
-            let kind = |i: usize| if (i + 1).is_multiple_of(pattern) { FULL } else { SLIDING };
-            let mut types: Vec<&str> = (0..layers).map(kind).collect();
-            if generation == 4 {
-                types[layers - 1] = FULL;
-            }
-            types
-        }
-    };
-    match types.iter().find(|kind| ![FULL, SLIDING].contains(kind)) {
-        Some(other) => Err(unsupported_layer(fields, other, "sliding_attention, full_attention")),
-        None => Ok(types),
+/// An error if tokens see those after them.
+fn causal(fields: &Fields<'_>, generation: usize) -> Result {
+    let field = "use_bidirectional_attention";
+    match fields.get(field) {
+        None | Some(Value::Bool(false)) => Ok(()),
+        // Tokens of an image see each other; there are none here.
+        Some(Value::String(text)) if generation == 4 && text == "vision" => Ok(()),
+        Some(value) => Err(fields.error(field, format!("is {value}: only causal models are supported"))),
     }
 }
 
-fn attention(fields: Fields<'_>, generation: usize, kind: &str, layer: usize) -> Result<Attention> {
-    let full = kind == FULL;
-    let heads = fields.count("num_attention_heads", 8)?;
-    let mut kv_heads = fields.count("num_key_value_heads", 4)?;
-    let mut head_dim = fields.count("head_dim", 256)?;
-    let k_eq_v = generation == 4 && fields.flag("attention_k_eq_v", false)? && full;
+fn layer_types<'a>(fields: &Fields<'a>, generation: usize, layers: usize) -> Result<Vec<&'a str>> {
+    let mut types = match fields.texts("layer_types", layers)? {
+        Some(types) => types,
+        None => {
+            let pattern = match generation {
+                2 => 2,
+                3 => fields.count("sliding_window_pattern", 6)?,
+                _ => 6,
+            };
+            // Transformers derives no layer types from these.
+            for ignored in ["sliding_window_pattern", "_sliding_window_pattern"] {
+                fields.only(ignored, pattern)?;
+            }
+            let kind = |i: usize| if (i + 1).is_multiple_of(pattern) { FULL } else { SLIDING };
+            (0..layers).map(kind).collect()
+        }
+    };
+    if let Some(other) = types.iter().find(|kind| ![FULL, SLIDING].contains(kind)) {
+        return Err(unsupported_layer(fields, other, KNOWN));
+    }
     if generation == 4 {
-        match fields.object("per_layer_config", "per_layer_config.")? {
-            Some(all) => {
-                if let Some(own) = all.object(&layer.to_string(), "per_layer_config.<layer>.")? {
-                    head_dim = own.count("head_dim", head_dim)?;
-                    kv_heads = own.count("num_key_value_heads", kv_heads)?;
-                }
-            }
-            None if full => {
-                head_dim = fields.count("global_head_dim", 512)?;
-                if k_eq_v {
-                    kv_heads = fields.count("num_global_key_value_heads", kv_heads)?;
-                }
-            }
-            None => {}
+        types[layers - 1] = FULL;
+    }
+    Ok(types)
+}
+
+/// Width of a head, and heads of k and v.
+type Widths = (usize, usize);
+
+/// The widths of every layer; layers of one type have the same.
+fn head_widths(fields: &Fields<'_>, generation: usize, types: &[&str]) -> Result<Vec<Widths>> {
+    let kv_heads = fields.count("num_key_value_heads", 4)?;
+    let head_dim = fields.count("head_dim", 256)?;
+    let mut widths = vec![(head_dim, kv_heads); types.len()];
+    if generation < 4 {
+        return Ok(widths);
+    }
+    if fields.says("per_layer_config") {
+        for (layer, own) in per_layer(fields, types.len())? {
+            widths[layer] = (own.count("head_dim", head_dim)?, own.count("num_key_value_heads", kv_heads)?);
+        }
+    } else {
+        let head_dim = fields.count("global_head_dim", 512)?;
+        let kv_heads = match fields.flag("attention_k_eq_v", false)? {
+            true => fields.whole("num_global_key_value_heads")?.unwrap_or(kv_heads),
+            false => kv_heads,
+        };
+        types.iter().zip(&mut widths).filter(|(kind, _)| **kind == FULL).for_each(|(_, width)| {
+            *width = (head_dim, kv_heads);
+        });
+    }
+    for (layer, kind) in types.iter().enumerate() {
+        let first = types.iter().position(|other| other == kind).unwrap_or(layer);
+        if widths[layer] != widths[first] {
+            let problem = format!("gives layers {first} and {layer}, both {kind}, heads of different shapes");
+            return Err(fields.error("per_layer_config", problem));
         }
     }
+    Ok(widths)
+}
+
+/// The settings of single layers. Keys are layer numbers, with zeros before them so that they sort.
+fn per_layer<'a>(fields: &Fields<'a>, layers: usize) -> Result<BTreeMap<usize, Fields<'a>>> {
+    let mut found = BTreeMap::new();
+    let Some(all) = fields.object("per_layer_config")? else { return Ok(found) };
+    for key in all.keys() {
+        let number = key.parse::<usize>().ok().filter(|_| key.bytes().all(|byte| byte.is_ascii_digit()));
+        let Some(layer) = number.filter(|layer| *layer < layers) else {
+            return Err(all.error(key, format!("is not the number of one of {layers} layers")));
+        };
+        let Some(own) = all.object(key)? else { return Err(all.error(key, "is not an object")) };
+        if let Some(other) =
+            own.keys().find(|name| !["head_dim", "num_key_value_heads"].contains(&name.as_str()))
+        {
+            let problem = "differs by layer, which is supported for head_dim and num_key_value_heads only";
+            return Err(own.error(other, problem));
+        }
+        if found.insert(layer, own).is_some() {
+            return Err(all.error(key, format!("is layer {layer} a second time")));
+        }
+    }
+    Ok(found)
+}
+
+fn attention(
+    fields: &Fields<'_>,
+    generation: usize,
+    kind: &str,
+    (head_dim, kv_heads): Widths,
+) -> Result<Attention> {
+    let full = kind == FULL;
+    let heads = fields.count("num_attention_heads", 8)?;
+    let k_eq_v = generation == 4 && fields.flag("attention_k_eq_v", false)? && full;
     check_heads(fields, heads, kv_heads, "num_key_value_heads")?;
     if head_dim > 512 {
         return Err(fields.error("head_dim", format!("is {head_dim}; at most 512")));
     }
-    let default = rope::Default {
-        theta: if full && generation > 2 { 1e6 } else { 1e4 },
-        partial: if full && generation == 4 { 0.25 } else { 1.0 },
-        proportional: full && generation == 4,
+    let family = rope::Family {
+        theta: 1e4,
+        partial: 1.0,
+        rotates_part: false,
         max_positions: max_positions(fields, generation)?,
     };
-    let window = fields.count("sliding_window", if generation == 4 { 512 } else { 4096 })?;
+    let rope = match generation {
+        2 => rope::flat(fields, &[FULL, SLIDING], head_dim, &family)?,
+        3 => rope::gemma3(fields, full, head_dim, &family)?,
+        _ => rope::gemma4(fields, full, head_dim, &family)?,
+    };
+    let window = if full {
+        None
+    } else {
+        Some(fields.count("sliding_window", if generation == 4 { 512 } else { 4096 })?)
+    };
     Ok(Attention {
         heads,
         kv_heads,
         head_dim,
-        rope: rope::parse(fields, (generation > 2).then_some(kind), head_dim, default)?,
+        rope,
         scale: if generation == 4 {
             1.0
         } else {
             fields.positive("query_pre_attn_scalar", 256.0)?.powf(-0.5) as f32
         },
-        window: (!full).then_some(window),
-        soft_cap: if generation == 4 {
-            None
-        } else {
-            cap(fields, "attn_logit_softcapping", (generation == 2).then_some(50.0))?
-        },
+        window,
+        // Gemma 3 has the field and makes no use of it.
+        soft_cap: if generation == 2 { cap(fields, "attn_logit_softcapping", Some(50.0))? } else { None },
         gated: false,
         qk_norm: generation > 2,
         values: match generation {

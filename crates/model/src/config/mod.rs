@@ -8,13 +8,14 @@
 mod deepseek;
 mod fields;
 mod gemma;
+mod keys;
 mod qwen;
 mod rope;
 
 use std::path::Path;
 
 use ballast_kernels::glu::Activation;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
 use fields::Fields;
@@ -239,25 +240,48 @@ pub const MODEL_TYPES: [&str; 11] = [
 impl Config {
     /// Reads config.json; `file` is named in errors.
     pub fn parse(config: &Value, file: &Path) -> Result<Config> {
-        let top = Fields::new(file, "", config)?;
-        let fields = top.object("text_config", "text_config.")?.unwrap_or(top);
+        Ok(Config::parse_all(config, file)?.0)
+    }
+
+    /// The paths of the keys of a config.json that have no effect here and that are not known to be harmless:
+    /// `text_config.foo`, in order. An error if the file cannot be used.
+    pub fn unknown_keys(config: &Value, file: &Path) -> Result<Vec<String>> {
+        Ok(Config::parse_all(config, file)?.1)
+    }
+
+    fn parse_all(config: &Value, file: &Path) -> Result<(Config, Vec<String>)> {
+        let top = Fields::new(file, config)?;
+        let text = top.object("text_config")?;
+        let wrapped = text.is_some();
+        let fields = text.unwrap_or_else(|| top.clone());
         let model_type = match fields.text("model_type")? {
             Some(model_type) => model_type,
             None => top.text("model_type")?.ok_or_else(|| fields.error("model_type", "is missing"))?,
         };
+        keys::check_common(&top)?;
+        keys::check_common(&fields)?;
         let mut config = match model_type {
-            "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text" => qwen::parse(fields, model_type),
-            "gemma2" | "gemma3_text" | "gemma4_text" => gemma::parse(fields, model_type),
-            "deepseek_v32" => deepseek::parse(fields),
+            "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text" => qwen::parse(&fields, model_type),
+            "gemma2" | "gemma3_text" | "gemma4_text" => gemma::parse(&fields, model_type, wrapped),
+            "deepseek_v32" => deepseek::parse(&fields),
             _ => Err(fields.error(
                 "model_type",
                 format!("is {model_type:?}, which is not supported; known: {}", MODEL_TYPES.join(", ")),
             )),
         }?;
-        if !fields.says("tie_word_embeddings") && top.says("tie_word_embeddings") {
-            config.tied = top.flag("tie_word_embeddings", config.tied)?;
+        if model_type != "gemma4_text" {
+            fields.only("per_layer_config", json!({}))?;
         }
-        Ok(config)
+        if wrapped && top.get("tie_word_embeddings").is_some() {
+            let tied = top.flag("tie_word_embeddings", config.tied)?;
+            if fields.says("tie_word_embeddings") && tied != config.tied {
+                let problem = format!("is {tied}, and `text_config.tie_word_embeddings` is {}", config.tied);
+                return Err(top.error("tie_word_embeddings", problem));
+            }
+            config.tied = tied;
+        }
+        let unknown = keys::unknown(&top, model_type, wrapped);
+        Ok((config, unknown))
     }
 
     /// Layers that have an indexer.
@@ -276,24 +300,38 @@ impl Layer {
     }
 }
 
+/// The token whose embedding is not learned; `default` where the file names none, none where it says null.
+fn padding(fields: &Fields<'_>, default: Option<u32>, vocabulary: usize) -> Result<Option<u32>> {
+    let field = "pad_token_id";
+    if !fields.says(field) {
+        return Ok(default);
+    }
+    match fields.whole(field)? {
+        Some(id) if id >= vocabulary => {
+            Err(fields.error(field, format!("is {id}, outside the vocabulary of {vocabulary}")))
+        }
+        id => Ok(id.map(|id| id as u32)),
+    }
+}
+
 /// 0 stands for the default there, as in transformers.
-fn initializer_range(fields: Fields<'_>) -> Result<f32> {
+fn initializer_range(fields: &Fields<'_>) -> Result<f32> {
     let range = fields.number("initializer_range")?.filter(|range| *range != 0.0);
     Ok(range.unwrap_or(0.02) as f32)
 }
 
 /// `part` heads must divide `whole` heads.
-fn check_heads(fields: Fields<'_>, whole: usize, part: usize, field: &str) -> Result {
+fn check_heads(fields: &Fields<'_>, whole: usize, part: usize, field: &str) -> Result {
     if part > 0 && whole.is_multiple_of(part) {
         return Ok(());
     }
     Err(fields.error(field, format!("is {part}, which does not divide {whole} heads")))
 }
 
-fn experts_fit(fields: Fields<'_>, count: usize, top_k: usize, field: &str) -> Result {
+fn experts_fit(fields: &Fields<'_>, count: usize, top_k: usize, field: &str) -> Result {
     if top_k <= count { Ok(()) } else { Err(fields.error(field, format!("is {top_k} of {count} experts"))) }
 }
 
-fn unsupported_layer(fields: Fields<'_>, kind: &str, known: &str) -> Error {
+fn unsupported_layer(fields: &Fields<'_>, kind: &str, known: &str) -> Error {
     fields.error("layer_types", format!("has {kind:?}, which is not supported; known: {known}"))
 }

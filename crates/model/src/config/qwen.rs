@@ -1,15 +1,20 @@
 //! qwen3_next, qwen3_5_text, qwen3_5_moe_text.
 
 use ballast_kernels::glu::Activation;
+use serde_json::json;
 
 use super::fields::Fields;
 use super::{
     Attention, Config, Experts, Layer, LinearAttention, Mixer, Router, SharedExpert, Values, check_heads,
-    experts_fit, rope, unsupported_layer,
+    experts_fit, padding, rope, unsupported_layer,
 };
 use crate::error::Result;
 
-pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
+const FULL: &str = "full_attention";
+const LINEAR: &str = "linear_attention";
+const LAYER_TYPES: [&str; 2] = [LINEAR, FULL];
+
+pub(super) fn parse(fields: &Fields<'_>, model_type: &str) -> Result<Config> {
     let next = model_type == "qwen3_next";
     let moe = model_type != "qwen3_5_text";
     let (hidden, intermediate, layers, kv_heads) = match model_type {
@@ -23,12 +28,15 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
     let layers = fields.layers(layers)?;
     let max_positions = fields.count("max_position_embeddings", 32768)?;
     let head_dim = fields.count("head_dim", 256)?;
-    let defaults = rope::Default { theta: 10000.0, partial: 0.25, proportional: false, max_positions };
+    let family = rope::Family { theta: 10000.0, partial: 0.25, rotates_part: true, max_positions };
+    fields.only("attn_output_gate", true)?;
+    fields.only("use_sliding_window", false)?;
+    fields.only("mlp_bias", false)?;
     let attention = Attention {
         heads: fields.count("num_attention_heads", 16)?,
         kv_heads: fields.count("num_key_value_heads", kv_heads)?,
         head_dim,
-        rope: rope::parse(fields, None, head_dim, defaults)?,
+        rope: rope::flat(fields, &LAYER_TYPES, head_dim, &family)?,
         scale: (head_dim as f32).powf(-0.5),
         window: None,
         soft_cap: None,
@@ -68,30 +76,36 @@ pub(super) fn parse(fields: Fields<'_>, model_type: &str) -> Result<Config> {
     let dense = if moe && !next { None } else { Some(fields.count("intermediate_size", intermediate)?) };
     let step = fields.count("decoder_sparse_step", 1)?;
     let dense_only = fields.wholes("mlp_only_layers")?;
+    if !next {
+        fields.only("decoder_sparse_step", 1)?;
+        fields.only("mlp_only_layers", json!([]))?;
+        fields.only("norm_topk_prob", true)?;
+    }
+    let vocabulary = fields.count("vocab_size", if next { 151936 } else { 248320 })?;
     let interval = fields.count("full_attention_interval", 4)?;
     let types = fields.texts("layer_types", layers)?;
     let layer = |i: usize| {
         let kind = match &types {
             Some(types) => types[i],
-            None if (i + 1).is_multiple_of(interval) => "full_attention",
-            None => "linear_attention",
+            None if (i + 1).is_multiple_of(interval) => FULL,
+            None => LINEAR,
         };
         let mixer = match kind {
-            "full_attention" => Mixer::Softmax(attention.clone()),
-            "linear_attention" => Mixer::Linear(linear),
-            other => return Err(unsupported_layer(fields, other, "linear_attention, full_attention")),
+            FULL => Mixer::Softmax(attention.clone()),
+            LINEAR => Mixer::Linear(linear),
+            other => return Err(unsupported_layer(fields, other, &LAYER_TYPES.join(", "))),
         };
         let sparse = mixture.filter(|_| !next || !dense_only.contains(&i) && (i + 1).is_multiple_of(step));
         Ok(Layer { mixer, dense: if sparse.is_some() { None } else { dense }, experts: sparse })
     };
     Ok(Config {
         model_type: model_type.into(),
-        vocabulary: fields.count("vocab_size", if next { 151936 } else { 248320 })?,
+        vocabulary,
         hidden,
         eps: fields.positive("rms_norm_eps", 1e-6)? as f32,
         one_plus_norms: true,
         embedding_scale: 1.0,
-        padding: fields.whole("pad_token_id")?.map(|id| id as u32),
+        padding: padding(fields, None, vocabulary)?,
         tied: fields.flag("tie_word_embeddings", false)?,
         final_cap: None,
         activation: Activation::Silu,

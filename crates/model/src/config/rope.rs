@@ -1,7 +1,14 @@
-//! Rotary settings, in the places where configurations of several ages keep them.
+//! Rotary settings, in the places where configurations of several ages keep them, read as transformers 5.22 reads them.
 //!
-//! Newest first: `rope_parameters`, by layer type where there are several; else `rope_theta`, `partial_rotary_factor`
-//! and `rope_scaling` of their own.
+//! | family | dictionary | key that it lacks |
+//! |---|---|---|
+//! | qwen, gemma2, deepseek | `rope_scaling` if it has entries, else `rope_parameters` | beside it: `rope_theta`, `partial_rotary_factor`, then the default |
+//! | gemma3, full layers | `rope_parameters.full_attention`, overridden key by key by `rope_scaling` | `rope_theta` beside it, then 1e6 |
+//! | gemma3, sliding layers | `rope_parameters.sliding_attention` | `rope_local_base_freq` beside it, then 1e4 |
+//! | gemma4 | `rope_scaling` or `rope_parameters`, by layer type | the base must be there |
+//!
+//! A part of the head rotates in Qwen models and under type `proportional`; everywhere else type `default` ignores
+//! `partial_rotary_factor`. A key that is ignored is not read, so the caller's list of unread keys names it.
 
 use ballast_kernels::rotary::{Frequencies, Layout, Rotary, Yarn, yarn_mscale};
 
@@ -37,83 +44,256 @@ impl Rope {
     }
 }
 
-/// What holds where the file says nothing.
-pub(super) struct Default {
+/// The defaults and abilities of a family.
+pub(super) struct Family {
+    /// Base where the file names none.
     pub(super) theta: f64,
+    /// `partial_rotary_factor` where the file names none.
     pub(super) partial: f64,
-    pub(super) proportional: bool,
+    /// Returns true if a rotation can leave the end of a head alone.
+    pub(super) rotates_part: bool,
     pub(super) max_positions: usize,
 }
 
-/// The rotation of heads of width `head_dim`, in layers of type `layer_type` where types have their own.
-pub(super) fn parse(
-    fields: Fields<'_>,
-    layer_type: Option<&str>,
-    head_dim: usize,
-    default: Default,
-) -> Result<Rope> {
-    let all = fields.object("rope_parameters", "rope_parameters.")?;
-    let own = match (all, layer_type) {
-        (Some(all), Some(layer_type)) => {
-            all.object(layer_type, "rope_parameters.<layer type>.")?.or(Some(all))
-        }
-        (all, _) => all,
-    };
-    let scaling = fields.object("rope_scaling", "rope_scaling.")?;
-    // Older Gemma 3: the sliding layers have a base of their own, and the scaling is not theirs.
-    let sliding = layer_type == Some("sliding_attention");
-    let old_theta = if sliding { "rope_local_base_freq" } else { "rope_theta" };
-    let theta = match own {
-        Some(own) => own.positive("rope_theta", default.theta)?,
-        None => fields.positive(old_theta, default.theta)?,
-    };
-    let from = own.or(if sliding { None } else { scaling });
-    let partial = match own.map(|own| own.positive_or_none("partial_rotary_factor")).transpose()?.flatten() {
-        Some(partial) => partial,
-        None => fields.positive("partial_rotary_factor", default.partial)?,
-    };
-    if partial > 1.0 {
-        return Err(fields.error("partial_rotary_factor", format!("is {partial}; at most 1")));
-    }
-    let kind = match from {
-        Some(from) => from.text("rope_type")?.or(from.text("type")?),
-        None => None,
-    };
-    let kind = kind.unwrap_or(if default.proportional { "proportional" } else { "default" });
-    let dims = (head_dim as f64 * partial) as usize;
-    let factor = |name: &str| match from {
-        Some(from) => from.positive(name, 1.0),
-        None => Ok(1.0),
-    };
-    let frequencies = match kind {
-        "default" | "mrope" => Frequencies::Plain { dims },
-        "linear" => Frequencies::Linear { dims, factor: factor("factor")? },
-        "proportional" => Frequencies::Proportional { head_dim, partial, factor: factor("factor")? },
-        "yarn" => Frequencies::Yarn { dims, yarn: yarn(from.unwrap_or(fields), default.max_positions)? },
-        other => {
-            let known = "default, linear, proportional, yarn";
-            let place = from.unwrap_or(fields);
-            return Err(
-                place.error("rope_type", format!("is {other:?}, which is not supported; known: {known}"))
-            );
-        }
-    };
-    let rope = Rope { theta, frequencies, layout: Layout::HalfSplit };
-    rope.rotary().map_err(|e| from.unwrap_or(fields).error("rope_theta", format!("cannot be used: {e}")))?;
-    Ok(rope)
+/// The place of one rotation's settings.
+struct Settings<'a> {
+    /// Dictionaries that hold the keys, the one that wins first.
+    own: Vec<Fields<'a>>,
+    /// The object around them, for errors.
+    around: Fields<'a>,
+    /// Returns true if `type`, the older name, is read where `rope_type` is missing.
+    older_name: bool,
+    theta: Theta,
+    /// Dictionary that holds `truncate`.
+    truncate: Option<Fields<'a>>,
+    /// Returns true if the context before yarn, where it stands beside the dictionaries, takes precedence over them.
+    original_beside: bool,
 }
 
-fn yarn(fields: Fields<'_>, max_positions: usize) -> Result<Yarn> {
-    let usual = Yarn::new(1.0, max_positions);
-    let original = fields.count("original_max_position_embeddings", max_positions)?;
-    Ok(Yarn {
-        factor: fields.positive("factor", max_positions as f64 / original as f64)?,
-        original_context: original,
-        beta_fast: fields.positive("beta_fast", usual.beta_fast)?,
-        beta_slow: fields.positive("beta_slow", usual.beta_slow)?,
-        mscale: fields.number("mscale")?,
-        mscale_all_dim: fields.number("mscale_all_dim")?,
-        attention_factor: fields.positive_or_none("attention_factor")?,
-        truncate: fields.flag("truncate", true)?,
-    })
+/// The base of a dictionary that lacks it.
+enum Theta {
+    /// This field beside the dictionary, else the number.
+    Beside(&'static str, f64),
+    /// There is none.
+    Required,
+}
+
+/// The rotation of a family with one for all layers; `layer_types` are the values that it knows.
+pub(super) fn flat(
+    fields: &Fields<'_>,
+    layer_types: &[&str],
+    head_dim: usize,
+    family: &Family,
+) -> Result<Rope> {
+    let own = flat_dictionary(fields)?;
+    if let Some(own) = &own
+        && let Some(nested) = own.keys().find(|key| layer_types.contains(&key.as_str()))
+    {
+        return Err(
+            own.error(nested, "has settings by layer type; this family has one rotation for all layers")
+        );
+    }
+    let settings = Settings {
+        truncate: own.clone(),
+        own: own.into_iter().collect(),
+        around: fields.clone(),
+        older_name: true,
+        theta: Theta::Beside("rope_theta", family.theta),
+        original_beside: true,
+    };
+    settings.rope(head_dim, family)
+}
+
+/// The dictionary of a family with one rotation for all layers: `rope_scaling` takes the place of `rope_parameters`.
+pub(super) fn flat_dictionary<'a>(fields: &Fields<'a>) -> Result<Option<Fields<'a>>> {
+    let parameters = fields.object("rope_parameters")?;
+    let scaling = fields.object("rope_scaling")?.filter(|scaling| scaling.keys().next().is_some());
+    Ok(scaling.or(parameters))
+}
+
+/// The rotation of Gemma 3's layers of one type.
+pub(super) fn gemma3(fields: &Fields<'_>, full: bool, head_dim: usize, family: &Family) -> Result<Rope> {
+    let layer_type = if full { "full_attention" } else { "sliding_attention" };
+    let parameters = fields.object("rope_parameters")?;
+    let by_type = parameters.as_ref().map(|all| all.object(layer_type)).transpose()?.flatten();
+    let scaling = if full { fields.object("rope_scaling")? } else { None };
+    if let (Some(_), Some(parameters), None) = (&scaling, &parameters, &by_type) {
+        return Err(parameters.error(layer_type, "is missing; `rope_scaling` needs it to change it"));
+    }
+    // Without a dictionary of its own a layer type starts from one that has `rope_type`.
+    let older_name = by_type.is_some();
+    let (theta, default) = if full { ("rope_theta", 1e6) } else { ("rope_local_base_freq", 1e4) };
+    let settings = Settings {
+        own: scaling.into_iter().chain(by_type).collect(),
+        around: fields.clone(),
+        older_name,
+        theta: Theta::Beside(theta, default),
+        truncate: parameters,
+        original_beside: false,
+    };
+    settings.rope(head_dim, family)
+}
+
+/// The rotation of Gemma 4's layers of one type.
+pub(super) fn gemma4(fields: &Fields<'_>, full: bool, head_dim: usize, family: &Family) -> Result<Rope> {
+    let layer_type = if full { "full_attention" } else { "sliding_attention" };
+    let (parameters, scaling) = (fields.object("rope_parameters")?, fields.object("rope_scaling")?);
+    if parameters.is_some() && scaling.is_some() {
+        let problem = "stands beside `rope_parameters`, which transformers then ignores; keep one of them";
+        return Err(fields.error("rope_scaling", problem));
+    }
+    let Some(all) = scaling.or(parameters) else {
+        let frequencies = if full {
+            Frequencies::Proportional { head_dim, partial: 0.25, factor: 1.0 }
+        } else {
+            Frequencies::Plain { dims: head_dim }
+        };
+        let theta = if full { 1e6 } else { 1e4 };
+        return checked(fields, Rope { theta, frequencies, layout: Layout::HalfSplit });
+    };
+    let Some(own) = all.object(layer_type)? else {
+        return Err(all.error(layer_type, "is missing; Gemma 4 has rotary settings by layer type"));
+    };
+    let settings = Settings {
+        own: vec![own],
+        around: fields.clone(),
+        older_name: true,
+        theta: Theta::Required,
+        truncate: Some(all),
+        original_beside: false,
+    };
+    settings.rope(head_dim, family)
+}
+
+impl<'a> Settings<'a> {
+    /// The dictionary that has `field`, be it null.
+    fn having(&self, field: &str) -> Option<&Fields<'a>> {
+        self.own.iter().find(|own| own.says(field))
+    }
+
+    /// Reads `field` where it is; `None` where it is nowhere.
+    fn find<T>(&self, field: &str, read: impl Fn(&Fields<'a>, &str) -> Result<T>) -> Result<Option<T>> {
+        self.having(field).map(|own| read(own, field)).transpose()
+    }
+
+    fn rope(&self, head_dim: usize, family: &Family) -> Result<Rope> {
+        let kind = self.kind()?;
+        let theta = match (self.find("rope_theta", |own, field| own.positive(field, 1.0))?, &self.theta) {
+            (Some(theta), _) => theta,
+            (None, Theta::Beside(field, default)) => self.around.positive(field, *default)?,
+            (None, Theta::Required) => return Err(self.place().error("rope_theta", "is missing")),
+        };
+        let frequencies = match kind {
+            "default" if family.rotates_part => Frequencies::Plain { dims: self.dims(head_dim, family)? },
+            "default" => Frequencies::Plain { dims: head_dim },
+            "linear" => {
+                let Some(factor) = self.find("factor", |own, field| own.positive(field, 1.0))? else {
+                    return Err(self.place().error("factor", "is missing; type linear needs it"));
+                };
+                Frequencies::Linear { dims: self.dims(head_dim, family)?, factor }
+            }
+            "proportional" => Frequencies::Proportional {
+                head_dim,
+                partial: self.partial(family)?,
+                factor: self.find("factor", |own, field| own.positive(field, 1.0))?.unwrap_or(1.0),
+            },
+            "yarn" => Frequencies::Yarn {
+                dims: self.dims(head_dim, family)?,
+                yarn: self.yarn(family.max_positions)?,
+            },
+            other => {
+                let known = "default, linear, proportional, yarn";
+                let problem = format!("is {other:?}, which is not supported; known: {known}");
+                return Err(self.place().error("rope_type", problem));
+            }
+        };
+        checked(self.place(), Rope { theta, frequencies, layout: Layout::HalfSplit })
+    }
+
+    /// The object that errors name.
+    fn place(&self) -> &Fields<'a> {
+        self.own.first().unwrap_or(&self.around)
+    }
+
+    fn kind(&self) -> Result<&'a str> {
+        let text = |own: &Fields<'a>, field: &str| match own.text(field)? {
+            Some(text) => Ok(text),
+            None => Err(own.error(field, "is null; give it a value or remove it")),
+        };
+        if let Some(kind) = self.find("rope_type", text)? {
+            // An equal copy under the older name is harmless; another one is left unread, and so named.
+            self.own.iter().filter(|own| own.has("type", kind)).for_each(|own| _ = own.says("type"));
+            return Ok(kind);
+        }
+        match self.find("type", text)? {
+            Some(kind) if kind != "default" && !self.older_name => {
+                let problem = format!("is {kind:?}, which transformers ignores here; name it `rope_type`");
+                Err(self.place().error("type", problem))
+            }
+            kind => Ok(kind.unwrap_or("default")),
+        }
+    }
+
+    /// `partial_rotary_factor`, of the dictionary, beside it, or the default.
+    fn partial(&self, family: &Family) -> Result<f64> {
+        let field = "partial_rotary_factor";
+        let partial = match self.find(field, |own, field| own.positive(field, 1.0))? {
+            Some(partial) => partial,
+            // Null beside the dictionary stands for all of the head.
+            None if self.around.says(field) => self.around.positive_or_none(field)?.unwrap_or(1.0),
+            None => family.partial,
+        };
+        if partial > 1.0 {
+            let place = self.having(field).unwrap_or(&self.around);
+            return Err(place.error(field, format!("is {partial}; at most 1")));
+        }
+        Ok(partial)
+    }
+
+    /// Dimensions that rotate.
+    fn dims(&self, head_dim: usize, family: &Family) -> Result<usize> {
+        let partial = self.partial(family)?;
+        let dims = (head_dim as f64 * partial) as usize;
+        if dims < head_dim && !family.rotates_part {
+            let field = "partial_rotary_factor";
+            let place = self.having(field).unwrap_or(&self.around);
+            let problem =
+                format!("is {partial}; heads of this family rotate as a whole, except in type proportional");
+            return Err(place.error(field, problem));
+        }
+        Ok(dims)
+    }
+
+    fn yarn(&self, max_positions: usize) -> Result<Yarn> {
+        let usual = Yarn::new(1.0, max_positions);
+        let field = "original_max_position_embeddings";
+        let original = if self.original_beside && self.around.says(field) {
+            self.around.count(field, max_positions)?
+        } else {
+            self.find(field, |own, field| own.count(field, max_positions))?.unwrap_or(max_positions)
+        };
+        let Some(factor) = self.find("factor", Fields::positive_or_none)? else {
+            return Err(self.place().error("factor", "is missing; type yarn needs it"));
+        };
+        // 0 and null stand for the default there.
+        let beta = |field: &str| -> Result<Option<f64>> {
+            Ok(self.find(field, Fields::number)?.flatten().filter(|beta| *beta != 0.0))
+        };
+        Ok(Yarn {
+            factor: factor.unwrap_or(max_positions as f64 / original as f64),
+            original_context: original,
+            beta_fast: beta("beta_fast")?.unwrap_or(usual.beta_fast),
+            beta_slow: beta("beta_slow")?.unwrap_or(usual.beta_slow),
+            mscale: self.find("mscale", Fields::number)?.flatten(),
+            mscale_all_dim: self.find("mscale_all_dim", Fields::number)?.flatten(),
+            attention_factor: self.find("attention_factor", Fields::positive_or_none)?.flatten(),
+            truncate: self.truncate.as_ref().map_or(Ok(true), |place| place.flag("truncate", true))?,
+        })
+    }
+}
+
+/// The rotation, if sines and cosines can be made of it.
+fn checked(place: &Fields<'_>, rope: Rope) -> Result<Rope> {
+    rope.rotary().map_err(|e| place.error("rope_theta", format!("cannot be used: {e}")))?;
+    Ok(rope)
 }

@@ -11,6 +11,8 @@ use crate::error::Result;
 /// Text to ids and back.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// Returns true if tokens such as `<0xE2>` stand for bytes.
+    byte_fallback: bool,
     file: PathBuf,
     /// By name (`bos_token`, `eos_token`, ...): the special tokens of `tokenizer_config.json`.
     pub special: BTreeMap<String, String>,
@@ -36,7 +38,8 @@ impl Tokenizer {
                 Some((name.clone(), content?.to_string()))
             })
             .collect();
-        Ok(Tokenizer { inner, file, special })
+        let decoder = serde_json::to_value(inner.get_decoder()).unwrap_or_default();
+        Ok(Tokenizer { byte_fallback: has_byte_fallback(&decoder), inner, file, special })
     }
 
     /// Where it came from.
@@ -75,49 +78,102 @@ impl Tokenizer {
     pub fn stream(&self) -> TextStream<'_> {
         TextStream { tokenizer: self, ids: Vec::new(), context: 0, shown: String::new() }
     }
+
+    /// The token of an id, unless a text without special tokens leaves it out.
+    fn shown_token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id).filter(|token| !self.inner.get_added_vocabulary().is_special_token(token))
+    }
+
+    /// Returns true if the token stands for one byte, by the rule of the `tokenizers` crate.
+    fn is_byte(&self, token: &str) -> bool {
+        let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+        let byte = digits.filter(|digits| digits.len() == 2).map(|digits| u8::from_str_radix(digits, 16));
+        self.byte_fallback && matches!(byte, Some(Ok(_)))
+    }
 }
 
-/// Turns ids that come one by one into text; a character appears when its last byte has come.
+/// Returns true if a decoder, or one of a sequence, turns byte tokens into text.
+fn has_byte_fallback(decoder: &Value) -> bool {
+    let parts = decoder.get("decoders").and_then(Value::as_array);
+    decoder["type"] == "ByteFallback" || parts.is_some_and(|parts| parts.iter().any(has_byte_fallback))
+}
+
+/// Turns ids that come one by one into text: the pieces, put together, are the text of all ids.
 ///
-/// What a token adds can depend on the one before it (a space, the rest of a character), so a piece is the difference
-/// between two decodings that begin at the same, earlier place.
+/// A token's text can depend on the one before it (a space, the rest of a character), so a piece is the difference
+/// between two decodings that begin at the same, earlier place. Two things can still change when more ids come, and are
+/// held back:
+/// - a replacement character at the end: its bytes may be the beginning of a character;
+/// - a run of byte tokens: an invalid byte at its end turns every byte of the run into a replacement character.
 pub struct TextStream<'t> {
     tokenizer: &'t Tokenizer,
-    /// The last ids of what was shown, then those that were not.
+    /// The last ids that were shown in full, then the others; none of tokens that a text leaves out.
     ids: Vec<u32>,
-    /// How many of them are shown.
+    /// Number of ids that were shown in full.
     context: usize,
-    /// The text of those.
+    /// The text of `ids` as far as it was shown.
     shown: String,
 }
 
-/// What stands for bytes that are no character (yet).
+/// The character that stands for bytes that are no character (yet).
 const INCOMPLETE: char = '\u{fffd}';
 
-/// A character has four bytes at most; more tokens than this without an end are no character.
+/// Ids that are decoded together at most, give or take, when every piece ends in bytes that are no character.
 const PATIENCE: usize = 256;
 
+/// Bytes of a character at most.
+const CHARACTER: usize = 4;
+
 impl TextStream<'_> {
-    /// The text that is complete with this id; often none.
+    /// The text that is final with this id; often none.
     pub fn push(&mut self, id: u32) -> Result<String> {
+        let Some(token) = self.tokenizer.shown_token(id) else { return Ok(String::new()) };
         self.ids.push(id);
-        let text = self.tokenizer.decode(&self.ids, true)?;
-        if text.ends_with(INCOMPLETE) && self.ids.len() - self.context < PATIENCE {
+        if self.tokenizer.is_byte(&token) {
             return Ok(String::new());
         }
-        let piece = text.strip_prefix(&self.shown).unwrap_or_default().to_string();
-        if !piece.is_empty() {
-            self.ids.drain(..self.context);
-            self.context = self.ids.len();
-            self.shown = self.tokenizer.decode(&self.ids, true)?;
+        let text = self.tokenizer.decode(&self.ids, true)?;
+        let stable = text.strip_suffix(INCOMPLETE).unwrap_or(&text);
+        let piece = self.after_shown(stable);
+        if stable.len() == text.len() {
+            if !piece.is_empty() {
+                self.ids.drain(..self.context);
+                self.context = self.ids.len();
+                self.shown = self.tokenizer.decode(&self.ids, true)?;
+            }
+        } else {
+            self.shown = stable.to_string();
+            if self.ids.len() - self.context > PATIENCE {
+                self.shorten(&text)?;
+            }
         }
         Ok(piece)
     }
 
-    /// What is left at the end: bytes that never became a character.
+    /// The rest: bytes that never became a character, or that nothing came after.
     pub fn finish(self) -> Result<String> {
-        let text = self.tokenizer.decode(&self.ids, true)?;
-        Ok(text.strip_prefix(&self.shown).unwrap_or_default().to_string())
+        Ok(self.after_shown(&self.tokenizer.decode(&self.ids, true)?))
+    }
+
+    /// The part of `text` that was not shown.
+    fn after_shown(&self, text: &str) -> String {
+        let same = text.chars().zip(self.shown.chars()).take_while(|(a, b)| a == b);
+        text[same.map(|(a, _)| a.len_utf8()).sum()..].to_string()
+    }
+
+    /// Drops ids that later ones cannot change. A cut inside a character's bytes would show as another text.
+    fn shorten(&mut self, text: &str) -> Result {
+        for kept in 1..=CHARACTER.min(self.ids.len()) {
+            let (before, after) = self.ids.split_at(self.ids.len() - kept);
+            let after_text = self.tokenizer.decode(after, true)?;
+            if self.tokenizer.decode(before, true)? + &after_text == text {
+                self.shown = after_text.strip_suffix(INCOMPLETE).unwrap_or(&after_text).to_string();
+                self.ids = after.to_vec();
+                self.context = 0;
+                return Ok(());
+            }
+        }
+        Ok(())
     }
 }
 
@@ -188,6 +244,80 @@ pub(crate) mod tests {
         let mut stream = tokenizer.stream();
         let shown: String = (0..2 * PATIENCE).map(|_| stream.push(smile[1]).unwrap()).collect();
         assert!(shown.chars().count() >= PATIENCE, "it does not wait for ever");
+    }
+
+    /// A tokenizer with a token for every byte (ids 0 to 255), a few words, and special tokens (the last two), of Gemma's
+    /// kind or, with the text's first space taken away, of Llama's.
+    fn byte_fallback(strip: bool) -> Tokenizer {
+        let words = ["\u{2581}", "a", "\u{2581}b", "\u{fffd}", "<0xG1>", "", "<eos>", "<bos>"];
+        let tokens = (0..256).map(|byte| format!("<0x{byte:02X}>")).chain(words.map(String::from));
+        let vocabulary: serde_json::Map<String, Value> =
+            tokens.zip(0..).map(|(token, id)| (token, Value::from(id))).collect();
+        let mut decoders = vec![
+            serde_json::json!({"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "}),
+            serde_json::json!({"type": "ByteFallback"}),
+            serde_json::json!({"type": "Fuse"}),
+        ];
+        if strip {
+            decoders.push(serde_json::json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+        }
+        let special = |content: &str, id: u32| {
+            serde_json::json!({"id": id, "content": content, "special": true, "normalized": false,
+                "single_word": false, "lstrip": false, "rstrip": false})
+        };
+        let json = serde_json::json!({
+            "version": "1.0",
+            "added_tokens": [special("<eos>", 262), special("<bos>", 263)],
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": {"type": "BPE", "byte_fallback": true, "vocab": vocabulary, "merges": []},
+        });
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("tokenizer.json"), json.to_string()).unwrap();
+        Tokenizer::load(folder.path()).unwrap()
+    }
+
+    fn streamed(tokenizer: &Tokenizer, ids: &[u32]) -> String {
+        let mut stream = tokenizer.stream();
+        let pieces: String = ids.iter().map(|id| stream.push(*id).unwrap()).collect();
+        pieces + &stream.finish().unwrap()
+    }
+
+    #[test]
+    fn an_invalid_byte_after_a_byte_fallback_character_loses_no_text() {
+        let tokenizer = byte_fallback(false);
+        // é, an invalid byte, then words: all bytes of the run become replacement characters
+        let ids = [257, 0xC3, 0xA9, 0xFF, 257, 258, 257];
+        assert_eq!(streamed(&tokenizer, &ids), "a\u{fffd}\u{fffd}\u{fffd}a ba");
+        let mut stream = tokenizer.stream();
+        let pieces: Vec<String> = [257, 0xC3, 0xA9, 258].map(|id| stream.push(id).unwrap()).to_vec();
+        assert_eq!(pieces, ["a", "", "", "é b"]);
+    }
+
+    /// Bytes of characters, halves of them and invalid ones; words; special tokens; an id of no token.
+    fn any_id() -> impl proptest::strategy::Strategy<Value = u32> {
+        proptest::prop_oneof![
+            proptest::sample::select(&[0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 0x41][..]),
+            0u32..256,
+            256u32..265,
+        ]
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn streamed_pieces_are_the_text_of_all_ids_with_byte_fallback(
+            ids in proptest::collection::vec(any_id(), 0..24), strip: bool,
+        ) {
+            let tokenizer = byte_fallback(strip);
+            proptest::prop_assert_eq!(streamed(&tokenizer, &ids), tokenizer.decode(&ids, true).unwrap());
+        }
+
+        #[test]
+        fn streamed_pieces_are_the_text_of_all_ids_of_bytes(
+            ids in proptest::collection::vec(proptest::prop_oneof![0u32..162, 94u32..106], 0..600),
+        ) {
+            let tokenizer = Tokenizer::load(&fixture()).unwrap();
+            proptest::prop_assert_eq!(streamed(&tokenizer, &ids), tokenizer.decode(&ids, true).unwrap());
+        }
     }
 
     #[test]
