@@ -297,10 +297,10 @@ mod tests {
         let half = 1usize << (usize::BITS / 2);
         let huge = usize::MAX / 2 + 2;
         let refused = |call: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err();
-        assert!(refused(&|| drop(Mat::dense(&[0f32; 0], half, half))));
-        assert!(refused(&|| drop(Mat::dense(&[0.0f64; 4], half, half))));
-        assert!(refused(&|| drop(Mat::new(&[0f32; 4], 3, 2, huge))));
-        assert!(refused(&|| drop(Mat::new(&[0f32; 4], 2, 2, usize::MAX))));
+        assert!(refused(&|| _ = Mat::dense(&[0f32; 0], half, half)));
+        assert!(refused(&|| _ = Mat::dense(&[0.0f64; 4], half, half)));
+        assert!(refused(&|| _ = Mat::new(&[0f32; 4], 3, 2, huge)));
+        assert!(refused(&|| _ = Mat::new(&[0f32; 4], 2, 2, usize::MAX)));
         let (a, b) = (Mat::dense(&[1.0, 2.0, 3.0], 3, 1), Mat::dense(&[4.0], 1, 1));
         assert!(refused(&|| matmul_strided(&mut [0.0; 4], huge, 0.0, 1.0, a, b)));
         assert!(refused(&|| matmul_small(&mut [0.0; 4], huge, Onto::Nothing, By::All(1.0), a, b)));
