@@ -180,7 +180,9 @@ impl Tokens {
                 tokens.bytes += document.len();
                 continue;
             }
-            let (ids, ends) = tokenizer.encode_first(document, true, room)?;
+            let (mut ids, mut ends) = tokenizer.encode_with_ends(document, true)?;
+            ids.truncate(room);
+            ends.truncate(room);
             tokens.ids.extend(ids);
             tokens.bytes += ends.into_iter().max().unwrap_or(0);
         }

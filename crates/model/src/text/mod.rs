@@ -6,7 +6,6 @@
 pub mod chat;
 mod generate;
 pub mod perplexity;
-mod pieces;
 mod python;
 mod sample;
 mod settings;

@@ -47,16 +47,19 @@ impl Tokenizer {
         &self.file
     }
 
-    /// Tokenizes a text in one go; offsets are made only where they are asked for.
-    pub(super) fn encode_piece(
-        &self,
-        text: &str,
-        special: bool,
-        offsets: bool,
-    ) -> Result<tokenizers::Encoding> {
-        let encoded =
-            if offsets { self.inner.encode(text, special) } else { self.inner.encode_fast(text, special) };
-        encoded.map_err(|error| text_error(&self.file, error))
+    /// The ids of `text`; `special` adds what the tokenizer puts around a text of its own (a bos, say). Special tokens
+    /// that the text itself names are recognised either way.
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        let encoding =
+            self.inner.encode_fast(text, special).map_err(|error| text_error(&self.file, error))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The ids, and for each the byte of `text` where it ends (0 for those that are added around it).
+    pub fn encode_with_ends(&self, text: &str, special: bool) -> Result<(Vec<u32>, Vec<usize>)> {
+        let encoding = self.inner.encode(text, special).map_err(|error| text_error(&self.file, error))?;
+        let ends = encoding.get_offsets().iter().map(|(_, end)| *end).collect();
+        Ok((encoding.get_ids().to_vec(), ends))
     }
 
     /// The text of `ids`, without the special tokens if so wished.
