@@ -104,8 +104,8 @@ fn settings(path: &Path) -> Result<(usize, f32)> {
     let fail =
         |field: &str, problem: String| Error::Config { file: path.into(), field: field.into(), problem };
     let text = fs::read(path).map_err(CheckpointError::io(path, "read"))?;
-    let config: Value =
-        serde_json::from_slice(&text).map_err(|e| fail(CONFIG, format!("is not JSON: {e}")))?;
+    let config: Value = serde_json::from_slice(ballast_checkpoint::encoding::without_mark(&text))
+        .map_err(|e| fail(CONFIG, format!("is not JSON: {e}")))?;
     let plain = [
         ("peft_type", json!("LORA")),
         ("bias", json!("none")),
