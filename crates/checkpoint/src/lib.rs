@@ -4,6 +4,7 @@ pub mod audit;
 pub mod cast;
 pub mod convert;
 pub mod diff;
+pub mod encoding;
 pub mod error;
 pub mod header;
 pub mod index;

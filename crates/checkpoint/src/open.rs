@@ -13,6 +13,7 @@ use std::time::SystemTime;
 use ballast_contract::{Architecture, Dtype, Registry};
 use serde_json::Value;
 
+use crate::encoding::without_mark;
 use crate::error::{Error, Place, Result};
 use crate::header::{self, Header};
 use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
@@ -368,7 +369,7 @@ impl Checkpoint {
     fn add_indexed(&mut self, index_path: &Path, rank: usize) -> Result<()> {
         let folder = index_path.parent().unwrap_or(Path::new("."));
         let text = fs::read(index_path).map_err(Error::io(index_path, "read"))?;
-        let index = Index::parse(index_path, &text)?;
+        let index = Index::parse(index_path, without_mark(&text))?;
         let paths: Vec<PathBuf> = index.shards().iter().map(|shard| folder.join(shard)).collect();
         if let Some(missing) = paths.iter().find(|p| !p.exists()) {
             let count = paths.iter().filter(|p| !p.exists()).count();
@@ -523,7 +524,8 @@ fn read_config(path: &Path) -> Result<Option<Value>> {
     require_file(path)?;
     let text = fs::read(path).map_err(Error::io(path, "read"))?;
     let fail = |problem| Error::Config { file: path.into(), problem };
-    let config: Value = serde_json::from_slice(&text).map_err(|e| fail(format!("not valid JSON: {e}")))?;
+    let config: Value =
+        serde_json::from_slice(without_mark(&text)).map_err(|e| fail(format!("not valid JSON: {e}")))?;
     if !config.is_object() {
         return Err(fail("not a JSON object".into()));
     }

@@ -10,6 +10,7 @@ use crate::output::{self, clean, count, table};
 pub(crate) struct Comparison {
     tolerance: f64,
     rows: Vec<Row>,
+    not_finite: Option<String>,
 }
 
 /// One result, and how it compares with what is expected.
@@ -26,12 +27,15 @@ struct Row {
 impl Comparison {
     /// Nothing yet; a result passes with a ratio of `tolerance` at most.
     pub(crate) fn new(tolerance: f64) -> Comparison {
-        Comparison { tolerance, rows: Vec::new() }
+        Comparison { tolerance, rows: Vec::new(), not_finite: None }
     }
 
     /// A result, and what was expected, if that is known; the shapes are the same.
     pub(crate) fn add(&mut self, name: &str, result: &Array<f32>, expected: Option<&Array<f32>>) {
         let compared = expected.map(|expected| compare(&result.values, &expected.values));
+        if self.not_finite.is_none() && compared.is_none() {
+            self.not_finite = not_finite_words(name, &result.values);
+        }
         self.rows.push(Row {
             tensor: name.into(),
             shape: result.shape.clone(),
@@ -45,6 +49,11 @@ impl Comparison {
     pub(crate) fn add_missing(&mut self, name: &str, shape: &[usize]) {
         let (tensor, shape) = (name.to_string(), shape.to_vec());
         self.rows.push(Row { tensor, shape, ratio: None, max_abs: None, passed: Some(false) });
+    }
+
+    /// The first result that has a NaN or an infinity and nothing to be compared with, in words.
+    pub(crate) fn not_finite(&self) -> Option<&str> {
+        self.not_finite.as_deref()
     }
 
     /// Results that had something to be compared with.
@@ -84,6 +93,14 @@ impl Comparison {
         }
         if failed == 0 { Outcome::Ok } else { Outcome::CheckFailed }
     }
+}
+
+/// The name of a tensor and how many of its values are NaN or infinite; `None` if there are none.
+pub(crate) fn not_finite_words(name: &str, values: &[f32]) -> Option<String> {
+    let count = values.iter().filter(|x| !x.is_finite()).count();
+    let nan = values.iter().filter(|x| x.is_nan()).count();
+    let of = values.len();
+    (count > 0).then(|| format!("{name}, {count} of {of} values ({nan} NaN, {} infinite)", count - nan))
 }
 
 /// RMS(a-b) / (RMS(b) + 1e-8) and max |a-b|; a NaN on one side only is infinitely far.

@@ -37,13 +37,42 @@ impl std::fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
+/// Help and version on stdout, a mistake in the arguments on stderr.
+pub(crate) fn usage(error: &clap::Error) -> ExitCode {
+    if error.use_stderr() {
+        let _ = error.print();
+        return ExitCode::from(2);
+    }
+    let printed = error.print();
+    ended(Outcome::Ok, printed.and(output::finish()))
+}
+
+/// The exit code of a command that did its work; what it printed may not have arrived.
+fn ended(outcome: Outcome, printed: io::Result<()>) -> ExitCode {
+    if let Err(error) = printed
+        && error.kind() != io::ErrorKind::BrokenPipe
+    {
+        output::note(&format!("ballast: standard output: cannot write: {error}"));
+        return ExitCode::from(if is_full(&error) { 4 } else { 3 });
+    }
+    match outcome {
+        Outcome::Ok => ExitCode::SUCCESS,
+        Outcome::CheckFailed => ExitCode::from(1),
+        Outcome::Interrupted => ExitCode::from(130),
+        Outcome::Failed(code) => ExitCode::from(code),
+    }
+}
+
+/// Whether the error says that a device or a quota is full.
+fn is_full(error: &io::Error) -> bool {
+    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
+}
+
 /// The exit code of a command; an error is printed on the way.
 pub(crate) fn code(result: anyhow::Result<Outcome>, json: bool) -> ExitCode {
     let error = match result {
-        Ok(Outcome::Ok) => return ExitCode::SUCCESS,
-        Ok(Outcome::CheckFailed) => return ExitCode::from(1),
-        Ok(Outcome::Interrupted) => return ExitCode::from(130),
-        Ok(Outcome::Failed(code)) => return ExitCode::from(code),
+        Ok(outcome) => return ended(outcome, output::finish()),
         Err(error) => error,
     };
     let code = code_of(&error);
@@ -68,7 +97,10 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, json: bool) -> ExitCode {
         || error.downcast_ref::<LabError>().is_some_and(in_lab)
         || error.downcast_ref::<ModelError>().is_some_and(lists)
         || error.downcast_ref::<TrainError>().is_some_and(in_training);
-    eprintln!("ballast: {}", if lines { output::clean_lines(&message) } else { output::clean(&message) });
+    let message = if lines { output::clean_lines(&message) } else { output::clean(&message) };
+    output::note(&format!("ballast: {message}"));
+    // The error that ended the command comes first, whatever became of the output.
+    let _ = output::finish();
     ExitCode::from(code)
 }
 
@@ -106,10 +138,6 @@ pub(crate) fn code_of_training(error: &TrainError) -> u8 {
         TrainError::Diverged(_) => 5,
         TrainError::Model(error) => code_of_model(error),
     }
-}
-
-fn is_full(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
 fn code_of_model(error: &ModelError) -> u8 {

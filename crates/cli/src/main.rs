@@ -1,4 +1,5 @@
 //! `ballast`: the command line.
+#![deny(clippy::print_stdout, clippy::print_stderr)] // They panic when nobody reads; see output.rs.
 
 mod commands;
 mod compare;
@@ -10,7 +11,11 @@ use clap::Parser;
 
 fn main() -> std::process::ExitCode {
     ballast_model::memory::keep_freed();
-    let cli = commands::Cli::parse();
-    let json = cli.json();
-    exit::code(cli.run(), json)
+    match commands::Cli::try_parse() {
+        Ok(cli) => {
+            let json = cli.json();
+            exit::code(cli.run(), json)
+        }
+        Err(usage) => exit::usage(&usage),
+    }
 }

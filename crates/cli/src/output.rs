@@ -1,7 +1,12 @@
-//! What the commands print: tables that fit the terminal, sizes, JSON with a stable schema.
+//! Output of the commands: tables that fit the terminal, sizes, JSON with a stable schema.
+//!
+//! All writing to stdout and stderr happens here. A reader that goes away (`| head`) ends the output and nothing else: a run whose
+//! stderr is closed goes on. Any other failure to write to stdout, a full device say, is kept until the command has ended, and
+//! is then its error ([`finish`]).
 
 use std::collections::HashMap;
-use std::io::{IsTerminal, Write};
+use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::sync::Mutex;
 
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
 use serde::Serialize;
@@ -15,9 +20,40 @@ const STYLE: TableStyle = TableStyle::new()
     .header_separator(LineStyle::none().fill('─').junction('─'))
     .bottom_border(LineStyle::none().fill('─').junction('─'));
 
-/// Prints text; a closed pipe (`| head`) is not an error.
+/// The first failure to write to stdout; nothing is written after it.
+static FAILED: Mutex<Option<io::Error>> = Mutex::new(None);
+
+/// Prints text on stdout.
 pub(crate) fn print(text: &str) {
-    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+    write(|stdout| stdout.write_all(text.as_bytes()));
+}
+
+/// Prints text on stdout at once, without waiting for the end of a line. Returns false when nothing that is printed arrives any
+/// more.
+pub(crate) fn print_now(text: &str) -> bool {
+    write(|stdout| stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()))
+}
+
+/// Prints a line on stderr, if anybody reads it.
+pub(crate) fn note(line: &str) {
+    let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
+}
+
+/// Writes what is left to stdout; the error if anything could not be written. A closed pipe is none.
+pub(crate) fn finish() -> io::Result<()> {
+    write(|stdout| stdout.flush());
+    match FAILED.lock().map(|mut failed| failed.take()) {
+        Ok(Some(error)) if error.kind() != ErrorKind::BrokenPipe => Err(error),
+        _ => Ok(()),
+    }
+}
+
+fn write(work: impl FnOnce(&mut io::StdoutLock<'_>) -> io::Result<()>) -> bool {
+    let Ok(mut failed) = FAILED.lock() else { return false };
+    if failed.is_none() {
+        *failed = work(&mut io::stdout().lock()).err();
+    }
+    failed.is_none()
 }
 
 /// Prints `value` as one JSON document.

@@ -142,13 +142,13 @@ impl Observer for Progress {
             let percent = 100 * done / phase.total.max(1);
             let rate = match phase.unit {
                 Unit::Steps => {
-                    return eprintln!("{}: {percent} %, ETA {eta:.0} s", phase.name);
+                    return output::note(&format!("{}: {percent} %, ETA {eta:.0} s", phase.name));
                 }
                 Unit::Bytes => output::bytes(rate as u64),
                 Unit::Tokens => format!("{} tokens", output::count(rate as u64)),
                 Unit::Documents => format!("{} documents", output::count(rate as u64)),
             };
-            eprintln!("{}: {percent} %, {rate}/s, ETA {eta:.0} s", phase.name);
+            output::note(&format!("{}: {percent} %, {rate}/s, ETA {eta:.0} s", phase.name));
         }
     }
 

@@ -12,6 +12,7 @@
 //! ```
 
 use ballast_model::config::Mixer;
+use ballast_model::params::Specs;
 use ballast_model::precision::{PRESETS, Storage};
 use ballast_model::{Config, Precision};
 
@@ -31,17 +32,44 @@ pub struct Choice {
     pub precision: Precision,
 }
 
-/// Protected tensors by a short name, the end of their full one, and what they are.
-const TENSORS: [(&str, &str, &str); 8] = [
-    ("A_log", "linear_attn.A_log", "the logarithm of the decay rate"),
-    ("dt_bias", "linear_attn.dt_bias", "the bias of the decay's time step"),
-    ("out_norm", "linear_attn.norm.weight", "the scale of the delta rule's output norm"),
-    ("e_score_correction_bias", "e_score_correction_bias", "the bias of the experts' choice"),
-    ("weights_proj", "indexer.weights_proj.weight", "the indexer's weights of heads"),
-    ("router.proj", "router.proj.weight", "the router's projection"),
+/// Short names and descriptions of protected tensors, by the end of their full name. A model's tensors come from its specs; one
+/// that is not listed here goes by its full name in a layer.
+const NAMES: [(&str, &str, &str); 7] = [
+    ("linear_attn.A_log", "A_log", "the logarithm of the decay rate"),
+    ("linear_attn.dt_bias", "dt_bias", "the bias of the decay's time step"),
+    ("linear_attn.norm.weight", "out_norm", "the scale of the delta rule's output norm"),
+    ("gate.e_score_correction_bias", "e_score_correction_bias", "the bias of the experts' choice"),
+    ("indexer.weights_proj.weight", "weights_proj", "the indexer's weights of heads"),
+    ("router.proj.weight", "router.proj", "the router's projection"),
     ("router.scale", "router.scale", "the scale of the router's input"),
-    ("per_expert_scale", "per_expert_scale", "the scale of each expert"),
 ];
+
+/// A kind of protected tensor that a model has, in some or all of its layers.
+struct Tensor {
+    /// Name in `--policies`.
+    name: String,
+    /// End of the full names.
+    end: String,
+    what: String,
+}
+
+/// The protected tensors of a model, each kind once, in the order of [`NAMES`].
+fn tensors(specs: &Specs) -> Vec<Tensor> {
+    let in_layer = |name: &str| match name.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) {
+        Some((_, rest)) => rest.to_string(),
+        None => name.to_string(),
+    };
+    let mut ends: Vec<String> = specs.protected.iter().map(|spec| in_layer(&spec.name)).collect();
+    ends.sort();
+    ends.dedup();
+    let known = |end: &str| NAMES.iter().position(|(known, ..)| end.ends_with(known));
+    ends.sort_by_key(|end| known(end).unwrap_or(NAMES.len()));
+    let tensor = |end: String| match known(&end) {
+        Some(at) => Tensor { name: NAMES[at].1.into(), end, what: NAMES[at].2.into() },
+        None => Tensor { name: end.clone(), what: format!("{end} of every layer"), end },
+    };
+    ends.into_iter().map(tensor).collect()
+}
 
 /// Sites by name and what is rounded there.
 const SITES: [(&str, &str); 11] = [
@@ -76,8 +104,11 @@ impl Choice {
         }
     }
 
-    /// The choice that is written as `text`, for a model of this configuration.
-    pub fn parse(text: &str, config: &Config) -> Result<Choice> {
+    /// The choice that is written as `text`, for a model of this configuration with these tensors. A term that the model has
+    /// nothing for is an error: it would measure nothing.
+    pub fn parse(text: &str, config: &Config, specs: &Specs) -> Result<Choice> {
+        let tensors = tensors(specs);
+        let refused = |problem: String| Err(unknown(text, &problem, config, &tensors));
         let terms: Vec<&str> = text.split('+').map(str::trim).collect();
         let mut precision = Precision::f32();
         let (mut what, mut kind) = (Vec::new(), Kind::Several);
@@ -85,19 +116,26 @@ impl Choice {
             let (name, dtype) = term.split_once('=').unwrap_or((term, "bf16"));
             if let Some((_, words)) = PRESETS.iter().find(|(preset, _)| preset == term) {
                 if i > 0 {
-                    return Err(unknown(text, &format!("{term} is a preset, which can only come first")));
+                    return refused(format!("{term} is a preset, which can only come first"));
                 }
                 precision = Precision::preset(term, config)?;
                 (what, kind) = (vec![words.to_string()], Kind::Preset);
-            } else if let Some((_, end, words)) = TENSORS.iter().find(|(tensor, ..)| *tensor == name) {
+            } else if let Some(tensor) = tensors.iter().find(|tensor| tensor.name == name) {
                 if dtype != "bf16" {
-                    return Err(unknown(text, &format!("{name} can be rounded to bf16 only")));
+                    return refused(format!("{name} can be rounded to bf16 only"));
                 }
-                precision.rounded.push(end);
-                what.push(format!("{words}, rounded to bf16"));
+                precision.rounded.push(tensor.end.clone());
+                what.push(format!("{}, rounded to bf16", tensor.what));
                 kind = Kind::Tensor;
             } else if let Some((_, words)) = SITES.iter().find(|(site, _)| *site == name) {
+                if !has_site(config, name) {
+                    return refused(format!("this model has no {name}"));
+                }
+                let before = precision.clone();
                 precision.set_site(name, dtype)?;
+                if dtype == "f32" && precision == before {
+                    return refused(format!("{name} is f32 already"));
+                }
                 what.push(format!("{words}, in {dtype}"));
                 kind = Kind::Site;
             } else if let Some((_, words)) = STORAGE.iter().find(|(part, _)| part == term) {
@@ -107,11 +145,17 @@ impl Choice {
                 what.push(words.to_string());
                 kind = Kind::Several;
             } else if *term == EVERY {
-                lower_all(&mut precision);
+                lower_all(&mut precision, &tensors);
                 what.push("every tensor and site below at once, f32 storage".into());
                 kind = Kind::Several;
+            } else if NAMES.iter().any(|(_, known, _)| *known == name) {
+                return refused(format!("this model has no protected tensor {name}"));
+            } else if specs.weights.iter().any(|spec| spec.name.ends_with(&format!(".{name}"))) {
+                return refused(format!(
+                    "{name} is not protected here; it is stored as the other weights are (params)"
+                ));
             } else {
-                return Err(unknown(text, &format!("nothing is called {term:?}")));
+                return refused(format!("nothing is called {term:?}"));
             }
         }
         if terms.len() > 1 {
@@ -122,14 +166,10 @@ impl Choice {
     }
 
     /// The choices that mean something for a model: presets, every tensor and site by itself, and all of them at once.
-    /// `protected` are the names of its protected tensors.
-    pub fn defaults(config: &Config, protected: &[&str]) -> Result<Vec<Choice>> {
+    pub fn defaults(config: &Config, specs: &Specs) -> Result<Vec<Choice>> {
         let mut names: Vec<String> = PRESETS[1..].iter().map(|(name, _)| name.to_string()).collect();
-        let tensor = |(_, end, _): &&(&str, &str, &str)| protected.iter().any(|name| name.ends_with(end));
-        names.extend(TENSORS.iter().filter(tensor).map(|(name, ..)| name.to_string()));
-        names.extend(
-            SITES.iter().filter(|(name, _)| has_site(config, name)).map(|(name, _)| name.to_string()),
-        );
+        names.extend(tensors(specs).into_iter().map(|tensor| tensor.name));
+        names.extend(sites(config).map(String::from));
         if has_site(config, "logits") {
             names.extend(["qk_product=f16".into(), "logits=f16".into()]);
         }
@@ -138,7 +178,7 @@ impl Choice {
         }
         names.extend(STORAGE.iter().map(|(name, _)| name.to_string()));
         names.push(EVERY.into());
-        names.iter().map(|name| Choice::parse(name, config)).collect()
+        names.iter().map(|name| Choice::parse(name, config, specs)).collect()
     }
 
     /// Whether storage and everything that is not named are f32, so that its first difference from f32 is its own.
@@ -147,11 +187,16 @@ impl Choice {
     }
 }
 
-fn lower_all(precision: &mut Precision) {
-    precision.rounded = TENSORS.iter().map(|(_, end, _)| *end).collect();
+fn lower_all(precision: &mut Precision, tensors: &[Tensor]) {
+    precision.rounded = tensors.iter().map(|tensor| tensor.end.clone()).collect();
     for (name, _) in SITES {
         precision.set_site(name, "bf16").expect("the sites are the model's");
     }
+}
+
+/// The sites that a model has.
+fn sites(config: &Config) -> impl Iterator<Item = &'static str> {
+    SITES.iter().map(|(name, _)| *name).filter(|name| has_site(config, name))
 }
 
 /// Whether a model has anything at a site.
@@ -168,10 +213,13 @@ fn has_site(config: &Config, site: &str) -> bool {
     }
 }
 
-fn unknown(text: &str, problem: &str) -> Error {
+fn unknown(text: &str, problem: &str, config: &Config, tensors: &[Tensor]) -> Error {
     let presets = PRESETS.map(|(name, _)| name).join(", ");
-    let tensors = TENSORS.map(|(name, ..)| name).join(", ");
-    let sites = SITES.map(|(name, _)| name).join(", ");
+    let tensors = match tensors {
+        [] => "none in this model".to_string(),
+        tensors => tensors.iter().map(|tensor| tensor.name.as_str()).collect::<Vec<_>>().join(", "),
+    };
+    let sites = sites(config).collect::<Vec<_>>().join(", ");
     Error::Choice(format!(
         "{text:?}: {problem}\npresets: {presets}\ntensors: {tensors}\nsites (=bf16, =f16): {sites}\n\
          storage: params, activations; everything: {EVERY}; several with +"

@@ -17,6 +17,9 @@ const EMBEDDED_TEXT: &str = include_str!("../text.txt");
 /// Tokens of the embedded task at least.
 const TASK_TOKENS: usize = 2048;
 
+/// Tokens of the embedded task at most: it has no end of its own.
+const MOST_TASK_TOKENS: usize = 1 << 24;
+
 /// Sequences to cut the tokens into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Length {
@@ -24,6 +27,13 @@ pub struct Length {
     pub tokens: usize,
     /// Sequences at most.
     pub sequences: usize,
+}
+
+impl Length {
+    /// Tokens of all sequences.
+    fn all(&self) -> usize {
+        self.tokens.saturating_mul(self.sequences)
+    }
 }
 
 /// The documents of a file (.txt, .jsonl), end to end; every token is predicted.
@@ -37,7 +47,7 @@ pub fn from_file(file: &Path, model: &Path, length: Length) -> Result<(Batch, In
         ..DataConfig::default()
     };
     let documents = ballast_train::data::Files::open(&config, Split::Train, text, 0)?;
-    let (mut ids, wanted) = (Vec::new(), length.tokens * length.sequences);
+    let (mut ids, wanted) = (Vec::new(), length.all());
     for number in 0..documents.len() {
         if ids.len() >= wanted {
             break;
@@ -60,7 +70,12 @@ pub fn embedded_text(model: &Path, length: Length) -> Result<(Batch, Input)> {
 pub fn task(length: Option<Length>) -> Result<(Batch, Input)> {
     let mut documents = Task::new(Split::Validation, 0);
     let (mut ids, mut labels, mut ends) = (Vec::new(), Vec::new(), vec![0]);
-    let wanted = length.map_or(TASK_TOKENS, |length| length.tokens * length.sequences);
+    let wanted = length.map_or(TASK_TOKENS, |length| length.all());
+    if wanted > MOST_TASK_TOKENS {
+        return Err(Error::Choice(format!(
+            "the embedded task: at most {MOST_TASK_TOKENS} tokens were expected, got {wanted}; lower --tokens or --sequences"
+        )));
+    }
     while ids.len() < wanted {
         let document = documents.next()?;
         let label = |(id, trained): (&u32, &bool)| if *trained { *id as i64 } else { IGNORED };
@@ -80,7 +95,7 @@ pub fn task(length: Option<Length>) -> Result<(Batch, Input)> {
 
 /// Sequences of at most `length.tokens`; a last one of a single token predicts nothing and is left out.
 fn cut(mut ids: Vec<u32>, length: Length, source: String) -> Result<(Batch, Input)> {
-    ids.truncate(length.tokens * length.sequences);
+    ids.truncate(length.all());
     if ids.len() % length.tokens == 1 && ids.len() > 1 {
         ids.pop();
     }

@@ -39,7 +39,7 @@ fn every_single_choice_changes_its_own_site_first() {
             let site = choice.name.split('=').next().unwrap();
             let first = first_difference(name, choice);
             if choice.kind == Kind::Tensor {
-                let end = choice.precision.rounded[0];
+                let end = choice.precision.rounded[0].as_str();
                 let values = stored.read(|spec| spec.name.ends_with(end)).unwrap();
                 let carries = values
                     .protected()
@@ -69,7 +69,7 @@ fn every_single_choice_changes_its_own_site_first() {
 #[test]
 fn a_rounded_a_log_moves_rates_by_two_to_the_minus_nine_of_it() {
     let findings = study("qwen3_5", Arithmetic::F32, false, |study| {
-        let choice = Choice::parse("A_log", &study.stored.config).unwrap();
+        let choice = Choice::parse("A_log", &study.stored.config, &study.stored.specs).unwrap();
         (study.choices(vec![choice], More::default()).unwrap(), study.stored.read(|_| true).unwrap())
     });
     let (findings, values) = findings;
@@ -101,7 +101,7 @@ fn a_rounded_a_log_moves_rates_by_two_to_the_minus_nine_of_it() {
 fn lowered_logits_are_off_by_half_an_ulp_at_most() {
     for name in ["gemma3", "qwen3_next", "deepseek_v32"] {
         let findings = study(name, Arithmetic::F32, false, |study| {
-            let choice = |name: &str| Choice::parse(name, &study.stored.config).unwrap();
+            let choice = |name: &str| Choice::parse(name, &study.stored.config, &study.stored.specs).unwrap();
             study.choices(vec![choice("qk_product"), choice("qk_product=f16")], More::default()).unwrap()
         });
         for (choice, dtype) in [("qk_product", Rounding::Bf16), ("qk_product=f16", Rounding::F16)] {
@@ -128,7 +128,10 @@ fn sampled_logits_are_those_that_the_model_shows() {
             model.logits(&batch, Some(&mut recorder)).unwrap();
             let findings = study(name, Arithmetic::F32, false, |study| {
                 study
-                    .choices(vec![Choice::parse(preset, &study.stored.config).unwrap()], More::default())
+                    .choices(
+                        vec![Choice::parse(preset, &study.stored.config, &study.stored.specs).unwrap()],
+                        More::default(),
+                    )
                     .unwrap()
             });
             let attention = &run(&findings, preset).attention;
@@ -157,10 +160,10 @@ fn names_that_mean_nothing_are_refused_with_those_that_do() {
         ("logits=f8", "f32, bf16 or f16"),
         ("", "nothing is called \"\""),
     ] {
-        let error = Choice::parse(text, &stored.config).unwrap_err().to_string();
+        let error = Choice::parse(text, &stored.config, &stored.specs).unwrap_err().to_string();
         assert!(error.contains(problem), "{text}: {error}");
     }
-    let several = Choice::parse("bf16+A_log+state=f16", &stored.config).unwrap();
+    let several = Choice::parse("bf16+A_log+state=f16", &stored.config, &stored.specs).unwrap();
     assert_eq!((several.kind, several.precision.state), (Kind::Several, Rounding::F16));
     assert_eq!(several.precision.rounded, ["linear_attn.A_log"]);
 }

@@ -48,7 +48,12 @@ fn every_model_has_a_whole_study() {
 fn loss_and_gradients_are_those_of_a_plain_run() {
     let name = "qwen3_next";
     let findings = study(name, Arithmetic::F32, true, |study| {
-        study.choices(vec![Choice::parse("hf-bf16", &study.stored.config).unwrap()], More::default()).unwrap()
+        study
+            .choices(
+                vec![Choice::parse("hf-bf16", &study.stored.config, &study.stored.specs).unwrap()],
+                More::default(),
+            )
+            .unwrap()
     });
     let batch = batch(name);
     let backward = |preset: &str| {
@@ -95,7 +100,8 @@ fn the_same_study_twice_gives_the_same_findings() {
 fn decoding_shows_what_is_rounded_at_every_token() {
     let decode = |model: &str, policies: &[&str]| {
         study(model, Arithmetic::F32, false, |study| {
-            let choice = |name: &&str| Choice::parse(name, &study.stored.config).unwrap();
+            let hybrid = Stored::open(&folder("qwen3_5")).unwrap();
+            let choice = |name: &&str| Choice::parse(name, &hybrid.config, &hybrid.specs).unwrap();
             let more = More { decoding: true, ..More::default() };
             study.choices(policies.iter().map(choice).collect(), more).unwrap()
         })
@@ -124,7 +130,7 @@ fn decoding_shows_what_is_rounded_at_every_token() {
 #[test]
 fn training_steps_show_drift_only_where_something_is_rounded() {
     let findings = study("qwen3_5", Arithmetic::F32, false, |study| {
-        let choice = |name: &str| Choice::parse(name, &study.stored.config).unwrap();
+        let choice = |name: &str| Choice::parse(name, &study.stored.config, &study.stored.specs).unwrap();
         let training = Training { steps: 4, learning_rate: 1e-3 };
         study
             .choices(

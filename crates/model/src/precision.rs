@@ -58,7 +58,7 @@ pub struct Precision {
     /// Which protected tensors keep their f32 values: a policy of the contract.
     pub policy: &'static str,
     /// Protected tensors that are rounded to bf16 whatever the policy says: by the end of their names.
-    pub rounded: Vec<&'static str>,
+    pub rounded: Vec<String>,
     /// See the module.
     pub gate_projections: Rounding,
     /// See the module.
@@ -172,8 +172,9 @@ impl Precision {
     /// Whether the values of a protected tensor are rounded to bf16; `name` is that of its [`crate::params::Spec`], `policy`
     /// is [`Precision::policy`].
     pub fn rounds(&self, policy: &Policy, name: &str) -> bool {
-        let ends =
-            |end: &&str| name.strip_suffix(*end).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'));
+        let ends = |end: &String| {
+            name.strip_suffix(end.as_str()).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+        };
         let left_out = || policy.rule_for(&format!("model.{name}")).is_none();
         self.rounded.iter().any(ends) || self.params == Storage::Bf16 && left_out()
     }

@@ -1,7 +1,7 @@
 //! What a run takes in memory, before it runs.
 
 use ballast_model::precision::Storage;
-use ballast_model::{Model, Plan, Precision, Step};
+use ballast_model::{Model, Plan, Precision, Step, memory};
 use serde::Serialize;
 
 use crate::config::TrainConfig;
@@ -20,6 +20,10 @@ impl MemoryPlan {
     /// Of a full micro-batch whose sequences are as long as they may be.
     pub fn of(config: &TrainConfig, model: &Model, precision: &Precision) -> Result<MemoryPlan> {
         let length = config.data.sequence_length;
+        // A hidden state of every token is the least that a step keeps; the list of sequences is not even made for more than fits.
+        let tokens = (config.batch.sequences as u64).saturating_mul(length as u64);
+        let least = tokens.saturating_mul((model.config.hidden * precision.activations.bytes()) as u64);
+        memory::check("a micro-batch of this run", least)?;
         let ends: Vec<usize> = (0..=config.batch.sequences).map(|i| i * length).collect();
         let targets = |module: &str| is_target(config, module);
         let step = Step {

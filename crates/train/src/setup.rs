@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ballast_checkpoint::encoding::text_without_mark;
 use ballast_model::params::Grads;
 use ballast_model::{Config, Model, Precision};
 use serde_json::Value;
@@ -63,7 +64,7 @@ fn architecture(config: &TrainConfig) -> Result<Value> {
     if let Some(path) = &config.model.config {
         let text = std::fs::read_to_string(path).map_err(Error::io(path, "read"))?;
         let problem = |error| Error::Config(format!("{}: not JSON: {error}", path.display()));
-        return serde_json::from_str(&text).map_err(problem);
+        return serde_json::from_str(text_without_mark(&text)).map_err(problem);
     }
     let name = config.model.preset.as_deref().unwrap_or("hybrid");
     let Some((_, _, json)) = PRESETS.iter().find(|(preset, _, _)| *preset == name) else {

@@ -54,7 +54,7 @@ struct InspectArgs {
     #[arg(long)]
     all: bool,
     /// Tokens of a sequence at most.
-    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(2..))]
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(2..=1 << 22))]
     sequence_length: u32,
     /// How documents become sequences.
     #[arg(long, value_name = "PACKING", default_value = "packed")]

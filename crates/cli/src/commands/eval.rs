@@ -1,11 +1,14 @@
 //! `ballast eval`
 
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use ballast_checkpoint::encoding::BYTE_ORDER_MARK;
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::text::perplexity::{Perplexity, windows};
-use ballast_model::text::{Tokenizer, folder_of};
+use ballast_model::text::{PieceEncoder, Token, Tokenizer, folder_of};
 use ballast_model::{Error, memory};
 use clap::Args;
 use serde::Serialize;
@@ -80,10 +83,10 @@ pub(crate) fn run(args: EvalArgs, global: &Global) -> anyhow::Result<Outcome> {
         return Err(Usage(format!("--stride {stride} leaves tokens out between windows of {window}")).into());
     }
     if window > model.config.max_positions {
-        eprintln!(
+        output::note(&format!(
             "warning: windows of {window} tokens; the model was made for {}",
             model.config.max_positions
-        );
+        ));
     }
     let windows = windows(text.ids.len(), window, stride);
     let begun = Instant::now();
@@ -158,40 +161,81 @@ struct Tokens {
 }
 
 impl Tokens {
+    /// Only as much of the file is read as `limit` tokens need.
     fn read(file: &Path, tokenizer: &Tokenizer, limit: Option<usize>) -> anyhow::Result<Tokens> {
-        let bad = |problem: String| Error::Text { file: file.into(), problem };
-        let bytes = std::fs::read(file).map_err(|error| bad(format!("cannot read: {error}")))?;
-        let text = String::from_utf8(bytes)
-            .map_err(|error| bad(format!("not UTF-8 from byte {}", error.utf8_error().valid_up_to())))?;
-        let documents = if file.extension().is_some_and(|e| e == "jsonl") {
-            text_fields(&text).map_err(|(line, problem)| bad(format!("line {line}: {problem}")))?
-        } else {
-            vec![text]
-        };
         let mut tokens = Tokens { ids: Vec::new(), documents: 0, bytes: 0 };
-        for document in &documents {
-            let room = limit.unwrap_or(usize::MAX) - tokens.ids.len();
-            if room == 0 {
-                break;
-            }
-            tokens.documents += 1;
-            if limit.is_none() {
-                tokens.ids.extend(tokenizer.encode(document, true)?);
-                tokens.bytes += document.len();
-                continue;
-            }
-            let (mut ids, mut ends) = tokenizer.encode_with_ends(document, true)?;
-            ids.truncate(room);
-            ends.truncate(room);
-            tokens.ids.extend(ids);
-            tokens.bytes += ends.into_iter().max().unwrap_or(0);
+        let mut source = Source::open(file)?;
+        if file.extension().is_some_and(|e| e == "jsonl") {
+            tokens.read_lines(&mut source, tokenizer, limit)?;
+        } else {
+            tokens.read_text(&mut source, tokenizer, limit)?;
         }
         if tokens.ids.len() < 2 {
-            return Err(
-                bad(format!("{} in it; two are needed", output::plural(tokens.ids.len(), "token"))).into()
-            );
+            let found = output::plural(tokens.ids.len(), "token");
+            return Err(source.error(format!("{found} in it; two are needed")).into());
         }
         Ok(tokens)
+    }
+
+    /// One document from the begin of the file to its end.
+    fn read_text(
+        &mut self,
+        source: &mut Source,
+        tokenizer: &Tokenizer,
+        limit: Option<usize>,
+    ) -> anyhow::Result<()> {
+        let most = limit.unwrap_or(usize::MAX);
+        let mut encoder = PieceEncoder::new(tokenizer, true);
+        let (mut length, mut last) = (0, 0);
+        let mut take = |tokens: Vec<Token>, ids: &mut Vec<u32>| {
+            for token in tokens.into_iter().take(most - ids.len()) {
+                ids.push(token.id);
+                last = last.max(token.end);
+            }
+        };
+        while self.ids.len() < most {
+            let text = source.next_part()?;
+            if text.is_empty() {
+                take(encoder.finish()?, &mut self.ids);
+                break;
+            }
+            length += text.len();
+            take(encoder.push(&text)?, &mut self.ids);
+        }
+        self.documents = usize::from(most > 0);
+        self.bytes = if limit.is_none() { length } else { last };
+        Ok(())
+    }
+
+    /// A document from the `text` of every line.
+    fn read_lines(
+        &mut self,
+        source: &mut Source,
+        tokenizer: &Tokenizer,
+        limit: Option<usize>,
+    ) -> anyhow::Result<()> {
+        let most = limit.unwrap_or(usize::MAX);
+        for number in 1.. {
+            if self.ids.len() >= most {
+                break;
+            }
+            let Some(line) = source.next_line()? else { break };
+            if line.trim().is_empty() {
+                continue;
+            }
+            let document =
+                text_field(&line).map_err(|problem| source.error(format!("line {number}: {problem}")))?;
+            self.documents += 1;
+            if limit.is_none() {
+                self.ids.extend(tokenizer.encode(&document, true)?);
+                self.bytes += document.len();
+                continue;
+            }
+            let (ids, ends) = tokenizer.encode_first(&document, true, most - self.ids.len())?;
+            self.ids.extend(ids);
+            self.bytes += ends.into_iter().max().unwrap_or(0);
+        }
+        Ok(())
     }
 
     fn check(&self, vocabulary: usize, tokenizer: &Tokenizer) -> anyhow::Result<()> {
@@ -206,16 +250,83 @@ impl Tokens {
     }
 }
 
-/// The `text` of every line, or the line that has none.
-fn text_fields(lines: &str) -> Result<Vec<String>, (usize, String)> {
-    let field = |line: &str| -> Result<String, String> {
-        let mut value: serde_json::Value =
-            serde_json::from_str(line).map_err(|error| format!("not valid JSON: {error}"))?;
-        match value.get_mut("text").map(serde_json::Value::take) {
-            Some(serde_json::Value::String(text)) => Ok(text),
-            _ => Err("no string `text`".into()),
-        }
-    };
-    let lines = (1..).zip(lines.lines()).filter(|(_, line)| !line.trim().is_empty());
-    lines.map(|(number, line)| field(line).map_err(|problem| (number, problem))).collect()
+/// The `text` of a line, or what is wrong with the line.
+fn text_field(line: &str) -> Result<String, String> {
+    let mut value: serde_json::Value =
+        serde_json::from_str(line).map_err(|error| format!("not valid JSON: {error}"))?;
+    match value.get_mut("text").map(serde_json::Value::take) {
+        Some(serde_json::Value::String(text)) => Ok(text),
+        _ => Err("no string `text`".into()),
+    }
+}
+
+/// A file of UTF-8 that is read part by part; a byte-order mark at its begin is left out.
+struct Source {
+    file: PathBuf,
+    reader: BufReader<File>,
+    /// Bytes that were read.
+    at: usize,
+    /// The begin of a character that the last part cut.
+    cut: Vec<u8>,
+}
+
+/// Bytes of a part.
+const PART: usize = 64 << 10;
+
+impl Source {
+    fn open(file: &Path) -> Result<Source, Error> {
+        let fail = |error: std::io::Error| Error::Text {
+            file: file.into(),
+            problem: format!("cannot read: {error}"),
+        };
+        let mut reader = BufReader::with_capacity(PART, File::open(file).map_err(fail)?);
+        let mark = reader.fill_buf().map_err(fail)?.starts_with(BYTE_ORDER_MARK);
+        let at = if mark { BYTE_ORDER_MARK.len() } else { 0 };
+        reader.consume(at);
+        Ok(Source { file: file.into(), reader, at, cut: Vec::new() })
+    }
+
+    fn error(&self, problem: String) -> Error {
+        Error::Text { file: self.file.clone(), problem }
+    }
+
+    /// The next part; an empty one at the end of the file.
+    fn next_part(&mut self) -> Result<String, Error> {
+        let mut bytes = std::mem::take(&mut self.cut);
+        let room = PART as u64;
+        let read = (&mut self.reader).take(room).read_to_end(&mut bytes);
+        let read = read.map_err(|error| self.error(format!("cannot read: {error}")))?;
+        let begin = self.at;
+        let text = match String::from_utf8(bytes) {
+            Ok(text) => text,
+            Err(error) => {
+                let (valid, bad) = (error.utf8_error().valid_up_to(), error.utf8_error().error_len());
+                let mut bytes = error.into_bytes();
+                // The end of a part may cut a character, the end of the file may not.
+                if bad.is_some() || read == 0 {
+                    return Err(self.not_utf8(begin + valid));
+                }
+                self.cut = bytes.split_off(valid);
+                String::from_utf8(bytes).map_err(|_| self.not_utf8(begin))?
+            }
+        };
+        self.at += text.len();
+        Ok(text)
+    }
+
+    /// The next line; `None` at the end of the file.
+    fn next_line(&mut self) -> Result<Option<String>, Error> {
+        let mut bytes = Vec::new();
+        let read = self.reader.read_until(b'\n', &mut bytes);
+        let read = read.map_err(|error| self.error(format!("cannot read: {error}")))?;
+        let begin = self.at;
+        self.at += read;
+        let line = String::from_utf8(bytes)
+            .map_err(|error| self.not_utf8(begin + error.utf8_error().valid_up_to()))?;
+        Ok((read > 0).then_some(line))
+    }
+
+    fn not_utf8(&self, byte: usize) -> Error {
+        self.error(format!("not UTF-8 from byte {byte}"))
+    }
 }

@@ -1,10 +1,11 @@
 //! `ballast generate`
 
-use std::io::{BufRead, IsTerminal, Read, Write};
+use std::io::{BufRead, IsTerminal, Read};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::text::{
     ChatTemplate, Conversation, Generation, GenerationSettings, Sampler, Sampling, Tokenizer, folder_of,
@@ -116,7 +117,7 @@ impl GenerateArgs {
                 problem: format!("cannot read: {error}"),
             };
             let text = std::fs::read_to_string(file).map_err(fail)?;
-            let conversation = Conversation::parse(&text, file)?;
+            let conversation = Conversation::parse(text_without_mark(&text), file)?;
             let text = template(folder)?.render(&conversation, &tokenizer.special, true)?;
             return Ok(Some(tokenizer.encode(&text, false)?));
         }
@@ -127,7 +128,8 @@ impl GenerateArgs {
                 std::io::stdin()
                     .read_to_string(&mut text)
                     .context("cannot read the prompt from standard input")?;
-                text.strip_suffix('\n').map(String::from).unwrap_or(text)
+                let text = text_without_mark(&text);
+                text.strip_suffix('\n').unwrap_or(text).to_string()
             }
             (None, None) => return Ok(None),
         };
@@ -263,14 +265,14 @@ impl Written {
     }
 
     fn summary(&self) {
-        eprintln!(
+        output::note(&format!(
             "prompt: {}, {:.1}/s; written: {}, {:.1}/s; peak memory {}",
             plural(self.read, "token"),
             rate(self.read, self.prompt_time),
             plural(self.ids.len(), "token"),
             rate(self.ids.len(), self.generation_time),
             peak()
-        );
+        ));
     }
 
     fn outcome(&self) -> Outcome {
@@ -295,7 +297,10 @@ impl Writer<'_> {
     fn write(&mut self, prompt: &[u32]) -> anyhow::Result<Written> {
         let positions = self.model.config.max_positions;
         if prompt.len() > positions {
-            eprintln!("warning: the prompt has {} tokens; the model was made for {positions}", prompt.len());
+            output::note(&format!(
+                "warning: the prompt has {} tokens; the model was made for {positions}",
+                prompt.len()
+            ));
         }
         let begun = Instant::now();
         let read = self.text.prompt(prompt, || self.progress.cancelled())?;
@@ -332,13 +337,11 @@ impl Writer<'_> {
         if self.silent || piece.is_empty() {
             return true;
         }
-        let mut out = std::io::stdout().lock();
-        let written = if out.is_terminal() {
-            out.write_all(piece.split('\t').map(clean_lines).collect::<Vec<_>>().join("\t").as_bytes())
+        if std::io::stdout().is_terminal() {
+            output::print_now(&piece.split('\t').map(clean_lines).collect::<Vec<_>>().join("\t"))
         } else {
-            out.write_all(piece.as_bytes())
-        };
-        written.and_then(|()| out.flush()).is_ok()
+            output::print_now(piece)
+        }
     }
 }
 
@@ -348,19 +351,30 @@ fn chat(
     template: &ChatTemplate,
     mut lines: impl BufRead,
 ) -> anyhow::Result<Outcome> {
-    eprintln!("a line is a message; Ctrl-D ends");
+    output::note("a line is a message; Ctrl-D ends");
     let mut conversation = Conversation::default();
     loop {
-        output::print("> ");
-        std::io::stdout().flush().context("cannot write")?;
-        let mut line = String::new();
+        if !output::print_now("> ") {
+            return Ok(Outcome::Ok);
+        }
+        let mut line = Vec::new();
         writer.progress.set_idle(true);
-        let bytes = lines.read_line(&mut line).context("cannot read the message")?;
+        let bytes = lines.read_until(b'\n', &mut line).context("cannot read the message")?;
         writer.progress.set_idle(false);
         if bytes == 0 {
             output::print("\n");
             return Ok(Outcome::Ok);
         }
+        let line = match std::str::from_utf8(&line) {
+            Ok(line) => line,
+            Err(error) => {
+                output::note(&format!(
+                    "the line is not UTF-8 (byte {}) and was left out; type it again",
+                    error.valid_up_to() + 1
+                ));
+                continue;
+            }
+        };
         if line.trim().is_empty() {
             continue;
         }
@@ -373,5 +387,53 @@ fn chat(
             return Ok(written.outcome());
         }
         conversation.say("assistant", &written.text);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Cursor;
+
+    use super::*;
+
+    /// A small model with a tokenizer and a chat template.
+    fn folder() -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures");
+        for file in [
+            "models/qwen3_5/config.json",
+            "models/qwen3_5/model.safetensors",
+            "text/qwen3_5/tokenizer.json",
+            "text/qwen3_5/tokenizer_config.json",
+        ] {
+            let path = fixtures.join(file);
+            std::fs::copy(&path, folder.path().join(path.file_name().unwrap())).unwrap();
+        }
+        folder
+    }
+
+    #[test]
+    fn a_line_that_is_not_utf8_is_left_out_and_the_chat_goes_on() {
+        let folder = folder();
+        let model =
+            Model::load(folder.path(), |config| ballast_model::Precision::preset("f32", config)).unwrap();
+        let tokenizer = Tokenizer::load(folder.path()).unwrap();
+        let sampling =
+            Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0 };
+        let mut writer = Writer {
+            text: Generation::new(&model),
+            model: &model,
+            sampler: Sampler::new(sampling, 0),
+            tokenizer: &tokenizer,
+            stops: &[],
+            limit: 1,
+            progress: &Progress::new(true),
+            silent: true,
+        };
+        let template = template(folder.path()).unwrap();
+        let mut lines = Cursor::new(b"\xffhello\nhello\n".to_vec());
+        let outcome = chat(&mut writer, &template, &mut lines).unwrap();
+        assert_eq!(outcome, Outcome::Ok);
+        assert_eq!(lines.position(), 13, "every line was read");
     }
 }

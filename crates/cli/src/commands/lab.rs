@@ -113,10 +113,10 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
     let (batch, input) = read_input(&args, path)?;
     let limit = stored.config.max_positions;
     if input.longest > limit {
-        eprintln!(
+        output::note(&format!(
             "ballast: a sequence has {} tokens, and the model was made for {limit}; going on",
             input.longest
-        );
+        ));
     }
     let study = Study {
         path,
@@ -154,12 +154,11 @@ fn carry_out(args: &LabArgs, study: &Study<'_>) -> anyhow::Result<Findings> {
         let dump = Dump::open(folder, study.stored.config.vocabulary)?;
         return Ok(study.dump(&folder.display().to_string(), dump, args.tolerance)?);
     }
-    let config = &study.stored.config;
+    let (config, specs) = (&study.stored.config, &study.stored.specs);
     let choices = if args.policies.is_empty() {
-        let protected: Vec<&str> = study.stored.specs.protected.iter().map(|s| s.name.as_str()).collect();
-        Choice::defaults(config, &protected)?
+        Choice::defaults(config, specs)?
     } else {
-        args.policies.iter().map(|name| Choice::parse(name, config)).collect::<Result<_, _>>()?
+        args.policies.iter().map(|name| Choice::parse(name, config, specs)).collect::<Result<_, _>>()?
     };
     let training =
         args.steps.map(|steps| Training { steps: steps as usize, learning_rate: args.learning_rate });

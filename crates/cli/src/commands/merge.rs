@@ -37,14 +37,14 @@ pub(crate) fn run(args: MergeArgs, global: &Global) -> anyhow::Result<Outcome> {
     let merged = model.merge_adapters()?;
     let report = model.save(&args.out, args.force, &progress)?;
     drop(progress);
+    let out = args.out.display().to_string();
     if global.json {
         output::print_json(
             "merge",
-            &json!({ "adapters": merged, "precision": precision, "out": args.out, "written": report }),
+            &json!({ "adapters": merged, "precision": precision, "out": out, "written": report }),
         );
     } else {
-        let out = clean(&args.out.display().to_string());
-        output::print(&format!("{} merged into {out}, {precision}\n", plural(merged, "adapter")));
+        output::print(&format!("{} merged into {}, {precision}\n", plural(merged, "adapter"), clean(&out)));
     }
     Ok(Outcome::Ok)
 }

@@ -16,16 +16,19 @@ mod repair;
 mod trace;
 mod train;
 
+use std::ffi::OsString;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
 use ballast_checkpoint::Checkpoint;
+use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_contract::{Policy, Registry};
 use clap::{Args, Parser, Subcommand};
 
 use crate::exit::Outcome;
+use crate::output;
 use crate::progress::Progress;
 
 /// Keeps the critical tensors of hybrid Gated-DeltaNet models in f32: train and fine-tune them; write text with them and
@@ -93,7 +96,7 @@ impl Cli {
     }
 
     pub(crate) fn run(self) -> anyhow::Result<Outcome> {
-        if let Some(threads) = self.global.threads {
+        if let Some(threads) = self.global.threads() {
             rayon::ThreadPoolBuilder::new()
                 .num_threads(threads)
                 .build_global()
@@ -120,6 +123,19 @@ impl Cli {
 }
 
 impl Global {
+    /// The number of threads that was asked for, here or in rayon's own variable. More than there is any use for would only take
+    /// memory: every thread has its scratch.
+    fn threads(&self) -> Option<usize> {
+        const PER_CORE: usize = 16;
+        let variable = || std::env::var("RAYON_NUM_THREADS").ok()?.parse().ok();
+        let asked: usize = self.threads.or_else(variable)?;
+        let most = PER_CORE * std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        if asked > most {
+            output::note(&format!("ballast: --threads {asked}: {most} are used, {PER_CORE} for each core"));
+        }
+        Some(asked.min(most))
+    }
+
     fn progress(&self) -> Progress {
         Progress::new(self.quiet)
     }
@@ -130,7 +146,7 @@ impl Global {
 pub(crate) struct PolicyArg {
     /// Which tensors must be F32: strict, megatron, nemo, none, or a policy file (.toml).
     #[arg(long, default_value = "strict", value_name = "POLICY")]
-    policy: String,
+    policy: OsString,
 }
 
 impl PolicyArg {
@@ -141,9 +157,11 @@ impl PolicyArg {
         if path.extension().is_some_and(|e| e == "toml") {
             let text =
                 std::fs::read_to_string(path).with_context(|| format!("{}: cannot read", path.display()))?;
-            return builtin.with_policy_file(&text).with_context(|| path.display().to_string());
+            return builtin
+                .with_policy_file(text_without_mark(&text))
+                .with_context(|| path.display().to_string());
         }
-        Ok((builtin.clone(), builtin.policy(&self.policy)?))
+        Ok((builtin.clone(), builtin.policy(&self.policy.to_string_lossy())?))
     }
 
     /// The policy, reduced to the architecture of `checkpoint`.

@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::Global;
 use super::model::warn;
-use crate::compare::Comparison;
+use crate::compare::{Comparison, not_finite_words};
 use crate::exit::Outcome;
 use crate::output;
 
@@ -86,7 +86,9 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
     let longest = batch.cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
     if longest > model.config.max_positions {
         let limit = model.config.max_positions;
-        eprintln!("ballast: a sequence has {longest} tokens, and the model was made for {limit}; going on");
+        output::note(&format!(
+            "ballast: a sequence has {longest} tokens, and the model was made for {limit}; going on"
+        ));
     }
     let results = trace(&args, &model, &batch, &rows)?;
     if let Some(out) = &args.out {
@@ -103,6 +105,10 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
             _ => None,
         };
         comparison.add(name, result, expected.as_ref());
+    }
+    if let Some(result) = comparison.not_finite() {
+        let first = first_not_finite(&model, &batch)?.unwrap_or_else(|| result.to_string());
+        return Err(Error::NotFinite(first).into());
     }
     if let Some(file) = &expected {
         let wanted = |name: &&str| args.grads && name.starts_with("grad.") && !results.contains_key(*name);
@@ -236,6 +242,33 @@ fn trace(args: &TraceArgs, model: &Model, batch: &Batch, rows: &Rows) -> Result<
         results.insert(seen.site, array);
     }
     Ok(results)
+}
+
+/// The first tensor of a forward that has a NaN or an infinity, in words.
+fn first_not_finite(model: &Model, batch: &Batch) -> Result<Option<String>, Error> {
+    let mut finder = Finder::default();
+    model.loss(batch, &LossOptions::default(), Some(&mut finder))?;
+    Ok(finder.found)
+}
+
+/// Looks for the first tensor that is not finite.
+#[derive(Default)]
+struct Finder {
+    found: Option<String>,
+}
+
+impl Probe for Finder {
+    fn wants(&self, site: &str) -> bool {
+        // The rows of the embedding that are read are `embed`; square tensors are too large, and what they make is seen.
+        let left_out = site == "param.embed_tokens.weight" || site.ends_with("self_attn.logits");
+        self.found.is_none() && !left_out && !site.ends_with("indexer.scores")
+    }
+
+    fn see(&mut self, site: &str, _dtype: &'static str, _shape: &[usize], values: &[f32]) {
+        if self.found.is_none() {
+            self.found = not_finite_words(site, values);
+        }
+    }
 }
 
 /// The expected tensor, of as many elements as the result; dimensions of 1 and trailing ones may be grouped otherwise.

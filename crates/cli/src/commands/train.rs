@@ -15,10 +15,11 @@ use ballast_train::{Summary, TrainConfig, Trainer, Watcher};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
+use toml::{Table, Value};
 
 use super::Global;
 use super::model::warn;
-use crate::exit::{self, Outcome};
+use crate::exit::{self, Outcome, Usage};
 use crate::output::{self, bytes, clean, count, table};
 use crate::progress::Progress;
 
@@ -77,40 +78,58 @@ pub(crate) struct TrainArgs {
 
 impl TrainArgs {
     /// What was typed, as settings in their order.
-    fn settings(&self) -> Vec<String> {
-        let text = |path: &Path| format!("{:?}", path.display().to_string());
-        let mut settings = self.settings.clone();
-        let mut set =
-            |key: &str, value: Option<String>| settings.extend(value.map(|value| format!("{key}={value}")));
-        set("out", self.out.as_deref().map(text));
-        set("model.preset", self.preset.clone());
-        set("model.checkpoint", self.model.as_deref().map(text));
-        set("precision.preset", self.precision.clone());
-        set("steps", self.steps.map(|n| n.to_string()));
-        set("seed", self.seed.map(|n| n.to_string()));
-        set("tensorboard", self.tensorboard.then(|| "true".into()));
-        let files: Vec<String> =
-            self.data.iter().map(|path| format!("{{ path = {} }}", text(path))).collect();
-        set("data.files", (!files.is_empty()).then(|| format!("[{}]", files.join(", "))));
-        settings
+    fn settings(&self) -> anyhow::Result<Vec<String>> {
+        let name = |name: &String| Value::String(name.clone());
+        let number = |flag: &str, n: u64| {
+            let problem = || Usage(format!("{flag} {n}: at most {} was expected", i64::MAX));
+            i64::try_from(n).map(Value::Integer).map_err(|_| problem())
+        };
+        let out = self.out.as_deref().map(|out| path("--out", out)).transpose()?;
+        let model = self.model.as_deref().map(|model| path("--model", model)).transpose()?;
+        let file = |file: &PathBuf| {
+            Ok(Value::Table(Table::from_iter([("path".to_string(), path("--data", file)?)])))
+        };
+        let files = self.data.iter().map(file).collect::<Result<Vec<_>, Usage>>()?;
+        let flags = [
+            ("out", out),
+            ("model.preset", self.preset.as_ref().map(name)),
+            ("model.checkpoint", model),
+            ("precision.preset", self.precision.as_ref().map(name)),
+            ("steps", self.steps.map(|n| number("--steps", n)).transpose()?),
+            ("seed", self.seed.map(|n| number("--seed", n)).transpose()?),
+            ("tensorboard", self.tensorboard.then_some(Value::Boolean(true))),
+            ("data.files", (!files.is_empty()).then_some(Value::Array(files))),
+        ];
+        let given = flags.into_iter().filter_map(|(key, value)| Some(format!("{key}={}", value?)));
+        Ok(self.settings.iter().cloned().chain(given).collect())
     }
 
     /// From the file; without one, the embedded run, unless model or data are given.
-    fn load(&self) -> ballast_train::Result<TrainConfig> {
-        let settings = self.settings();
+    fn load(&self) -> anyhow::Result<TrainConfig> {
+        let settings = self.settings()?;
         let names = |key: &str| settings.iter().any(|setting| setting.starts_with(key));
-        match &self.config {
-            Some(file) => TrainConfig::load(file, &settings),
+        Ok(match &self.config {
+            Some(file) => TrainConfig::load(file, &settings)?,
             None if names("model.checkpoint=") || names("data.files=") => {
-                TrainConfig::from_table(Default::default(), &settings, None)
+                TrainConfig::from_table(Default::default(), &settings, None)?
             }
-            None => TrainConfig::embedded(&settings),
-        }
+            None => TrainConfig::embedded(&settings)?,
+        })
     }
 
     fn names_out(&self) -> bool {
         self.out.is_some() || self.config.is_some() || self.settings.iter().any(|s| s.starts_with("out="))
     }
+}
+
+/// A path as a value of the configuration, which is saved as TOML and has no form for other bytes.
+fn path(flag: &str, path: &Path) -> Result<Value, Usage> {
+    let text = path.to_str().ok_or_else(|| {
+        Usage(format!(
+            "{flag} {path:?}: the name is not UTF-8, and a run's configuration cannot hold it; rename it"
+        ))
+    })?;
+    Ok(Value::String(text.into()))
 }
 
 pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
@@ -120,7 +139,7 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
     }
     let _signals = Progress::new(true);
     let mut trainer = match &args.resume {
-        Some(out) => Trainer::resume(out, &args.settings())?,
+        Some(out) => Trainer::resume(out, &args.settings()?)?,
         None => {
             let mut config = args.load()?;
             if args.print_config {
@@ -186,7 +205,7 @@ fn introduce(trainer: &Trainer) -> anyhow::Result<()> {
         n => format!("{n} files"),
     };
     let tokens = config.batch.sequences * config.batch.accumulation * config.data.sequence_length;
-    eprintln!(
+    output::note(&format!(
         "{}: {} parameters, {}, {} protected tensors in f32\n{} steps of up to {} tokens on {data}\nmemory plan {}, run in {}\n",
         model.config.model_type,
         count(parameters as u64),
@@ -196,7 +215,7 @@ fn introduce(trainer: &Trainer) -> anyhow::Result<()> {
         count(tokens as u64),
         bytes(trainer.memory_plan()?.total()),
         clean(&config.out.display().to_string()),
-    );
+    ));
     Ok(())
 }
 
@@ -294,10 +313,12 @@ fn print_json(trainer: &Trainer, summary: &Summary) {
         .iter()
         .map(|s| json!({ "step": s.step, "prompt": s.prompt, "expected": s.expected, "answer": s.answer, "right": s.right }))
         .collect();
+    // A path of bytes that are no text has no exact form in JSON.
+    let shown = |path: Option<&PathBuf>| path.map(|path| path.display().to_string());
     output::print_json(
         "train",
         &json!({
-            "out": trainer.config.out,
+            "out": trainer.config.out.display().to_string(),
             "step": summary.step,
             "stopped": summary.stopped,
             "evaluation": summary.evaluation,
@@ -307,10 +328,10 @@ fn print_json(trainer: &Trainer, summary: &Summary) {
             "faults": trainer.sentinel.faults,
             "skipped": trainer.sentinel.skipped,
             "untrained": trainer.sentinel.untrained,
-            "model": summary.model,
-            "checkpoint": summary.checkpoint.as_ref().map(|(step, path)| json!({ "step": step, "path": path })),
+            "model": shown(summary.model.as_ref()),
+            "checkpoint": summary.checkpoint.as_ref().map(|(step, path)| json!({ "step": step, "path": shown(Some(path)) })),
             "save_failure": summary.save_failure.as_ref().map(|error| error.to_string()),
-            "report": summary.report,
+            "report": shown(summary.report.as_ref()),
             "seconds": summary.seconds,
             "tokens_per_second": summary.tokens_per_second,
             "peak_memory_bytes": summary.peak_memory,
@@ -337,7 +358,7 @@ fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
         output::print_json(
             "train-dry-run",
             &json!({
-                "out": out,
+                "out": out.display().to_string(),
                 "tokens_per_step": tokens,
                 "trained_tokens_per_step": trained,
                 "dtypes": roles.iter().map(|r| json!({ "role": r.0, "dtype": r.1, "tensors": r.2, "elements": r.3 })).collect::<Vec<_>>(),
@@ -435,7 +456,7 @@ impl Terminal {
     fn say(&self, line: &str) {
         match &self.bar {
             Some(bar) => bar.println(line),
-            None if !self.quiet => eprintln!("{line}"),
+            None if !self.quiet => output::note(line),
             None => {}
         }
     }
@@ -466,7 +487,7 @@ impl Terminal {
             && (step.step == self.steps || shown.last_line.is_none_or(|t| t.elapsed() >= PLAIN_INTERVAL))
         {
             shown.last_line = Some(Instant::now());
-            eprintln!("step {}/{}, ETA {}: {figures}", step.step, self.steps, duration(eta));
+            output::note(&format!("step {}/{}, ETA {}: {figures}", step.step, self.steps, duration(eta)));
         }
     }
 }

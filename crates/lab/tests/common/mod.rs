@@ -64,8 +64,7 @@ pub fn study<R>(
 
 /// The choices that suit a model.
 pub fn defaults(stored: &Stored) -> Vec<Choice> {
-    let protected: Vec<&str> = stored.specs.protected.iter().map(|spec| spec.name.as_str()).collect();
-    Choice::defaults(&stored.config, &protected).unwrap()
+    Choice::defaults(&stored.config, &stored.specs).unwrap()
 }
 
 pub fn run<'f>(findings: &'f Findings, name: &str) -> &'f Run {

@@ -116,10 +116,13 @@ impl Model {
 /// Reads adapter_config.json.
 fn settings(path: &Path) -> Result<AdapterSettings> {
     let text = fs::read(path).map_err(CheckpointError::io(path, "read"))?;
-    let config: Value = serde_json::from_slice(&text).map_err(|error| Error::Config {
-        file: path.into(),
-        field: CONFIG.into(),
-        problem: format!("is not JSON: {error}"),
-    })?;
+    let config: Value =
+        serde_json::from_slice(ballast_checkpoint::encoding::without_mark(&text)).map_err(|error| {
+            Error::Config {
+                file: path.into(),
+                field: CONFIG.into(),
+                problem: format!("is not JSON: {error}"),
+            }
+        })?;
     AdapterSettings::parse(&config, path)
 }

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use ballast_checkpoint::encoding::text_without_mark;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, ErrorKind, context};
 use serde_json::Value;
@@ -99,7 +100,9 @@ impl ChatTemplate {
     pub fn load(folder: &Path) -> Result<Option<ChatTemplate>> {
         let file = folder.join("chat_template.jinja");
         match std::fs::read_to_string(&file) {
-            Ok(source) => return ChatTemplate::new(&[("default", &source)], &file).map(Some),
+            Ok(source) => {
+                return ChatTemplate::new(&[("default", text_without_mark(&source))], &file).map(Some);
+            }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
             Err(error) => return Err(text_error(&file, format!("cannot read: {error}"))),
         }

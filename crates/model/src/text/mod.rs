@@ -6,6 +6,7 @@
 pub mod chat;
 mod generate;
 pub mod perplexity;
+mod pieces;
 mod python;
 mod sample;
 mod settings;
@@ -19,6 +20,7 @@ use crate::error::{Error, Result};
 
 pub use chat::{ChatTemplate, Conversation};
 pub use generate::Generation;
+pub use pieces::{PieceEncoder, Token};
 pub use sample::{Sampler, Sampling};
 pub use settings::GenerationSettings;
 pub use tokenizer::{TextStream, Tokenizer};
@@ -39,7 +41,7 @@ fn read_object(file: &Path) -> Result<Map<String, Value>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
         Err(error) => return Err(text_error(file, format!("cannot read: {error}"))),
     };
-    match serde_json::from_slice(&bytes) {
+    match serde_json::from_slice(ballast_checkpoint::encoding::without_mark(&bytes)) {
         Ok(Value::Object(object)) => Ok(object),
         Ok(_) => Err(text_error(file, "it is not a JSON object")),
         Err(error) => Err(text_error(file, format!("not valid JSON: {error}"))),

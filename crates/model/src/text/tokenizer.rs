@@ -2,18 +2,25 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use serde_json::Value;
 
+use ballast_checkpoint::encoding::without_mark;
+
+use super::pieces::{Neighbors, WINDOW};
 use super::{read_object, text_error};
 use crate::error::Result;
 
 /// Text to ids and back.
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    pub(super) inner: tokenizers::Tokenizer,
     /// Returns true if tokens such as `<0xE2>` stand for bytes.
     byte_fallback: bool,
     file: PathBuf,
+    /// For long texts, see `pieces.rs`; made when they are needed.
+    pub(super) neighbors: OnceLock<Neighbors>,
+    pub(super) longest_added: OnceLock<usize>,
     /// By name (`bos_token`, `eos_token`, ...): the special tokens of `tokenizer_config.json`.
     pub special: BTreeMap<String, String>,
 }
@@ -27,8 +34,10 @@ impl Tokenizer {
             let hint = if missing { "; text needs it beside the weights" } else { "" };
             text_error(&file, format!("cannot read: {error}{hint}"))
         })?;
-        let inner = tokenizers::Tokenizer::from_bytes(bytes)
-            .map_err(|error| text_error(&file, format!("not a tokenizer: {error}")))?;
+        let not_a_tokenizer = |error| text_error(&file, format!("not a tokenizer: {error}"));
+        let mut inner = tokenizers::Tokenizer::from_bytes(without_mark(&bytes)).map_err(not_a_tokenizer)?;
+        // Settings of whoever saved the file; transformers does not use them either unless it is asked to.
+        inner.with_padding(None).with_truncation(None).map_err(not_a_tokenizer)?;
         let config = read_object(&folder.join("tokenizer_config.json"))?;
         let special = config
             .iter()
@@ -39,7 +48,9 @@ impl Tokenizer {
             })
             .collect();
         let decoder = serde_json::to_value(inner.get_decoder()).unwrap_or_default();
-        Ok(Tokenizer { byte_fallback: has_byte_fallback(&decoder), inner, file, special })
+        let byte_fallback = has_byte_fallback(&decoder);
+        let (neighbors, longest_added) = (OnceLock::new(), OnceLock::new());
+        Ok(Tokenizer { inner, byte_fallback, file, special, neighbors, longest_added })
     }
 
     /// Where it came from.
@@ -50,6 +61,11 @@ impl Tokenizer {
     /// The ids of `text`; `special` adds what the tokenizer puts around a text of its own (a bos, say). Special tokens
     /// that the text itself names are recognised either way.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        if text.len() > WINDOW {
+            let mut ids = Vec::new();
+            self.encode_pieces(text, special, usize::MAX, |token| ids.push(token.id))?;
+            return Ok(ids);
+        }
         let encoding =
             self.inner.encode_fast(text, special).map_err(|error| text_error(&self.file, error))?;
         Ok(encoding.get_ids().to_vec())
@@ -57,9 +73,7 @@ impl Tokenizer {
 
     /// The ids, and for each the byte of `text` where it ends (0 for those that are added around it).
     pub fn encode_with_ends(&self, text: &str, special: bool) -> Result<(Vec<u32>, Vec<usize>)> {
-        let encoding = self.inner.encode(text, special).map_err(|error| text_error(&self.file, error))?;
-        let ends = encoding.get_offsets().iter().map(|(_, end)| *end).collect();
-        Ok((encoding.get_ids().to_vec(), ends))
+        self.encode_first(text, special, usize::MAX)
     }
 
     /// The text of `ids`, without the special tokens if so wished.

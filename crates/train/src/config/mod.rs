@@ -8,6 +8,7 @@ mod resume;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use ballast_checkpoint::encoding::text_without_mark;
 use ballast_model::{IndexerLoss, IndexerStage, LossOptions, Recompute};
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
@@ -251,6 +252,15 @@ pub enum OnSpike {
     Skip,
 }
 
+/// Largest rank of an adapter.
+const MOST_RANK: u64 = 1 << 16;
+
+/// Most samples that are shown at once.
+const MOST_SAMPLES: u64 = 1 << 10;
+
+/// Most tokens of a step: far beyond what is trained with, and small enough that no size derived from it overflows.
+const MOST_STEP_TOKENS: u64 = 1 << 32;
+
 /// The run without any arguments: the embedded hybrid learns the embedded task.
 pub const EMBEDDED: &str = include_str!("../../presets/default.toml");
 
@@ -400,9 +410,9 @@ impl TrainConfig {
     /// From a file, and `a.b=c` settings that come after it.
     pub fn load(file: &Path, settings: &[String]) -> Result<TrainConfig> {
         let text = std::fs::read_to_string(file).map_err(Error::io(file, "read"))?;
-        let table = text
-            .parse()
-            .map_err(|e| Error::Config(format!("{}: {}", file.display(), one_line(&e, &text))))?;
+        let text = text_without_mark(&text);
+        let table =
+            text.parse().map_err(|e| Error::Config(format!("{}: {}", file.display(), one_line(&e, text))))?;
         TrainConfig::from_table(table, settings, Some(file))
     }
 
@@ -445,6 +455,25 @@ impl TrainConfig {
         ];
         if let Some((key, _)) = at_least_one.iter().find(|(_, value)| *value == 0) {
             return refuse(key, "must be at least 1".into());
+        }
+        let at_most = [
+            ("lora.rank", self.lora.as_ref().map_or(1, |lora| lora.rank as u64), MOST_RANK),
+            ("samples.count", self.samples.count as u64, MOST_SAMPLES),
+            ("samples.tokens", self.samples.tokens as u64, MOST_STEP_TOKENS),
+        ];
+        if let Some((key, value, most)) = at_most.iter().find(|(_, value, most)| value > most) {
+            return refuse(key, format!("must be at most {most}, got {value}"));
+        }
+        let (batch, length) = (&self.batch, self.data.sequence_length);
+        let tokens = batch.sequences.checked_mul(batch.accumulation).and_then(|n| n.checked_mul(length));
+        if tokens.is_none_or(|tokens| tokens as u64 > MOST_STEP_TOKENS) {
+            return refuse(
+                "batch.sequences",
+                format!(
+                    "{} x `batch.accumulation` {} x `data.sequence_length` {length}: the tokens of a step must be at most {MOST_STEP_TOKENS}",
+                    batch.sequences, batch.accumulation
+                ),
+            );
         }
         let o = &self.optimizer;
         for (key, value, valid) in [

@@ -9,6 +9,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use ballast_checkpoint::encoding::BYTE_ORDER_MARK;
+
 use super::Origin;
 use super::content::Content;
 use crate::error::{Error, Result};
@@ -21,9 +23,6 @@ const BLOCK: usize = 1 << 20;
 
 /// Bytes of a line at most: it must fit in memory several times.
 const LINE_LIMIT: u64 = 256 << 20;
-
-/// What some editors put at the begin of a file.
-const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// A file and where its documents are.
 pub(crate) struct Index {

@@ -2,13 +2,15 @@
 
 use ballast_checkpoint::tensor_file::{Array, TensorFile};
 use ballast_kernels::attention::{
-    Dims, Grads, Input, Options, attention_backward, attention_forward, backward_buffer, backward_scratch,
-    forward_scratch,
+    Dims, Grads, Input, Options, attention_backward, attention_forward, backward_buffer,
 };
 use ballast_kernels::{Element, Scratch};
 use clap::Args;
 
-use super::{Common, Results, Site, Storage, expect, finish, metadata_number, optional, sequences};
+use super::{
+    Common, Results, Site, Storage, check_memory, check_nonzero, expect, finish, metadata_number, optional,
+    sequences,
+};
 use crate::commands::Global;
 use crate::exit::Outcome;
 
@@ -40,6 +42,8 @@ pub(super) fn run(args: AttentionArgs, global: &Global) -> anyhow::Result<Outcom
         );
         return Err(file.error("q", problem).into());
     };
+    check_nonzero(&file, "q", &q)?;
+    check_nonzero(&file, "v", &v)?;
     let dims = Dims { heads, kv_heads, head_dim, value_dim };
     let problem = Problem {
         dims,
@@ -90,8 +94,9 @@ impl Problem {
         let (q, k, v) = (stored(&self.q), stored(&self.k), stored(&self.v));
         let sinks = self.sinks.as_ref().map(|s| s.values.as_slice());
         let input = Input { q: &q, k: &k, v: &v, sinks, selected: None, cu_seqlens: &self.cu_seqlens };
-        let scratch =
-            Scratch::new(forward_scratch::<T>(self.dims, None).max(backward_scratch::<T>(self.dims, None)));
+        // The kernels check the sizes, then take what they need.
+        let scratch = Scratch::new(0);
+        check_memory(&[&[2, b, t, heads, value_dim]])?;
         let mut o = vec![T::default(); b * t * heads * value_dim];
         let saved = attention_forward(&mut o, &input, self.dims, options, true, &scratch)?;
         let mut results = vec![("o", wide(&[b, t, heads, value_dim], &o))];

@@ -2,13 +2,16 @@
 
 use ballast_checkpoint::tensor_file::{Array, TensorFile};
 use ballast_kernels::gated_delta_rule::{
-    Dims, GateGrads, Gates, Grads, Input, L2Norm, Options, Output, Saved, backward_scratch, forward_scratch,
-    gated_delta_rule_backward, gated_delta_rule_forward,
+    Dims, GateGrads, Gates, Grads, Input, L2Norm, Options, Output, Saved, gated_delta_rule_backward,
+    gated_delta_rule_forward,
 };
 use ballast_kernels::{Element, Scratch};
 use clap::{Args, ValueEnum};
 
-use super::{Common, Results, Storage, expect, finish, metadata_number, optional, sequences};
+use super::{
+    Common, Results, Storage, check_memory, check_nonzero, expect, finish, metadata_number, optional,
+    sequences,
+};
 use crate::commands::Global;
 use crate::exit::Outcome;
 
@@ -79,6 +82,8 @@ impl Problem {
             );
             return Err(file.error("q", problem).into());
         };
+        check_nonzero(file, "q", &q)?;
+        check_nonzero(file, "v", &v)?;
         let dims = Dims { key_heads, value_heads, key_dim, value_dim };
         let cu_seqlens = sequences(file, b, t)?;
         let states = [cu_seqlens.len() - 1, value_heads, key_dim, value_dim];
@@ -104,7 +109,8 @@ impl Problem {
         let Dims { key_heads, value_heads, key_dim, value_dim } = self.dims;
         let [b, t] = self.batch;
         let states = vec![self.cu_seqlens.len() - 1, value_heads, key_dim, value_dim];
-        let state_len: usize = states.iter().product();
+        let saved_states = (b * t).div_ceil(options.chunk * options.states_every);
+        check_memory(&[&[3 * states[0] + saved_states, value_heads, key_dim, value_dim]])?;
         let (q, k, v) = (stored(&self.q), stored(&self.k), stored(&self.v));
         let input = Input {
             q: &q,
@@ -114,8 +120,9 @@ impl Problem {
             h0: self.h0.as_ref().map(|h0| h0.values.as_slice()),
             cu_seqlens: &self.cu_seqlens,
         };
-        let scratch =
-            Scratch::new(forward_scratch(self.dims, options).max(backward_scratch(self.dims, options)));
+        let state_len: usize = states.iter().product();
+        // The kernels check the sizes, then take what they need.
+        let scratch = Scratch::new(0);
         let (mut o, mut ht) = (vec![T::default(); v.len()], vec![0.0; state_len]);
         let mut saved = Saved::default();
         let output = Output { o: &mut o, ht: Some(&mut ht) };

@@ -1,11 +1,13 @@
 //! `ballast oracle indexer`
 
 use ballast_checkpoint::tensor_file::{Array, TensorFile};
-use ballast_kernels::indexer::{Dims, Input, Options, indexer_scores, indexer_topk, topk_scratch};
+use ballast_kernels::indexer::{Dims, Input, Options, indexer_scores, indexer_topk};
 use ballast_kernels::{Element, Scratch};
 use clap::Args;
 
-use super::{Common, Results, Site, Storage, expect, finish, metadata_number, sequences};
+use super::{
+    Common, Results, Site, Storage, check_memory, check_nonzero, expect, finish, metadata_number, sequences,
+};
 use crate::commands::Global;
 use crate::exit::Outcome;
 
@@ -27,6 +29,7 @@ pub(super) fn run(args: IndexerArgs, global: &Global) -> anyhow::Result<Outcome>
     let &[b, t, heads, dim] = &q.shape[..] else {
         return Err(file.error("q", format!("shape [B,T,heads,d] was expected, found {:?}", q.shape)).into());
     };
+    check_nonzero(&file, "q", &q)?;
     let dims = Dims { heads, dim };
     let (k, w) = (expect(&file, "k", &[b, t, dim])?, expect(&file, "w", &[b, t, heads])?);
     let topk = args.topk.map_or_else(|| metadata_number(&file, "topk"), |k| Ok(Some(k)))?;
@@ -58,7 +61,9 @@ fn solve<T: Element>(
     let (q, k) = (stored(q), stored(k));
     let input = Input { q: &q, k: &k, w: &w.values, cu_seqlens };
     let longest = cu_seqlens.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0);
-    let scratch = Scratch::new(topk_scratch::<T>(dims, longest));
+    check_memory(&[&[3, b, t, topk], &[b, t, t], &[longest, longest]])?;
+    // The kernels check the sizes, then take what they need.
+    let scratch = Scratch::new(0);
     let mut selected = vec![0; b * t * topk];
     indexer_topk(&mut selected, &input, dims, options, topk, &scratch)?;
     let mut scores = vec![0.0; b * t * t];

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use ballast_checkpoint::tensor_file::{Array, Named, TensorFile, write_f32};
 use ballast_kernels::Precision;
+use ballast_model::{Error, memory};
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::{Global, sequences};
@@ -108,6 +109,22 @@ fn optional(file: &TensorFile, name: &str, shape: &[usize]) -> anyhow::Result<Op
     if file.has(name) { expect(file, name, shape).map(Some) } else { Ok(None) }
 }
 
+/// An error where a dimension is 0. Without one, every size of an input is bounded by the bytes of the file.
+fn check_nonzero(file: &TensorFile, name: &str, array: &Array<f32>) -> anyhow::Result<()> {
+    if array.shape.contains(&0) {
+        let problem = format!("dimensions of 1 or more were expected, found {:?}", array.shape);
+        return Err(file.error(name, problem).into());
+    }
+    Ok(())
+}
+
+/// An error where tensors of these shapes, 4 bytes an element, do not fit in memory.
+fn check_memory(shapes: &[&[usize]]) -> anyhow::Result<()> {
+    let bytes = |shape: &&[usize]| shape.iter().fold(4u64, |bytes, n| bytes.saturating_mul(*n as u64));
+    let needed = shapes.iter().map(bytes).fold(0u64, u64::saturating_add);
+    Ok(memory::check("the result of this input", needed)?)
+}
+
 /// Compares results with what `file` expects, writes and prints them.
 fn finish(
     common: &Common,
@@ -122,12 +139,16 @@ fn finish(
         let expected = optional(file, name, &result.shape)?;
         comparison.add(name, result, expected.as_ref());
     }
+    let not_finite = comparison.not_finite().map(String::from);
     if let Some(out) = &common.out {
         let named = results.iter().map(|(name, array)| (*name, &array.shape[..], &array.values[..]));
         let tensors: Vec<Named<'_>> = named.collect();
         write_f32(out, &tensors, &[], common.force)?;
     }
-    Ok(comparison.report("oracle", notes, global.json))
+    match not_finite {
+        Some(name) => Err(Error::NotFinite(name).into()),
+        None => Ok(comparison.report("oracle", notes, global.json)),
+    }
 }
 
 /// An error that says which tensor, what was expected, what was found.

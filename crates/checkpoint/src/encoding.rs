@@ -1,0 +1,27 @@
+//! The byte-order mark that some editors put at the begin of a UTF-8 file. It is no part of the text.
+
+/// The mark in UTF-8.
+pub const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
+/// The bytes of a file without a mark at their begin.
+pub fn without_mark(bytes: &[u8]) -> &[u8] {
+    bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes)
+}
+
+/// The text of a file without a mark at its begin.
+pub fn text_without_mark(text: &str) -> &str {
+    text.strip_prefix('\u{feff}').unwrap_or(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mark_at_the_begin_is_left_out_once_and_nowhere_else() {
+        assert_eq!(without_mark(b"\xef\xbb\xbf{}"), b"{}");
+        assert_eq!(without_mark(b"{}\xef\xbb\xbf"), b"{}\xef\xbb\xbf");
+        assert_eq!(text_without_mark("\u{feff}\u{feff}a"), "\u{feff}a");
+        assert_eq!(text_without_mark(""), "");
+    }
+}

@@ -1,0 +1,99 @@
+//! Names of files and folders that are not plain ASCII.
+#![cfg(target_os = "linux")]
+
+mod common;
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use common::{Scratch, ballast};
+
+/// Accents as macOS writes them, quotes, a backslash, a line break, another script.
+const NAMES: [&str; 5] =
+    ["cafe\u{301} e\u{308}te", "it's \"so\"", "a\\u{301}b", "two\nlines", "模型 \u{1f600}"];
+
+fn settings() -> [&'static str; 10] {
+    [
+        "--set",
+        "batch.accumulation=1",
+        "--set",
+        "evaluation.batches=0",
+        "--set",
+        "samples.count=0",
+        "--set",
+        "data.sequence_length=16",
+        "--set",
+        "data.validation_fraction=0",
+    ]
+}
+
+#[test]
+fn flags_of_train_take_any_utf8_name() {
+    for name in NAMES {
+        let scratch = Scratch::with_text_model();
+        let model = scratch.path(name);
+        fs::rename(scratch.src(), &model).unwrap();
+        let data = scratch.path(&format!("{name}.txt"));
+        fs::write(&data, "some words to learn, and some more of them\n").unwrap();
+        let out = scratch.path(&format!("{name}-run"));
+        let mut command = ballast(["train", "--steps", "1", "--precision", "f32"]);
+        command.args(settings()).arg("--model").arg(&model).arg("--data").arg(&data).arg("--out").arg(&out);
+        common::run(&mut command).exits(0);
+        assert!(out.join("model/model.safetensors").is_file(), "{name:?}");
+        // The configuration that was saved has the same names.
+        let mut command = ballast(["train", "--steps", "2"]);
+        common::run(command.arg("--resume").arg(&out)).exits(0);
+    }
+}
+
+#[test]
+fn a_name_that_is_not_utf8_is_refused_by_train_with_the_flag_and_the_reason() {
+    let bad = PathBuf::from(OsStr::from_bytes(b"ru\xffn"));
+    for flag in ["--out", "--model", "--data"] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = ballast(["train"]);
+        let run = common::run(command.arg(flag).arg(folder.path().join(&bad)).current_dir(folder.path()));
+        run.exits(2).says(&[flag, "not UTF-8", "rename"]);
+    }
+}
+
+#[test]
+fn json_reports_of_merge_and_resume_have_names_that_are_not_utf8() {
+    let scratch = Scratch::with_text_model();
+    let data = scratch.path("data.txt");
+    fs::write(&data, "some words to learn, and some more of them\n").unwrap();
+    let run = scratch.path("run");
+    let mut command = ballast(["train", "--steps", "1", "--precision", "f32", "--set", "lora.rank=2"]);
+    command
+        .args(settings())
+        .arg("--model")
+        .arg(scratch.src())
+        .arg("--data")
+        .arg(&data)
+        .arg("--out")
+        .arg(&run);
+    common::run(&mut command).exits(0);
+    let odd = |name: &[u8]| scratch.path("").join(Path::new(OsStr::from_bytes(name)));
+    let mut command = ballast(["merge", "--json"]);
+    let merged =
+        common::run(command.arg(scratch.src()).arg(run.join("adapter")).arg("--out").arg(odd(b"mer\xffged")))
+            .exits(0);
+    assert_eq!(merged.json()["schema"], "ballast.merge/1");
+    assert!(odd(b"mer\xffged").join("model.safetensors").is_file());
+    fs::rename(&run, odd(b"ru\xffn")).unwrap();
+    let mut command = ballast(["train", "--json", "--steps", "2"]);
+    let resumed = common::run(command.arg("--resume").arg(odd(b"ru\xffn"))).exits(0);
+    assert_eq!(resumed.json()["step"], 2);
+}
+
+#[test]
+fn a_policy_file_may_have_any_name() {
+    let scratch = Scratch::with_text_model();
+    let policy = scratch.path("").join(Path::new(OsStr::from_bytes(b"pol\xfficy.toml")));
+    fs::write(&policy, "name = \"mine\"\nextends = \"strict\"\n").unwrap();
+    let mut command = ballast(["audit", "--json"]);
+    let report = common::run(command.arg("--policy").arg(&policy).arg(scratch.src())).exits(0).json();
+    assert_eq!(report["policy"], "mine");
+}
