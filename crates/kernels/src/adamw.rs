@@ -123,8 +123,8 @@ pub fn adamw_step_with_copy<T: Element>(
     Ok(())
 }
 
-/// The first element that [`adamw_step_with_copy`] with these arguments would leave with a non-finite moment, or with a value
-/// that is not finite in `T`, which the model runs on. Changes nothing.
+/// The first element that [`adamw_step_with_copy`] with these arguments would leave with a non-finite moment, or would take from a
+/// finite value to one that is not finite in `T`, which the model runs on. Changes nothing.
 pub fn adamw_fault<T: Element>(
     w: &[f32],
     m: &[f32],
@@ -175,9 +175,10 @@ simd_fn! {
 simd_fn! {
     fn stays_finite<T: Element>(w: &[f32], m: &[f32], v: &[f32], g: &[f32], scale: f32, f: Factors) -> bool {
         let mut all = true;
-        for (((w, m), v), g) in w.iter().zip(m).zip(v).zip(g) {
-            let (w, m, v) = updated::<FMA>(*w, *m, *v, g * scale, &f);
-            all &= T::from_f32(w).to_f32().is_finite() & m.is_finite() & v.is_finite();
+        for (((old, m), v), g) in w.iter().zip(m).zip(v).zip(g) {
+            let (w, m, v) = updated::<FMA>(*old, *m, *v, g * scale, &f);
+            let is_kept = T::from_f32(w).to_f32().is_finite() | !old.is_finite();
+            all &= is_kept & m.is_finite() & v.is_finite();
         }
         all
     }
@@ -368,6 +369,7 @@ mod tests {
         let o = Options::default();
         assert_eq!(fault(1.0, 0.0, &o), (None, None));
         assert_eq!(fault(1.0, 0.0, &Options { eps: 1e-50, ..o }), (Some(at), Some(at)), "0 / 0");
+        assert_eq!(fault(f32::NAN, 0.0, &o), (None, None), "the step did not make it so");
         assert_eq!(fault(1.0, 1e30, &o), (Some(at), Some(at)), "the second moment overflows");
         let o = Options { weight_decay: 0.0, ..o };
         assert_eq!(fault(3.4e38, 0.5, &o), (None, Some(at)), "f32 holds it, bf16 rounds it to infinity");

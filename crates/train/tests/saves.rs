@@ -159,18 +159,19 @@ fn after_a_rollback_metrics_and_samples_have_every_step_once() {
         "tensorboard=true",
     ];
     let mut trainer = Trainer::new(config(folder.path(), &settings)).unwrap();
-    // Only some batches are faulty: those with a certain bracket. The first steps are taken before there are any.
-    trainer.run(&Listener::stopping_after(6)).unwrap();
+    // Only some batches are faulty: those with a certain bracket.
     let at = trainer.model.specs.weights.iter().position(|spec| spec.name == "embed_tokens.weight").unwrap();
     let Weight::F32(values) = &mut trainer.model.params.weights_mut()[at] else { panic!() };
     values[b'{' as usize * 96] = f32::NAN;
-    // The checkpoint that a rollback goes to has the fault as well.
-    fs::remove_dir_all(folder.path().join("checkpoints/step-00000006")).unwrap();
-    let listener = Listener::default();
-    while trainer.step < 7 {
-        let _ = trainer.attempt(&mut |_| {});
+    // There is nothing to go back to before the first checkpoint.
+    for _ in 0..20 {
+        if trainer.step < 3 {
+            let _ = trainer.attempt(&mut |_| {});
+        }
     }
     trainer.run(&Listener::stopping_after(0)).unwrap();
+    assert_eq!(trainer.store.steps(), [3]);
+    let listener = Listener::default();
     let summary = trainer.run(&listener).unwrap();
     let back: Vec<_> = listener.events().into_iter().filter(|(what, _)| what == "rollback").collect();
     assert!(!back.is_empty());
@@ -178,7 +179,7 @@ fn after_a_rollback_metrics_and_samples_have_every_step_once() {
         records.iter().filter(|record| matches!(record, Record::Step(_))).map(Record::step).collect()
     };
     let told = steps(&listener.records.lock().unwrap().borrow());
-    assert!(told.len() > 17, "some steps were taken twice: {told:?}");
+    assert!(told.len() > 21, "some steps were taken twice: {told:?}");
     let records = read(&folder.path().join("metrics.jsonl")).unwrap();
     let counted = steps(&records);
     assert!(counted.is_sorted_by(|a, b| a < b) && counted.last() == Some(&24), "{counted:?}");

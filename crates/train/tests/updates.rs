@@ -142,6 +142,7 @@ fn spikes_with_steps_between_them_are_skipped() {
     let mut trainer = trainer(folder.path(), &settings);
     for _ in 0..3 {
         let calm = trainer.sentinel.clone();
+        trainer.sentinel.loss = Default::default();
         (0..30).for_each(|_| trainer.sentinel.loss.add(0.0));
         assert_eq!(trainer.attempt(&mut |_| {}).unwrap(), Attempt::NotTaken);
         (trainer.sentinel.loss, trainer.sentinel.norm) = (calm.loss, calm.norm);
