@@ -108,6 +108,7 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
         (None, embedded) => embedded.as_ref().map_or(Path::new("."), |folder| folder.path()),
     };
     let stored = Stored::open(path)?;
+    super::warn_of_config(&*super::open(path)?);
     let (batch, input) = read_input(&args, path)?;
     let limit = stored.config.max_positions;
     if input.longest > limit {

@@ -23,9 +23,11 @@ use anyhow::Context;
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_contract::{Policy, Registry};
+use ballast_model::Config;
 use clap::{Args, Parser, Subcommand};
 
 use crate::exit::Outcome;
+use crate::output;
 use crate::progress::Progress;
 
 /// Keeps the critical tensors of hybrid Gated-DeltaNet models in f32: train and fine-tune them; write text with them and
@@ -155,6 +157,12 @@ impl PolicyArg {
 
 fn open(path: &Path) -> anyhow::Result<Arc<Checkpoint>> {
     Ok(Arc::new(Checkpoint::open_consistent(path)?))
+}
+
+/// Warns of keys in the config.json of `checkpoint` that change nothing here. A model that cannot be run has its own error.
+fn warn_of_config(checkpoint: &Checkpoint) {
+    let unknown = |config| Config::unknown_keys(config, &checkpoint.config_path()).ok();
+    output::warn_of_unknown_config_keys(checkpoint.config.as_ref().and_then(unknown).unwrap_or_default());
 }
 
 /// Where the sequences of a [B, T] batch begin and end: by `cu_seqlens`, else one per row.

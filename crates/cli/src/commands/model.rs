@@ -8,7 +8,7 @@ use ballast_model::{Model, Precision};
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser};
 
-use super::open;
+use super::{open, warn_of_config};
 use crate::output::bytes;
 
 /// `--precision`.
@@ -24,9 +24,11 @@ fn presets() -> PossibleValuesParser {
 }
 
 impl PrecisionArg {
-    /// The preset that was asked for, or that suits the checkpoint at `path`, which is looked at either way.
+    /// The preset that was asked for, or that suits the checkpoint at `path`, which is looked at either way; warns of its
+    /// config.json.
     pub(crate) fn name(&self, path: &Path) -> anyhow::Result<String> {
         let checkpoint = open(path)?;
+        warn_of_config(&checkpoint);
         Ok(self.precision.clone().unwrap_or_else(|| Precision::name_for(&checkpoint).into()))
     }
 }
