@@ -74,6 +74,13 @@ impl Model {
         Ok(config_with_dtype(config, self.dtype()))
     }
 
+    /// The paths of keys of the model's config.json that have no effect here and are not known to be harmless.
+    pub fn unknown_config_keys(&self) -> Vec<String> {
+        let Ok(source) = self.source() else { return Vec::new() };
+        let unknown = |config| Config::unknown_keys(config, &source.checkpoint.config_path()).ok();
+        source.checkpoint.config.as_ref().and_then(unknown).unwrap_or_default()
+    }
+
     /// Writes the model in the layout that it was read from, with what that checkpoint carries beside it; a new model in
     /// that of transformers. Whole, or not at all. Adapters are not part of it.
     pub fn save(&self, destination: &Path, force: bool, observer: &dyn Observer) -> Result<ConvertReport> {

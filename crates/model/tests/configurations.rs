@@ -184,6 +184,11 @@ fn keys_that_are_neither_used_nor_harmless_are_named_with_their_path() {
             "text_config.rope_parameters.factor"
         ]
     );
+    // Copies of a value that is used are harmless, other values are not.
+    let copies = json!({"rope_theta": 1e7, "partial_rotary_factor": 0.5});
+    assert_eq!(unknown(&changed("models/qwen3_5", copies)), Vec::<String>::new());
+    let others = json!({"rope_theta": 1e6, "partial_rotary_factor": 0.25});
+    assert_eq!(unknown(&changed("models/qwen3_5", others)), ["partial_rotary_factor", "rope_theta"]);
     // Rotary settings that transformers ignores.
     let by_type = json!({"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 8.0}}});
     assert_eq!(unknown(&changed("models/gemma3", by_type)), ["rope_scaling.full_attention"]);

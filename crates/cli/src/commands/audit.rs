@@ -36,6 +36,7 @@ pub(crate) fn run(args: AuditArgs, global: &Global) -> anyhow::Result<Outcome> {
         return Ok(Outcome::Ok);
     };
     let checkpoint = Checkpoint::open(&path)?;
+    super::warn_of_config(&checkpoint);
     let report = audit(&checkpoint, &registry, &policy, &global.progress())?;
     if global.json {
         output::print_json("audit", &report);

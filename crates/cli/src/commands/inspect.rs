@@ -25,6 +25,7 @@ pub(crate) struct InspectArgs {
 pub(crate) fn run(args: InspectArgs, global: &Global) -> anyhow::Result<Outcome> {
     let (registry, policy) = args.policy.load()?;
     let checkpoint = Checkpoint::open(&args.path)?;
+    super::warn_of_config(&checkpoint);
     let mut report = inspect(&checkpoint, &registry, &policy)?;
     if global.json {
         if !args.tensors {

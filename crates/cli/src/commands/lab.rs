@@ -110,6 +110,7 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
     };
     let stored = Stored::open(path)?;
     warn(&stored.warnings);
+    super::warn_of_config(&*super::open(path)?);
     let (batch, input) = read_input(&args, path)?;
     let limit = stored.config.max_positions;
     if input.longest > limit {

@@ -25,6 +25,7 @@ use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_contract::{Policy, Registry};
+use ballast_model::Config;
 use clap::{Args, Parser, Subcommand};
 
 use crate::exit::Outcome;
@@ -173,6 +174,12 @@ impl PolicyArg {
 
 fn open(path: &Path) -> anyhow::Result<Arc<Checkpoint>> {
     Ok(Arc::new(Checkpoint::open_consistent(path)?))
+}
+
+/// Warns of keys in the config.json of `checkpoint` that change nothing here. A model that cannot be run has its own error.
+fn warn_of_config(checkpoint: &Checkpoint) {
+    let unknown = |config| Config::unknown_keys(config, &checkpoint.config_path()).ok();
+    output::warn_of_unknown_config_keys(checkpoint.config.as_ref().and_then(unknown).unwrap_or_default());
 }
 
 /// Where the sequences of a [B, T] batch begin and end: by `cu_seqlens`, else one per row.

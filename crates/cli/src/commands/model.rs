@@ -8,7 +8,7 @@ use ballast_model::{Model, Precision};
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser};
 
-use super::open;
+use super::{open, warn_of_config};
 use crate::output::{bytes, clean};
 
 /// `--precision`.
@@ -24,9 +24,11 @@ fn presets() -> PossibleValuesParser {
 }
 
 impl PrecisionArg {
-    /// The preset that was asked for, or that suits the checkpoint at `path`, which is looked at either way.
+    /// The preset that was asked for, or that suits the checkpoint at `path`, which is looked at either way; warns of its
+    /// config.json.
     pub(crate) fn name(&self, path: &Path) -> anyhow::Result<String> {
         let checkpoint = open(path)?;
+        warn_of_config(&checkpoint);
         Ok(self.precision.clone().unwrap_or_else(|| Precision::name_for(&checkpoint).into()))
     }
 }
@@ -53,7 +55,7 @@ pub(crate) fn load(path: &Path, precision: &str, adapter: &AdapterArg) -> anyhow
 /// Shows what the user should know about a checkpoint.
 pub(crate) fn warn(warnings: &[String]) {
     for warning in warnings {
-        eprintln!("warning: {}", clean(warning));
+        crate::output::note(&format!("warning: {}", clean(warning)));
     }
 }
 

@@ -22,7 +22,8 @@ use crate::output;
 pub(crate) struct TraceArgs {
     /// The checkpoint, in any layout, with its config.json.
     model: PathBuf,
-    /// `input_ids` [B, T] (I32 or I64), and optionally `labels` [B, T], `attention_mask` [B, T], or `cu_seqlens` with B = 1.
+    /// `input_ids` [B, T] (I32 or I64), and optionally `labels` [B, T], and `attention_mask` [B, T] (padding on either side)
+    /// or `cu_seqlens` with B = 1.
     #[arg(long, value_name = "IN.safetensors")]
     ids: PathBuf,
     /// Write logits, loss, `grad.<name in the checkpoint>` and the chosen sites here.
@@ -76,6 +77,7 @@ type Results = BTreeMap<String, Array<f32>>;
 pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
     let input = TensorFile::open(&args.ids)?;
     let expected = args.expect.as_ref().map(|path| TensorFile::open(path)).transpose()?;
+    super::warn_of_config(&*super::open(&args.model)?);
     let mut model = Model::load(&args.model, |config| Precision::preset(&args.precision, config))?;
     warn(&model.warnings);
     model.set_ties(match args.topk_ties {
@@ -187,12 +189,28 @@ pub(super) fn read_batch(input: &TensorFile) -> anyhow::Result<(Batch, Rows)> {
         }
         Ok(Some(array.values))
     };
+    for name in ["position_ids", "token_type_ids", "inputs_embeds"] {
+        if input.has(name) {
+            return Err(input.error(name, "is not supported; positions follow from the sequences").into());
+        }
+    }
     let labels = same_shape("labels")?.unwrap_or(ids.values.clone());
     let shape = [rows, columns];
     if let Some(mask) = same_shape("attention_mask")? {
+        if input.has("cu_seqlens") {
+            let problem = "stands beside cu_seqlens; padded rows have the one, packed sequences the other";
+            return Err(input.error("attention_mask", problem).into());
+        }
+        if let Some(bad) = mask.iter().position(|m| ![0, 1].contains(m)) {
+            let problem =
+                format!("0 or 1 was expected, found {} at [{}, {}]", mask[bad], bad / columns, bad % columns);
+            return Err(input.error("attention_mask", problem).into());
+        }
         let mask: Vec<bool> = mask.iter().map(|m| *m != 0).collect();
+        let batch = Batch::padded(&tokens, &labels, &mask, columns);
+        let batch = batch.map_err(|error| input.error("attention_mask", error.to_string()))?;
         let places = (0..mask.len()).filter(|place| mask[*place]).collect();
-        return Ok((Batch::padded(&tokens, &labels, &mask, columns)?, Rows { shape, places }));
+        return Ok((batch, Rows { shape, places }));
     }
     let ends = super::sequences(input, rows, columns)?;
     let places = (0..tokens.len()).collect();

@@ -156,6 +156,7 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
         }
     };
     warn(&trainer.model.warnings);
+    output::warn_of_unknown_config_keys(trainer.model.unknown_config_keys());
     let terminal = Terminal::new(global, &trainer);
     if !global.json && !global.quiet {
         introduce(&trainer)?;
@@ -347,6 +348,7 @@ fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
     let out = config.out.clone();
     let mut trainer = Trainer::new(TrainConfig { out: folder.path().into(), ..config })?;
     warn(&trainer.model.warnings);
+    output::warn_of_unknown_config_keys(trainer.model.unknown_config_keys());
     let batches = trainer.preview()?;
     let plan = trainer.memory_plan()?;
     let seconds = trainer.measure_step(&batches)?;

@@ -87,9 +87,11 @@ impl<'a> Fields<'a> {
         self.entry(field).is_some()
     }
 
-    /// Returns true if the field is this text; that is no reading of it.
-    pub(super) fn has(&self, field: &str, text: &str) -> bool {
-        self.object.get(field).and_then(Value::as_str) == Some(text)
+    /// Counts a field as read if it repeats a value that is used; another value is left unread, and so named.
+    pub(super) fn note_copy(&self, field: &str, value: impl Into<Value>) {
+        if self.object.get(field).is_some_and(|copy| same(copy, &value.into())) {
+            self.entry(field);
+        }
     }
 
     /// The keys in the order of the file.

@@ -179,7 +179,11 @@ impl<'a> Settings<'a> {
     fn rope(&self, head_dim: usize, family: &Family) -> Result<Rope> {
         let kind = self.kind()?;
         let theta = match (self.find("rope_theta", |own, field| own.positive(field, 1.0))?, &self.theta) {
-            (Some(theta), _) => theta,
+            (Some(theta), Theta::Beside(field, _)) => {
+                self.around.note_copy(field, theta);
+                theta
+            }
+            (Some(theta), Theta::Required) => theta,
             (None, Theta::Beside(field, default)) => self.around.positive(field, *default)?,
             (None, Theta::Required) => return Err(self.place().error("rope_theta", "is missing")),
         };
@@ -221,8 +225,7 @@ impl<'a> Settings<'a> {
             None => Err(own.error(field, "is null; give it a value or remove it")),
         };
         if let Some(kind) = self.find("rope_type", text)? {
-            // An equal copy under the older name is harmless; another one is left unread, and so named.
-            self.own.iter().filter(|own| own.has("type", kind)).for_each(|own| _ = own.says("type"));
+            self.own.iter().for_each(|own| own.note_copy("type", kind));
             return Ok(kind);
         }
         match self.find("type", text)? {
@@ -238,7 +241,10 @@ impl<'a> Settings<'a> {
     fn partial(&self, family: &Family) -> Result<f64> {
         let field = "partial_rotary_factor";
         let partial = match self.find(field, |own, field| own.positive(field, 1.0))? {
-            Some(partial) => partial,
+            Some(partial) => {
+                self.around.note_copy(field, partial);
+                partial
+            }
             // Null beside the dictionary stands for all of the head.
             None if self.around.says(field) => self.around.positive_or_none(field)?.unwrap_or(1.0),
             None => family.partial,

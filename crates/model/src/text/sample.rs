@@ -7,7 +7,8 @@
 //! - top-p: with probabilities p = softmax(s) in rising order, those whose running sum is at most 1 - top_p go, the highest never;
 //! - min-p: what has p < min_p max p goes.
 //!
-//! Then one is drawn from the softmax of what is left. Probabilities are f64.
+//! Then one is drawn from the softmax of what is left. Scores and probabilities are f64, so that every temperature above 0 is
+//! one: the smaller it is, the nearer to greedy, the larger, the nearer to all tokens alike.
 
 use crate::error::{Error, Result};
 use crate::random::Rng;
@@ -39,7 +40,7 @@ impl Sampling {
 }
 
 /// A token and its score.
-type Candidate = (u32, f32);
+type Candidate = (u32, f64);
 
 /// Chooses tokens; the same seed makes the same choices.
 pub struct Sampler {
@@ -58,28 +59,33 @@ impl Sampler {
         if let Some(id) = logits.iter().position(|logit| logit.is_nan() || *logit == f32::INFINITY) {
             return Err(Error::NotFinite(format!("the logit of token {id} is {}", logits[id])));
         }
-        let mut scores = logits.to_vec();
+        let mut scores: Vec<f64> = logits.iter().map(|logit| *logit as f64).collect();
         penalise(&mut scores, seen, self.sampling.repetition_penalty);
+        let best = scores.iter().enumerate().rev().max_by(|a, b| a.1.total_cmp(b.1));
+        let (best, score) = best.ok_or_else(|| Error::Input("there are no logits".into()))?;
+        if !score.is_finite() {
+            return Err(Error::NotFinite(format!("the highest score, of token {best}, is {score}")));
+        }
         if self.sampling.is_greedy() {
-            let best = scores.iter().enumerate().rev().max_by(|a, b| a.1.total_cmp(b.1));
-            return best.map(|(id, _)| id as u32).ok_or_else(|| Error::Input("there are no logits".into()));
+            return Ok(best as u32);
         }
         let left = filter(&scores, &self.sampling);
         let probabilities = softmax(&left);
         let mut point = self.rng.unit();
-        for ((id, _), probability) in left.iter().zip(&probabilities) {
+        // Where the sum falls short of 1 by a hair, the last token that has a probability.
+        let mut chosen = best as u32;
+        for ((id, _), probability) in left.iter().zip(&probabilities).filter(|(_, p)| **p > 0.0) {
+            chosen = *id;
             point -= probability;
             if point < 0.0 {
-                return Ok(*id);
+                break;
             }
         }
-        // Rounding: the sum fell short of 1 by a hair.
-        left.last().map(|(id, _)| *id).ok_or_else(|| Error::Input("there are no logits".into()))
+        Ok(chosen)
     }
 }
 
-fn penalise(scores: &mut [f32], seen: &[u32], penalty: f64) {
-    let penalty = penalty as f32;
+fn penalise(scores: &mut [f64], seen: &[u32], penalty: f64) {
     if penalty == 1.0 {
         return;
     }
@@ -94,8 +100,12 @@ fn penalise(scores: &mut [f32], seen: &[u32], penalty: f64) {
 }
 
 /// Temperature and filters: what is left, by rising id.
-fn filter(scores: &[f32], sampling: &Sampling) -> Vec<Candidate> {
-    let temperature = sampling.temperature as f32;
+fn filter(scores: &[f64], sampling: &Sampling) -> Vec<Candidate> {
+    // The highest quotient must be finite, with room for rounding. Where that takes a higher temperature, unequal scores are
+    // so far apart that it makes no difference.
+    let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let lowest = if highest.is_finite() { highest.abs() / (f64::MAX / 4.0) } else { 0.0 };
+    let temperature = sampling.temperature.clamp(lowest, f64::MAX);
     let mut left: Vec<Candidate> = (0..).zip(scores.iter().map(|score| score / temperature)).collect();
     keep_top_k(&mut left, sampling.top_k);
     keep_top_p(&mut left, sampling.top_p);
@@ -107,7 +117,7 @@ fn keep_top_k(left: &mut Vec<Candidate>, k: usize) {
     if k == 0 || k >= left.len() {
         return;
     }
-    let mut scores: Vec<f32> = left.iter().map(|(_, score)| *score).collect();
+    let mut scores: Vec<f64> = left.iter().map(|(_, score)| *score).collect();
     let (_, threshold, _) = scores.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a));
     let threshold = *threshold;
     left.retain(|(_, score)| *score >= threshold);
@@ -145,8 +155,8 @@ fn keep_min_p(left: &mut Vec<Candidate>, min_p: f64) {
 }
 
 fn softmax(candidates: &[Candidate]) -> Vec<f64> {
-    let max = candidates.iter().map(|(_, score)| *score).fold(f32::NEG_INFINITY, f32::max) as f64;
-    let mut values: Vec<f64> = candidates.iter().map(|(_, score)| (*score as f64 - max).exp()).collect();
+    let max = candidates.iter().map(|(_, score)| *score).fold(f64::NEG_INFINITY, f64::max);
+    let mut values: Vec<f64> = candidates.iter().map(|(_, score)| (*score - max).exp()).collect();
     let sum: f64 = values.iter().sum();
     values.iter_mut().for_each(|value| *value /= sum);
     values
@@ -167,7 +177,7 @@ mod tests {
     }
 
     fn check(case: &str, scores: &[f32], seen: &[u32], sampling: Sampling, expected: &Value) {
-        let mut scores = scores.to_vec();
+        let mut scores: Vec<f64> = scores.iter().map(|score| *score as f64).collect();
         penalise(&mut scores, seen, sampling.repetition_penalty);
         let left = filter(&scores, &sampling);
         let expected = numbers(expected);
@@ -176,7 +186,7 @@ mod tests {
         assert_eq!(left.len(), kept.len(), "{case}: {left:?} {kept:?}");
         for ((id, score), (kept, expected)) in left.iter().zip(kept) {
             assert_eq!(*id, kept, "{case}");
-            assert!((*score as f64 - expected).abs() <= 1e-6 * expected.abs(), "{case}: {score} {expected}");
+            assert!((*score - expected).abs() <= 1e-6 * expected.abs(), "{case}: {score} {expected}");
         }
     }
 
@@ -233,6 +243,57 @@ mod tests {
         };
         assert_eq!(draw(1), draw(1));
         assert_ne!(draw(1), draw(2));
+    }
+
+    #[test]
+    fn a_tiny_temperature_is_greedy_and_a_huge_one_takes_all_alike() {
+        let logits = [1.0, 3.0, -2.0, 3.0 - 1e-6, f32::NEG_INFINITY, 0.0];
+        for temperature in [1e-8, 1e-38, 1e-45, 1e-46, 1e-200, 1e-300, f64::MIN_POSITIVE, 5e-324] {
+            for (top_k, top_p, min_p) in [(0, 1.0, 0.0), (2, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 1.0)] {
+                let sampling = Sampling { temperature, top_k, top_p, min_p, ..FREE };
+                let mut sampler = Sampler::new(sampling, 3);
+                for _ in 0..100 {
+                    assert_eq!(sampler.next(&logits, &[]).unwrap(), 1, "{sampling:?}");
+                }
+            }
+        }
+        // Equal scores stay equally likely, at the ends of what f32 holds as well.
+        for top in [f32::MAX, 1.0, 0.0, f32::from_bits(1), -1.0, f32::MIN] {
+            let mut sampler = Sampler::new(Sampling { temperature: 5e-324, ..FREE }, 3);
+            let drawn: Vec<u32> =
+                (0..100).map(|_| sampler.next(&[top, f32::NEG_INFINITY, top], &[]).unwrap()).collect();
+            assert!(drawn.contains(&0) && drawn.contains(&2) && !drawn.contains(&1), "{top}: {drawn:?}");
+        }
+        for temperature in [1e38, 1e39, 1e300, f64::MAX, f64::INFINITY] {
+            let mut sampler = Sampler::new(Sampling { temperature, ..FREE }, 3);
+            let drawn: Vec<u32> = (0..200).map(|_| sampler.next(&logits, &[]).unwrap()).collect();
+            for id in [0, 1, 2, 3, 5] {
+                assert!(drawn.contains(&id), "{temperature}: never {id}");
+            }
+            assert!(!drawn.contains(&4), "{temperature}: a token that is impossible");
+        }
+    }
+
+    #[test]
+    fn extreme_penalties_choose_a_token_or_are_refused() {
+        for penalty in [1e-46, 1e-300, 5e-324, 1e39, 1e300, f64::MAX] {
+            for temperature in [0.0, 1e-46] {
+                let sampling = Sampling { temperature, repetition_penalty: penalty, ..FREE };
+                let next = Sampler::new(sampling, 3).next(&[2.0, 0.0, -1.0, 1.0], &[0, 1, 2]);
+                match next {
+                    Ok(id) => assert_eq!(id, if penalty < 1.0 { 0 } else { 3 }, "{sampling:?}"),
+                    Err(error) => assert!(error.to_string().contains("the highest score"), "{error}"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn logits_that_allow_no_token_are_refused() {
+        for sampling in [FREE, Sampling::GREEDY] {
+            let error = Sampler::new(sampling, 0).next(&[f32::NEG_INFINITY; 2], &[]).unwrap_err().to_string();
+            assert!(error.contains("the highest score, of token 0, is -inf"), "{error}");
+        }
     }
 
     #[test]
