@@ -231,6 +231,10 @@ fn values_that_are_not_implemented_are_refused_by_name() {
         assert!(error.contains(words), "{name}: {error}");
     }
     let mut wrapped = fixture("release/qwen3_5");
+    wrapped["model_type"] = json!("llava");
+    let error = parse(&wrapped).unwrap_err();
+    assert!(error.contains("`model_type` is \"llava\", which is not known to hold"), "{error}");
+    let mut wrapped = fixture("release/qwen3_5");
     wrapped["tie_word_embeddings"] = json!(false);
     let error = parse(&wrapped).unwrap_err();
     assert!(error.contains("`tie_word_embeddings` is false, and `text_config.tie_word_embeddings` is true"));

@@ -254,10 +254,20 @@ impl Config {
         let text = top.object("text_config")?;
         let wrapped = text.is_some();
         let fields = text.unwrap_or_else(|| top.clone());
+        let top_type = top.text("model_type")?;
         let model_type = match fields.text("model_type")? {
             Some(model_type) => model_type,
-            None => top.text("model_type")?.ok_or_else(|| fields.error("model_type", "is missing"))?,
+            None => top_type.ok_or_else(|| fields.error("model_type", "is missing"))?,
         };
+        if let Some(around) = top_type
+            && wrapped
+            && model_type != around
+            && model_type.strip_suffix("_text") != Some(around)
+        {
+            let problem =
+                format!("is {around:?}, which is not known to hold a text model of type {model_type:?}");
+            return Err(top.error("model_type", problem));
+        }
         keys::check_common(&top)?;
         keys::check_common(&fields)?;
         let mut config = match model_type {

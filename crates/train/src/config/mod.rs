@@ -26,6 +26,7 @@ pub use resume::{OnResume, on_resume};
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)] // KEYS says it
 pub struct TrainConfig {
+    #[serde(serialize_with = "as_text")]
     pub out: PathBuf,
     pub seed: u64,
     pub steps: u64,
@@ -44,6 +45,12 @@ pub struct TrainConfig {
     pub checkpoints: CheckpointsConfig,
     pub ledger: LedgerConfig,
     pub sentinel: SentinelConfig,
+}
+
+/// Writes the folder of a run as text. A name that is not UTF-8 has no exact form in TOML; a resumed run takes the folder
+/// that it was given.
+fn as_text<S: serde::Serializer>(path: &Path, to: S) -> std::result::Result<S::Ok, S::Error> {
+    to.serialize_str(&path.to_string_lossy())
 }
 
 /// Which model.
