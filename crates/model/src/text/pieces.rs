@@ -107,10 +107,11 @@ impl<'t> PieceEncoder<'t> {
             let part = floor_char(rest, room.max(4));
             self.text.push_str(&rest[..part]);
             rest = &rest[part..];
-            if self.known_end() < self.next_end() {
+            if self.known_end() >= self.next_end() {
+                tokens.extend(self.advance()?);
+            } else if rest.is_empty() {
                 return Ok(tokens);
             }
-            tokens.extend(self.advance()?);
         }
     }
 
