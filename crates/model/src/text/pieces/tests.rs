@@ -237,7 +237,7 @@ fn a_text_without_a_place_to_cut_is_encoded_as_a_whole() {
 fn long_words_make_the_window_longer_and_the_next_ones_short_again() {
     let tokenizer = Tokenizer::load(&fixture()).unwrap();
     // Its vocabulary has tokens with `er` and with `re`, so nothing says that none can span two letters of the word.
-    let text = ["the and ".repeat(2000), "er".repeat(15_000), " the and".repeat(4000)].concat();
+    let text = ["the and ".repeat(2000), "er".repeat(15_000), " the and".repeat(40_000)].concat();
     let mut encoder = PieceEncoder::with_window(&tokenizer, false, 4096);
     let (mut tokens, mut longest, mut rest) = (Vec::new(), 0, text.as_str());
     while !rest.is_empty() {
