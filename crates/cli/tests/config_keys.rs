@@ -71,7 +71,8 @@ fn nothing_is_said_of_a_configuration_whose_keys_are_all_known() {
 #[test]
 fn a_mask_with_a_hole_or_beside_sequences_is_refused() {
     let scratch = Scratch::with_text_model();
-    let cases: [(&[(&str, &[usize], &[i64])], &[&str]); 4] = [
+    type Integers<'a> = (&'a str, &'a [usize], &'a [i64]);
+    let cases: [(&[Integers], &[&str]); 4] = [
         (
             &[("input_ids", &[2, 3], &[1, 2, 3, 4, 5, 6]), ("attention_mask", &[2, 3], &[1, 1, 0, 1, 0, 1])],
             &["attention_mask", "row 1 is masked at column 1"],
