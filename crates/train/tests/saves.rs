@@ -191,11 +191,11 @@ fn after_a_rollback_metrics_and_samples_have_every_step_once() {
     // The losses that count are those of the second time.
     let last_told = |step: u64| -> Option<u64> {
         let records = listener.records.lock().unwrap();
-        let found = records.borrow().iter().rev().find_map(|record| match record {
+        let loss = |record: &Record| match record {
             Record::Step(found) if found.step == step => Some(found.loss.to_bits()),
             _ => None,
-        });
-        found
+        };
+        records.borrow().iter().rev().find_map(loss)
     };
     for record in &records {
         if let Record::Step(step) = record {
