@@ -59,7 +59,16 @@ fn training_a_tied_model_leaves_no_stale_head() {
                 "--precision",
                 "f32",
             ][..],
-            &["--set", "data.sequence_length=32", "--set", "batch.sequences=1", "--set", "samples.count=0"],
+            &[
+                "--set",
+                "data.sequence_length=32",
+                "--set",
+                "batch.sequences=1",
+                "--set",
+                "samples.count=0",
+                "--set",
+                "data.validation_fraction=0",
+            ],
         ]
         .concat();
         let trained = scratch.run(&train).exits(0);
