@@ -51,7 +51,7 @@ fn flags_of_train_take_any_utf8_name() {
 #[test]
 fn a_name_that_is_not_utf8_is_refused_by_train_with_the_flag_and_the_reason() {
     let bad = PathBuf::from(OsStr::from_bytes(b"ru\xffn"));
-    for flag in ["--out", "--model", "--data"] {
+    for flag in ["--out", "--model", "--data", "--resume"] {
         let folder = tempfile::tempdir().unwrap();
         let mut command = ballast(["train"]);
         let run = common::run(command.arg(flag).arg(folder.path().join(&bad)).current_dir(folder.path()));
@@ -60,7 +60,7 @@ fn a_name_that_is_not_utf8_is_refused_by_train_with_the_flag_and_the_reason() {
 }
 
 #[test]
-fn json_reports_of_merge_and_resume_have_names_that_are_not_utf8() {
+fn a_json_report_of_merge_may_have_a_name_that_is_not_utf8() {
     let scratch = Scratch::with_text_model();
     let data = scratch.path("data.txt");
     fs::write(&data, "some words to learn, and some more of them\n").unwrap();
@@ -82,10 +82,6 @@ fn json_reports_of_merge_and_resume_have_names_that_are_not_utf8() {
             .exits(0);
     assert_eq!(merged.json()["schema"], "ballast.merge/1");
     assert!(odd(b"mer\xffged").join("model.safetensors").is_file());
-    fs::rename(&run, odd(b"ru\xffn")).unwrap();
-    let mut command = ballast(["train", "--json", "--steps", "2"]);
-    let resumed = common::run(command.arg("--resume").arg(odd(b"ru\xffn"))).exits(0);
-    assert_eq!(resumed.json()["step"], 2);
 }
 
 #[test]

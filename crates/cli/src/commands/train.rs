@@ -138,7 +138,10 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
     }
     let _signals = Progress::new(true);
     let mut trainer = match &args.resume {
-        Some(out) => Trainer::resume(out, &args.settings()?)?,
+        Some(out) => {
+            path("--resume", out)?;
+            Trainer::resume(out, &args.settings()?)?
+        }
         None => {
             let mut config = args.load()?;
             if args.print_config {

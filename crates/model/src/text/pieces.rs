@@ -107,10 +107,12 @@ impl<'t> PieceEncoder<'t> {
             let part = floor_char(rest, room.max(4));
             self.text.push_str(&rest[..part]);
             rest = &rest[part..];
-            if self.known_end() < self.next_end() {
-                return Ok(tokens);
+            // A character that does not fit in the room is taken in the next round.
+            match self.known_end() < self.next_end() {
+                true if rest.is_empty() => return Ok(tokens),
+                true => {}
+                false => tokens.extend(self.advance()?),
             }
-            tokens.extend(self.advance()?);
         }
     }
 

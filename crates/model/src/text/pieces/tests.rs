@@ -204,7 +204,8 @@ fn the_tokens_of_the_pieces_are_those_of_the_whole_for_every_kind_of_tokenizer()
         let (_folder, tokenizer) = from_json(&json);
         let mut draw = Draw(7);
         for case in 0..12 {
-            let text = text(&mut draw, 1 + draw.below(60_000));
+            let length = 1 + draw.below(60_000);
+            let text = text(&mut draw, length);
             for special in [false, true] {
                 let expected = whole(&tokenizer, &text, special);
                 let found = in_pieces(&tokenizer, &text, special, 4096, &mut draw);
