@@ -189,13 +189,12 @@ fn after_a_rollback_metrics_and_samples_have_every_step_once() {
     let samples: Vec<u64> = summary.samples.iter().map(|sample| sample.step).collect();
     assert!(samples.is_sorted_by(|a, b| a < b), "{samples:?}");
     // The losses that count are those of the second time.
-    let last_told = |step: u64| -> Option<u64> {
-        let records = listener.records.lock().unwrap();
-        let found = records.borrow().iter().rev().find_map(|record| match record {
+    let heard: Vec<Record> = listener.records.lock().unwrap().borrow().clone();
+    let last_told = |step: u64| {
+        heard.iter().rev().find_map(|record| match record {
             Record::Step(found) if found.step == step => Some(found.loss.to_bits()),
             _ => None,
-        });
-        found
+        })
     };
     for record in &records {
         if let Record::Step(step) = record {

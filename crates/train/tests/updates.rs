@@ -64,6 +64,32 @@ fn everything_that_is_learned_has_a_gradient() {
 }
 
 #[test]
+fn everything_that_is_learned_has_a_gradient_in_every_architecture_of_the_fixtures() {
+    let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models");
+    let mut seen = 0;
+    for entry in std::fs::read_dir(fixtures).unwrap() {
+        let file = entry.unwrap().path().join("config.json");
+        let mut architecture: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+        for key in ["vocab_size", "vocab_size_per_layer_input"] {
+            if architecture.get(key).is_some() {
+                architecture[key] = serde_json::json!(257);
+            }
+        }
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("config.json"), architecture.to_string()).unwrap();
+        let model = format!("model.config={:?}", folder.path().join("config.json").display().to_string());
+        let mut trainer = trainer(&folder.path().join("run"), &[&model, "precision.preset=f32"]);
+        assert!(matches!(trainer.attempt(&mut |_| {}).unwrap(), Attempt::Taken(_)));
+        for slot in &trainer.optimizer.slots {
+            assert!(slot.m.iter().any(|m| *m != 0.0), "{}: {}", file.display(), slot.name);
+        }
+        seen += 1;
+    }
+    assert!(seen >= 10, "{seen}");
+}
+
+#[test]
 fn an_update_that_is_not_finite_is_not_applied_and_nothing_is_published() {
     // eps is 0 in f32, and 0 / 0 is what embeddings of tokens get that do not occur.
     for precision in ["f32", "bf16", "hf-bf16"] {

@@ -306,7 +306,7 @@ fn print_json(trainer: &Trainer, summary: &Summary) {
             "skipped": trainer.sentinel.skipped,
             "untrained": trainer.sentinel.untrained,
             "model": summary.model,
-            "checkpoint": summary.checkpoint.as_ref().map(|(step, path)| json!({ "step": step, "path": path })),
+            "checkpoint": summary.checkpoint.as_ref().map(|(step, path)| json!({ "step": step, "path": path.display().to_string() })),
             "save_failure": summary.save_failure.as_ref().map(|error| error.to_string()),
             "report": summary.report,
             "seconds": summary.seconds,
