@@ -134,10 +134,12 @@ static VALUES: LazyLock<Vec<Value>> = LazyLock::new(|| {
 fuzz_target!(|bytes: &[u8]| {
     let Some((seed, changes)) = bytes.split_first() else { return };
     let mut config: Value = serde_json::from_str(SEEDS[*seed as usize % SEEDS.len()]).expect("it is JSON");
+    // The first byte after the seed chooses the field that is looked at, the others change the configuration.
+    let (choice, changes) = changes.split_first().map_or((0, changes), |(choice, rest)| (*choice, rest));
     for change in changes.chunks_exact(3).take(8) {
         apply(text_part(&mut config), change);
     }
-    check(&config);
+    check(&config, choice as usize);
 });
 
 fn text_part(config: &mut Value) -> &mut Map<String, Value> {
@@ -177,25 +179,24 @@ fn names(config: &Value, path: &str) -> bool {
     unknown.iter().any(|key| key == path || path.strip_prefix(key).is_some_and(|rest| rest.starts_with('.')))
 }
 
-/// Every relevant field of a configuration that can be used: with another value it is another configuration, or refused, or
-/// the field is named.
-fn check(config: &Value) {
-    let Some(parsed) = parse(config) else { return };
+/// A relevant field of a configuration that can be used: with another value it is another configuration, or refused, or the
+/// field is named.
+fn check(config: &Value, choice: usize) {
     let mut fields = Vec::new();
     collect(config, &mut Vec::new(), &mut fields);
-    for path in fields {
-        let name = path.join(".");
-        if has_no_effect(config, &parsed, &path) || names(config, &name) {
-            continue;
-        }
-        let value = path.iter().fold(config, |value, step| &value[step.as_str()]);
-        let seen = others(value).into_iter().any(|other| {
-            let mut changed = config.clone();
-            *path.iter().fold(&mut changed, |value, step| &mut value[step.as_str()]) = other;
-            parse(&changed).is_none_or(|changed| changed != parsed) || names(&changed, &name)
-        });
-        assert!(seen, "`{name}` is {value}, and has no effect and is not named: {config}");
+    let Some(path) = fields.get(choice % fields.len().max(1)) else { return };
+    let Some(parsed) = parse(config) else { return };
+    let name = path.join(".");
+    if has_no_effect(config, &parsed, path) || names(config, &name) {
+        return;
     }
+    let value = path.iter().fold(config, |value, step| &value[step.as_str()]);
+    let seen = others(value).into_iter().any(|other| {
+        let mut changed = config.clone();
+        *path.iter().fold(&mut changed, |value, step| &mut value[step.as_str()]) = other;
+        parse(&changed).is_none_or(|changed| changed != parsed) || names(&changed, &name)
+    });
+    assert!(seen, "`{name}` is {value}, and has no effect and is not named: {config}");
 }
 
 /// The paths of all relevant fields that have a value.
