@@ -96,7 +96,7 @@ fn main() -> anyhow::Result<()> {
             let mut loss = 0.0;
             let mut step = || {
                 grads.clear();
-                loss = model.backward(&mut grads, &batch, &options, recompute, None)?.language.sum;
+                loss = model.forward_backward(&mut grads, &batch, &options, recompute, None)?.language.sum;
                 if let Some(optimizer) = &mut optimizer {
                     let norm = optimizer.norms(&grads).global;
                     optimizer.step(&mut model, &grads, norm, 1e-6)?;

@@ -31,8 +31,8 @@ pub mod moe;
 pub mod norm;
 pub mod packing;
 mod partition;
-pub mod precision;
 pub mod rotary;
+pub mod rounding;
 pub mod scratch;
 mod shared;
 pub mod simd;
@@ -41,5 +41,5 @@ mod testing;
 
 pub use element::Element;
 pub use error::{KernelError, Result};
-pub use precision::Precision;
+pub use rounding::Rounding;
 pub use scratch::Scratch;

@@ -1,6 +1,6 @@
 //! The matrix product of f32 blocks, behind one function so that its implementation can be swapped.
 //!
-//! C = alpha C + beta A B, one thread. A, B and C are strided views; the result depends on shapes and values alone.
+//! C = alpha A B + beta C, one thread. A, B and C are strided views; the result depends on shapes and values alone.
 //! Large products go to the `gemm` crate, which packs its operands; `small` has those of blocks that lie in a cache, `bf16`
 //! those whose operands are both stored in bf16. [`matmul_f64`] is for references, which want the same in f64.
 
@@ -101,30 +101,30 @@ fn extent(rows: usize, columns: usize, row_stride: usize) -> Option<usize> {
     if rows == 0 || columns == 0 { Some(0) } else { (rows - 1).checked_mul(row_stride)?.checked_add(columns) }
 }
 
-/// Row-major C [rows, columns] = alpha C + beta A B, where C's rows are `row_stride` apart. With alpha = 0 the old
+/// Row-major C [rows, columns] = alpha A B + beta C, where C's rows are `row_stride` apart. With beta = 0 the old
 /// content of C is not read.
 ///
 /// # Panics
 /// When the shapes do not fit.
-pub fn matmul_strided(c: &mut [f32], row_stride: usize, alpha: f32, beta: f32, a: Mat<'_>, b: Mat<'_>) {
-    strided(c, row_stride, alpha, beta, a, b);
+pub fn matmul_strided(c: &mut [f32], row_stride: usize, alpha: f32, a: Mat<'_>, b: Mat<'_>, beta: f32) {
+    strided(c, row_stride, alpha, a, b, beta);
 }
 
 /// [`matmul_strided`] in f64.
 ///
 /// # Panics
 /// When the shapes do not fit.
-pub fn matmul_f64(c: &mut [f64], row_stride: usize, alpha: f64, beta: f64, a: Mat<'_, f64>, b: Mat<'_, f64>) {
-    strided(c, row_stride, alpha, beta, a, b);
+pub fn matmul_f64(c: &mut [f64], row_stride: usize, alpha: f64, a: Mat<'_, f64>, b: Mat<'_, f64>, beta: f64) {
+    strided(c, row_stride, alpha, a, b, beta);
 }
 
 fn strided<T: Default + PartialEq + 'static>(
     c: &mut [T],
     row_stride: usize,
     alpha: T,
-    beta: T,
     a: Mat<'_, T>,
     b: Mat<'_, T>,
+    beta: T,
 ) {
     let (m, n, k) = (a.rows, b.columns, a.columns);
     assert_eq!(k, b.rows, "inner sizes");
@@ -134,7 +134,7 @@ fn strided<T: Default + PartialEq + 'static>(
     let fits = extent(m, n, row_stride).is_some_and(|needed| needed <= c.len());
     assert!(row_stride >= n && fits, "C is too short");
     // SAFETY: the lines above have checked C, which is borrowed mutably, so it overlaps neither A nor B.
-    unsafe { product(c.as_mut_ptr(), row_stride, alpha, beta, a, b) }
+    unsafe { product(c.as_mut_ptr(), row_stride, alpha, a, b, beta) }
 }
 
 /// [`matmul_strided`] into a tile of C whose first element is `begin`, while other threads write other tiles.
@@ -148,9 +148,9 @@ pub(crate) unsafe fn matmul_tile(
     c: &Shared<'_, f32>,
     begin: usize,
     row_stride: usize,
-    alpha: f32,
     a: Mat<'_>,
     b: Mat<'_>,
+    beta: f32,
 ) {
     let (m, n) = (a.rows, b.columns);
     assert_eq!(a.columns, b.rows, "inner sizes");
@@ -160,7 +160,7 @@ pub(crate) unsafe fn matmul_tile(
     assert!(row_stride >= n, "rows of C overlap");
     let data = c.pointer(begin, extent(m, n, row_stride).expect("C is too short"));
     // SAFETY: `pointer` has checked that the tile lies inside C; it is this call's alone by the caller's promise.
-    unsafe { product(data, row_stride, alpha, 1.0, a, b) }
+    unsafe { product(data, row_stride, 1.0, a, b, beta) }
 }
 
 /// # Safety
@@ -169,9 +169,9 @@ unsafe fn product<T: Default + PartialEq + 'static>(
     c: *mut T,
     row_stride: usize,
     alpha: T,
-    beta: T,
     a: Mat<'_, T>,
     b: Mat<'_, T>,
+    beta: T,
 ) {
     let (m, n, k) = (a.rows, b.columns, a.columns);
     let row_stride = if m > 1 { row_stride } else { n };
@@ -185,15 +185,15 @@ unsafe fn product<T: Default + PartialEq + 'static>(
             c,
             1,
             row_stride as isize,
-            alpha != T::default(),
+            beta != T::default(),
             a.data.as_ptr(),
             a.column_stride as isize,
             a.row_stride as isize,
             b.data.as_ptr(),
             b.column_stride as isize,
             b.row_stride as isize,
-            alpha,
             beta,
+            alpha,
             false,
             false,
             false,
@@ -202,14 +202,14 @@ unsafe fn product<T: Default + PartialEq + 'static>(
     }
 }
 
-/// Dense C = beta A B.
-pub fn matmul(c: &mut [f32], beta: f32, a: Mat<'_>, b: Mat<'_>) {
-    matmul_strided(c, b.columns, 0.0, beta, a, b);
+/// Dense C = alpha A B.
+pub fn matmul(c: &mut [f32], alpha: f32, a: Mat<'_>, b: Mat<'_>) {
+    matmul_strided(c, b.columns, alpha, a, b, 0.0);
 }
 
-/// Dense C += beta A B.
-pub fn matmul_add(c: &mut [f32], beta: f32, a: Mat<'_>, b: Mat<'_>) {
-    matmul_strided(c, b.columns, 1.0, beta, a, b);
+/// Dense C += alpha A B.
+pub fn matmul_add(c: &mut [f32], alpha: f32, a: Mat<'_>, b: Mat<'_>) {
+    matmul_strided(c, b.columns, alpha, a, b, 1.0);
 }
 
 #[cfg(test)]
@@ -238,7 +238,7 @@ mod tests {
                 let mat = Mat::new(data, rows, columns, columns + gap);
                 if t { mat.t() } else { mat }
             };
-            matmul_strided(&mut c, n + gap, if add { 1.0 } else { 0.0 }, 0.5, view(&a, ra, ca, ta), view(&b, rb, cb, tb));
+            matmul_strided(&mut c, n + gap, 0.5, view(&a, ra, ca, ta), view(&b, rb, cb, tb), if add { 1.0 } else { 0.0 });
             for i in 0..m {
                 for j in 0..n + gap {
                     let old = before[i * (n + gap) + j] as f64;
@@ -274,7 +274,7 @@ mod tests {
         let [wide_a, wide_b] = [&a, &b].map(|x| x.iter().map(|x| *x as f64).collect::<Vec<f64>>());
         let (gap, mut c) = (3, vec![1.0; 40 * 53]);
         let (rows, columns) = (Mat::dense(&wide_a, 40, 70), Mat::dense(&wide_b, 50, 70).t());
-        matmul_f64(&mut c, 50 + gap, 1.0, 2.0, rows, columns);
+        matmul_f64(&mut c, 50 + gap, 2.0, rows, columns, 1.0);
         for (i, row) in c.chunks(50 + gap).enumerate() {
             for (j, got) in row[..50].iter().enumerate() {
                 let products = (0..70).map(|l| a[i * 70 + l] as f64 * b[j * 70 + l] as f64);
@@ -302,10 +302,10 @@ mod tests {
         assert!(refused(&|| _ = Mat::new(&[0f32; 4], 3, 2, huge)));
         assert!(refused(&|| _ = Mat::new(&[0f32; 4], 2, 2, usize::MAX)));
         let (a, b) = (Mat::dense(&[1.0, 2.0, 3.0], 3, 1), Mat::dense(&[4.0], 1, 1));
-        assert!(refused(&|| matmul_strided(&mut [0.0; 4], huge, 0.0, 1.0, a, b)));
+        assert!(refused(&|| matmul_strided(&mut [0.0; 4], huge, 1.0, a, b, 0.0)));
         assert!(refused(&|| matmul_small(&mut [0.0; 4], huge, Onto::Nothing, By::All(1.0), a, b)));
         // SAFETY: C is this call's alone.
-        assert!(refused(&|| unsafe { matmul_tile(&Shared::new(&mut [0.0; 4]), 0, huge, 0.0, a, b) }));
+        assert!(refused(&|| unsafe { matmul_tile(&Shared::new(&mut [0.0; 4]), 0, huge, a, b, 0.0) }));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use ballast_checkpoint::tensor_file::TensorFile;
-use ballast_model::Stored;
+use ballast_model::LazyCheckpoint;
 
 use crate::engine::{Gradient, Part, Site};
 use crate::error::{Error, Result};
@@ -91,7 +91,7 @@ impl Dump {
     }
 
     /// Gradients of the parameters of a part; that of a tied head is whole in the file, and counted with the embedding.
-    pub fn gradients(&self, part: Part, stored: &Stored) -> Result<Vec<Gradient>> {
+    pub fn gradients(&self, part: Part, stored: &LazyCheckpoint) -> Result<Vec<Gradient>> {
         let mut found = Vec::new();
         for spec in stored.specs.all().filter(|spec| part.has(spec, false)) {
             for name in [stored.full_name(spec), spec.name.clone()] {

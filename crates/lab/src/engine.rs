@@ -7,7 +7,8 @@ use std::ops::Range;
 
 use ballast_model::params::{Grads, Params, Spec, Specs, Weight};
 use ballast_model::{
-    Batch, Config, IndexerLoss, IndexerStage, Model, Pass, Precision, Probe, Recompute, Stored, Ties,
+    Batch, Config, IndexerLoss, IndexerStage, LayerwiseRun, LazyCheckpoint, Model, Precision, Probe,
+    Recompute, Ties,
 };
 
 use crate::dump::Dump;
@@ -65,20 +66,25 @@ pub enum Engine<'b> {
 /// A model on its way.
 pub struct Running<'b> {
     model: Model,
-    pass: Option<Pass<'b>>,
+    pass: Option<LayerwiseRun<'b>>,
     batch: &'b Batch,
     backward: Backward,
 }
 
 impl<'b> Engine<'b> {
     /// The reference in f64.
-    pub fn exact(stored: &Stored, batch: &Batch, ties: Ties, backward: Backward) -> Result<Engine<'b>> {
+    pub fn exact(
+        stored: &LazyCheckpoint,
+        batch: &Batch,
+        ties: Ties,
+        backward: Backward,
+    ) -> Result<Engine<'b>> {
         Ok(Engine::Exact(Box::new(Reference::new(&stored.config, batch, ties, backward)?)))
     }
 
     /// A model in this precision.
     pub fn model(
-        stored: &Stored,
+        stored: &LazyCheckpoint,
         batch: &'b Batch,
         ties: Ties,
         precision: Precision,
@@ -90,7 +96,7 @@ impl<'b> Engine<'b> {
     }
 
     /// One part forward, up to the last norm: the embedding, then every layer, then the head's.
-    pub fn forward(&mut self, part: Part, stored: &Stored, values: &Params) -> Result<Vec<Site>> {
+    pub fn forward(&mut self, part: Part, stored: &LazyCheckpoint, values: &Params) -> Result<Vec<Site>> {
         let mut sites = Sites::default();
         match self {
             Engine::Dump(dump) => return dump.sites(part),
@@ -117,7 +123,12 @@ impl<'b> Engine<'b> {
     }
 
     /// Logits [rows, V], after all parts forward; `values` are the head's.
-    pub fn logits(&mut self, rows: Range<usize>, stored: &Stored, values: &Params) -> Result<Vec<f64>> {
+    pub fn logits(
+        &mut self,
+        rows: Range<usize>,
+        stored: &LazyCheckpoint,
+        values: &Params,
+    ) -> Result<Vec<f64>> {
         match self {
             Engine::Dump(dump) => dump.logits(rows),
             Engine::Exact(reference) => reference.logits(rows, &by_name(&stored.specs, values)),
@@ -130,7 +141,12 @@ impl<'b> Engine<'b> {
     }
 
     /// One part backward: the head first, the embedding last.
-    pub fn backward(&mut self, part: Part, stored: &Stored, values: &Params) -> Result<Vec<Gradient>> {
+    pub fn backward(
+        &mut self,
+        part: Part,
+        stored: &LazyCheckpoint,
+        values: &Params,
+    ) -> Result<Vec<Gradient>> {
         let mut gradients = Vec::new();
         match self {
             Engine::Dump(dump) => return dump.gradients(part, stored),
@@ -162,7 +178,7 @@ impl<'b> Engine<'b> {
     }
 
     /// What the run uses for a protected tensor of the part that it holds; `values` are the checkpoint's.
-    pub fn protected(&self, name: &str, stored: &Stored, values: &Params) -> Option<Vec<f64>> {
+    pub fn protected(&self, name: &str, stored: &LazyCheckpoint, values: &Params) -> Option<Vec<f64>> {
         let index = stored.specs.protected.iter().position(|spec| spec.name == name)?;
         Some(widen(match self {
             Engine::Dump(_) => return None,
@@ -173,7 +189,7 @@ impl<'b> Engine<'b> {
 }
 
 impl<'b> Running<'b> {
-    fn begun(&mut self) -> (&Model, &mut Pass<'b>) {
+    fn begun(&mut self) -> (&Model, &mut LayerwiseRun<'b>) {
         (&self.model, self.pass.as_mut().expect("the embedding comes first"))
     }
 
@@ -183,7 +199,8 @@ impl<'b> Running<'b> {
                 let recompute = (self.backward != Backward::None).then_some(Recompute::Full);
                 let with_indexers = self.backward == Backward::WithIndexers;
                 let indexer = sparse_loss(&self.model.config).filter(|_| with_indexers);
-                self.pass = Some(Pass::begin(&self.model, self.batch, recompute, indexer, Some(sites))?);
+                self.pass =
+                    Some(LayerwiseRun::begin(&self.model, self.batch, recompute, indexer, Some(sites))?);
             }
             Part::Layer(index) => {
                 let (model, pass) = self.begun();
@@ -200,11 +217,11 @@ impl<'b> Running<'b> {
     fn backward(&mut self, part: Part, grads: &mut Grads) -> Result {
         let (model, pass) = self.begun();
         match part {
-            Part::Head => pass.turn(model, grads, None).map(drop)?,
+            Part::Head => pass.loss_backward(model, grads, None).map(drop)?,
             Part::Layer(index) => pass.backward(model, grads, index, None)?,
             Part::Embedding => {
                 let pass = self.pass.take().expect("it was there above");
-                pass.arrive(&self.model, grads, None)?;
+                pass.embedding_backward(&self.model, grads, None)?;
             }
         }
         Ok(())

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::config::{Layer, Mixer};
 use ballast_model::params::Params;
-use ballast_model::{Batch, Precision, Stored, Ties, memory};
+use ballast_model::{Batch, LazyCheckpoint, Precision, Ties, memory};
 
 use crate::choices::Choice;
 use crate::engine::{Engine, Gradient, Part, Site};
@@ -44,7 +44,7 @@ impl Arithmetic {
         }
     }
 
-    fn engine<'b>(self, stored: &Stored, setup: &Setup<'b>) -> Result<Engine<'b>> {
+    fn engine<'b>(self, stored: &LazyCheckpoint, setup: &Setup<'b>) -> Result<Engine<'b>> {
         let Setup { batch, ties, backward, .. } = *setup;
         match self {
             Arithmetic::F64 => Engine::exact(stored, batch, ties, backward),
@@ -56,7 +56,7 @@ impl Arithmetic {
 /// How an experiment is made.
 pub struct Setup<'a> {
     /// The model.
-    pub stored: &'a Stored,
+    pub stored: &'a LazyCheckpoint,
     /// What it reads.
     pub batch: &'a Batch,
     /// What the reference computes in.
@@ -77,7 +77,7 @@ impl Setup<'_> {
 
 /// A run on its way.
 struct Runner<'a> {
-    stored: &'a Stored,
+    stored: &'a LazyCheckpoint,
     engine: Engine<'a>,
     rounds: Option<Roundings>,
     /// Largest error that is no difference; `None`: every bit counts, compared with the run in f32.
@@ -101,7 +101,7 @@ pub enum Contestant<'a> {
         /// As it was given.
         name: String,
         /// It.
-        stored: &'a Stored,
+        stored: &'a LazyCheckpoint,
     },
     /// Tensors that another framework wrote.
     Dump {
@@ -320,7 +320,7 @@ impl<'a> Runner<'a> {
     }
 
     /// The values of a part: those of the reference's checkpoint, or of its own.
-    fn values<'v>(&self, shared: &Stored, part: Part, values: &'v Params) -> Result<Cow<'v, Params>> {
+    fn values<'v>(&self, shared: &LazyCheckpoint, part: Part, values: &'v Params) -> Result<Cow<'v, Params>> {
         if std::ptr::eq(self.stored, shared) {
             return Ok(Cow::Borrowed(values));
         }
@@ -482,7 +482,7 @@ impl<'a> Runner<'a> {
     }
 }
 
-fn read(stored: &Stored, part: Part) -> Result<Params> {
+fn read(stored: &LazyCheckpoint, part: Part) -> Result<Params> {
     let tied = stored.config.tied;
     Ok(stored.read(|spec| part.has(spec, tied))?)
 }
@@ -491,7 +491,7 @@ fn read(stored: &Stored, part: Part) -> Result<Params> {
 fn gradients(
     engine: &mut Engine<'_>,
     part: Part,
-    stored: &Stored,
+    stored: &LazyCheckpoint,
     values: &Params,
     pending: &mut HashMap<String, Vec<f64>>,
 ) -> Result<Vec<Gradient>> {
@@ -525,7 +525,7 @@ fn decays(
     engine: &Engine<'_>,
     index: usize,
     sites: &[Site],
-    stored: &Stored,
+    stored: &LazyCheckpoint,
     values: &Params,
 ) -> Option<Decays> {
     let g = site(sites, &format!("layers.{index}.linear_attn.g"))?;

@@ -2,10 +2,10 @@
 
 use std::collections::HashSet;
 
-use ballast_kernels::Precision as Rounding;
+use ballast_kernels::Rounding;
 use ballast_kernels::gated_delta_rule::{self as gdn, L2Norm};
 use ballast_model::config::Mixer;
-use ballast_model::{Config, Stored};
+use ballast_model::{Config, LazyCheckpoint};
 use half::bf16;
 
 use crate::error::Result;
@@ -15,7 +15,7 @@ use crate::findings::{L2NormBytes, ProtectedTensor};
 pub const LENGTHS: [usize; 3] = [8 << 10, 32 << 10, 128 << 10];
 
 /// Every protected tensor: what it is stored in, and whether its values need that.
-pub fn protected(stored: &Stored) -> Result<Vec<ProtectedTensor>> {
+pub fn protected(stored: &LazyCheckpoint) -> Result<Vec<ProtectedTensor>> {
     let names: HashSet<&str> = stored.specs.protected.iter().map(|spec| spec.name.as_str()).collect();
     let values = stored.read(|spec| names.contains(spec.name.as_str()))?;
     let moved = |x: &f32| (Rounding::Bf16.round(*x) as f64 - *x as f64).abs();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ballast_model::Batch;
 use ballast_model::batch::IGNORED;
 use ballast_model::text::{Tokenizer, folder_of};
-use ballast_train::data::{DataConfig, Documents, Split, Text};
+use ballast_train::data::{DataConfig, Documents, Split, TextEncoder};
 use ballast_train::task::Task;
 
 use crate::error::{Error, Result};
@@ -38,15 +38,15 @@ impl Length {
 
 /// The documents of a file (.txt, .jsonl), end to end; every token is predicted.
 pub fn from_file(file: &Path, model: &Path, length: Length) -> Result<(Batch, Input)> {
-    let text = Arc::new(Text::load(model)?);
+    let encoder = Arc::new(TextEncoder::load(model)?);
     let data = ballast_train::data::DataFile { path: file.into(), weight: 1.0 };
     let config = DataConfig {
         files: vec![data],
         validation_fraction: 0.0,
-        add_eos: text.eos.is_some(),
+        add_eos: encoder.eos.is_some(),
         ..DataConfig::default()
     };
-    let documents = ballast_train::data::Files::open(&config, Split::Train, text, 0)?;
+    let documents = ballast_train::data::Files::open(&config, Split::Train, encoder, 0)?;
     let (mut ids, wanted) = (Vec::new(), length.all());
     for number in 0..documents.len() {
         if ids.len() >= wanted {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use ballast_checkpoint::jobs::Observer;
-use ballast_model::{Batch, Config, Stored, Ties, memory};
+use ballast_model::{Batch, Config, LazyCheckpoint, Ties, memory};
 use ballast_train::report::say::counted;
 
 use crate::answers::answers;
@@ -24,7 +24,7 @@ pub struct Study<'a> {
     /// The checkpoint.
     pub path: &'a Path,
     /// It, opened.
-    pub stored: &'a Stored,
+    pub stored: &'a LazyCheckpoint,
     /// What it reads.
     pub batch: &'a Batch,
     /// The same in words.
@@ -85,7 +85,7 @@ impl<'a> Study<'a> {
     }
 
     /// Another checkpoint of the same model beside this one.
-    pub fn compare(&self, name: &str, other: &Stored) -> Result<Findings> {
+    pub fn compare(&self, name: &str, other: &LazyCheckpoint) -> Result<Findings> {
         let begun = Instant::now();
         if other.config != self.stored.config {
             return Err(Error::Input(format!(

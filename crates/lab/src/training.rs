@@ -67,7 +67,7 @@ impl Steps<'_> {
                 return Err(ballast_checkpoint::Error::Interrupted.into());
             }
             grads.clear();
-            let loss = model.backward(&mut grads, self.batch, &loss, Recompute::None, None)?;
+            let loss = model.forward_backward(&mut grads, self.batch, &loss, Recompute::None, None)?;
             let loss = loss.language.sum / loss.language.tokens.max(1) as f64;
             let norm = optimizer.norms(&grads).global;
             losses.push(loss);

@@ -2,12 +2,12 @@
 
 mod common;
 
-use ballast_kernels::Precision as Rounding;
+use ballast_kernels::Rounding;
 use ballast_lab::experiment::Arithmetic;
 use ballast_lab::findings::Kind;
 use ballast_lab::{Choice, More};
 use ballast_model::probe::Recorder;
-use ballast_model::{Model, Precision, Stored};
+use ballast_model::{LazyCheckpoint, Model, Precision};
 use common::{MODELS, batch, defaults, folder, run, study};
 
 /// The first tensor whose bits differ, among everything that a probe can see.
@@ -34,7 +34,7 @@ fn batch_of(vocabulary: usize) -> ballast_model::Batch {
 fn every_single_choice_changes_its_own_site_first() {
     let mut checked = 0;
     for name in MODELS {
-        let stored = Stored::open(&folder(name)).unwrap();
+        let stored = LazyCheckpoint::open(&folder(name)).unwrap();
         for choice in defaults(&stored).iter().filter(|choice| choice.is_single()) {
             let site = choice.name.split('=').next().unwrap();
             let first = first_difference(name, choice);
@@ -73,7 +73,7 @@ fn a_rounded_a_log_moves_rates_by_two_to_the_minus_nine_of_it() {
         (study.choices(vec![choice], More::default()).unwrap(), study.stored.read(|_| true).unwrap())
     });
     let (findings, values) = findings;
-    let stored = Stored::open(&folder("qwen3_5")).unwrap();
+    let stored = LazyCheckpoint::open(&folder("qwen3_5")).unwrap();
     let mut checked = 0;
     for error in &run(&findings, "A_log").decay {
         let name = format!("layers.{}.linear_attn.A_log", error.layer);
@@ -152,7 +152,7 @@ fn sampled_logits_are_those_that_the_model_shows() {
 
 #[test]
 fn names_that_mean_nothing_are_refused_with_those_that_do() {
-    let stored = Stored::open(&folder("qwen3_5")).unwrap();
+    let stored = LazyCheckpoint::open(&folder("qwen3_5")).unwrap();
     for (text, problem) in [
         ("A_logg", "nothing is called \"A_logg\""),
         ("A_log+bf16", "can only come first"),

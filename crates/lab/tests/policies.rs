@@ -5,7 +5,7 @@ mod common;
 use ballast_lab::Choice;
 use ballast_lab::findings::Kind;
 use ballast_model::probe::Recorder;
-use ballast_model::{Batch, Model, Precision, Stored};
+use ballast_model::{Batch, LazyCheckpoint, Model, Precision};
 use common::{MODELS, defaults, folder};
 
 /// Long enough that an indexer has a choice and a state is handed on.
@@ -22,7 +22,7 @@ fn seen(name: &str, precision: &Precision) -> Vec<u32> {
 }
 
 /// Whether a choice rounds a protected tensor whose values have more bits than bf16.
-fn rounds_a_tensor(stored: &Stored, choice: &Choice) -> bool {
+fn rounds_a_tensor(stored: &LazyCheckpoint, choice: &Choice) -> bool {
     let mut values = stored.read(|_| true).unwrap();
     for tensor in values.protected_mut() {
         tensor.values_mut().iter_mut().for_each(|x| *x = 1.0 + f32::EPSILON);
@@ -36,7 +36,7 @@ fn rounds_a_tensor(stored: &Stored, choice: &Choice) -> bool {
 fn every_policy_that_is_offered_for_a_golden_model_changes_something() {
     let mut checked = 0;
     for name in MODELS {
-        let stored = Stored::open(&folder(name)).unwrap();
+        let stored = LazyCheckpoint::open(&folder(name)).unwrap();
         let plain = seen(name, &Precision::f32());
         for choice in defaults(&stored) {
             let changes = match choice.kind {
@@ -53,7 +53,7 @@ fn every_policy_that_is_offered_for_a_golden_model_changes_something() {
 #[test]
 fn every_protected_tensor_of_a_golden_model_can_be_rounded_alone() {
     for name in MODELS {
-        let stored = Stored::open(&folder(name)).unwrap();
+        let stored = LazyCheckpoint::open(&folder(name)).unwrap();
         let offered: Vec<Choice> =
             defaults(&stored).into_iter().filter(|choice| choice.kind == Kind::Tensor).collect();
         for spec in &stored.specs.protected {
@@ -74,10 +74,10 @@ fn a_policy_that_a_model_has_nothing_for_is_refused() {
         ("qwen3_5", "indexer_logits", "this model has no indexer_logits\n"),
         ("qwen3_5", "logits=f32", "logits is f32 already\n"),
     ] {
-        let stored = Stored::open(&folder(name)).unwrap();
+        let stored = LazyCheckpoint::open(&folder(name)).unwrap();
         let error = Choice::parse(policy, &stored.config, &stored.specs).unwrap_err().to_string();
         assert!(error.contains(problem), "{name} {policy}: {error}");
     }
-    let stored = Stored::open(&folder("qwen3_5_moe")).unwrap();
+    let stored = LazyCheckpoint::open(&folder("qwen3_5_moe")).unwrap();
     Choice::parse("megatron+router=f32", &stored.config, &stored.specs).unwrap();
 }

@@ -113,7 +113,7 @@ fn check_gradients(name: &str, model: &Model, batch: &Batch, ours: &Gradients, l
     let sparse = IndexerLoss { scale: 1.0, stage: IndexerStage::Sparse };
     let options =
         LossOptions { indexer: model.config.has_indexer().then_some(sparse), ..LossOptions::default() };
-    model.backward(&mut grads, batch, &options, Recompute::None, None).unwrap();
+    model.forward_backward(&mut grads, batch, &options, Recompute::None, None).unwrap();
     let of_indexers = ours.keys().filter(|tensor| tensor.contains(".indexer.")).count();
     assert_eq!(of_indexers, if model.config.has_indexer() { 5 * model.config.layers.len() } else { 0 });
     let (mut worst, mut compared) = ((0.0, ""), 0);

@@ -9,7 +9,7 @@ use ballast_lab::dump::Dump;
 use ballast_lab::experiment::Arithmetic;
 use ballast_lab::{Choice, More, Training};
 use ballast_model::probe::Recorder;
-use ballast_model::{LossOptions, Model, Precision, Recompute, Stored};
+use ballast_model::{LazyCheckpoint, LossOptions, Model, Precision, Recompute};
 use common::{MODELS, batch, defaults, folder, golden, run, study};
 
 #[test]
@@ -26,7 +26,7 @@ fn every_model_has_a_whole_study() {
         assert!(floor.kl.max < 1e-8 && floor.top1_agreement == 1.0, "{name}: {:?}", floor.kl);
         let limit = if name == "qwen3_5" { 4e-4 } else { 1e-4 };
         assert!(floor.gradient_error.unwrap() < limit, "{name}: {:?}", floor.gradient_error);
-        let stored = Stored::open(&folder(name)).unwrap();
+        let stored = LazyCheckpoint::open(&folder(name)).unwrap();
         let model = stored.model(Precision::f32()).unwrap();
         let learned =
             model.specs.all().filter(|spec| spec.trainable && !spec.name.contains("indexer")).count();
@@ -59,8 +59,9 @@ fn loss_and_gradients_are_those_of_a_plain_run() {
     let backward = |preset: &str| {
         let model = Model::load(&folder(name), |config| Precision::preset(preset, config)).unwrap();
         let mut grads = model.grads();
-        let loss =
-            model.backward(&mut grads, &batch, &LossOptions::default(), Recompute::None, None).unwrap();
+        let loss = model
+            .forward_backward(&mut grads, &batch, &LossOptions::default(), Recompute::None, None)
+            .unwrap();
         (model, grads, loss.language.sum / loss.language.tokens as f64)
     };
     let (model, exact, loss) = backward("f32");
@@ -100,7 +101,7 @@ fn the_same_study_twice_gives_the_same_findings() {
 fn decoding_shows_what_is_rounded_at_every_token() {
     let decode = |model: &str, policies: &[&str]| {
         study(model, Arithmetic::F32, false, |study| {
-            let hybrid = Stored::open(&folder("qwen3_5")).unwrap();
+            let hybrid = LazyCheckpoint::open(&folder("qwen3_5")).unwrap();
             let choice = |name: &&str| Choice::parse(name, &hybrid.config, &hybrid.specs).unwrap();
             let more = More { decoding: true, ..More::default() };
             study.choices(policies.iter().map(choice).collect(), more).unwrap()
@@ -162,13 +163,13 @@ fn two_checkpoints_part_where_they_differ() {
     }
     model.save(&changed, false, &ballast_checkpoint::jobs::Silent).unwrap();
     study(name, Arithmetic::F64, true, |study| {
-        let same = study.compare("itself", &Stored::open(&folder(name)).unwrap()).unwrap();
+        let same = study.compare("itself", &LazyCheckpoint::open(&folder(name)).unwrap()).unwrap();
         assert_eq!((same.runs[0].first_difference.as_deref(), same.runs[0].kl.max), (None, 0.0));
         assert_eq!(same.runs[0].gradient_error, Some(0.0));
-        let other = study.compare("changed", &Stored::open(&changed).unwrap()).unwrap();
+        let other = study.compare("changed", &LazyCheckpoint::open(&changed).unwrap()).unwrap();
         assert_eq!(other.runs[0].first_difference.as_deref(), Some("layers.2.mlp.router"));
         assert!(other.runs[0].kl.max > 0.0 && other.runs[0].gradient_error.unwrap() > 0.0);
-        let error = study.compare("gemma", &Stored::open(&folder("gemma2")).unwrap()).unwrap_err();
+        let error = study.compare("gemma", &LazyCheckpoint::open(&folder("gemma2")).unwrap()).unwrap_err();
         assert!(error.to_string().contains("describes another model"), "{error}");
     });
 }

@@ -23,13 +23,13 @@ pub const PREFILL_TOKENS: usize = 512;
 /// Sequences that are being decoded together.
 pub struct Session<'m> {
     model: &'m Model,
-    states: Stored,
+    states: SessionStates,
     /// By sequence: tokens that it has so far.
     lengths: Vec<usize>,
     scratch: Scratch,
 }
 
-enum Stored {
+enum SessionStates {
     F32(Vec<State<f32>>),
     Bf16(Vec<State<bf16>>),
 }
@@ -38,8 +38,8 @@ impl Model {
     /// Starts `sequences` empty sequences.
     pub fn session(&self, sequences: usize) -> Session<'_> {
         let states = match self.precision().activations {
-            Storage::F32 => Stored::F32(self.states(sequences)),
-            Storage::Bf16 => Stored::Bf16(self.states(sequences)),
+            Storage::F32 => SessionStates::F32(self.states(sequences)),
+            Storage::Bf16 => SessionStates::Bf16(self.states(sequences)),
         };
         Session { model: self, states, lengths: vec![0; sequences], scratch: Scratch::new(0) }
     }
@@ -72,8 +72,8 @@ impl Session<'_> {
     /// Bytes of caches and states.
     pub fn bytes(&self) -> usize {
         match &self.states {
-            Stored::F32(states) => states.iter().map(State::bytes).sum(),
-            Stored::Bf16(states) => states.iter().map(State::bytes).sum(),
+            SessionStates::F32(states) => states.iter().map(State::bytes).sum(),
+            SessionStates::Bf16(states) => states.iter().map(State::bytes).sum(),
         }
     }
 
@@ -125,8 +125,8 @@ impl Session<'_> {
         let (model, scratch) = (self.model, &self.scratch);
         // On a thread of the pool: from outside, every kernel's call would wake one and wait for it.
         let logits = rayon::scope(|_| match &mut self.states {
-            Stored::F32(states) => model.advance(states, &batch, all, scratch, probe),
-            Stored::Bf16(states) => model.advance(states, &batch, all, scratch, probe),
+            SessionStates::F32(states) => model.advance(states, &batch, all, scratch, probe),
+            SessionStates::Bf16(states) => model.advance(states, &batch, all, scratch, probe),
         })?;
         for (length, tokens) in self.lengths.iter_mut().zip(tokens) {
             *length += tokens.len();
@@ -168,7 +168,7 @@ impl Model {
         };
         let mut x = self.embed::<A>(&run)?;
         let mut links = Links::new(&self.config);
-        links.own_inputs = self.own_inputs(&run, &x)?;
+        links.per_layer_inputs = self.per_layer_inputs(&run, &x)?;
         for layer in self.layers() {
             x = layer.forward(&run, x, &mut links, Some(&mut *states), Keep::Nothing)?.0;
         }

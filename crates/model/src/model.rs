@@ -10,13 +10,13 @@ use ballast_kernels::linear_cross_entropy::{
 };
 use ballast_kernels::rotary::{Rotary, Table};
 use ballast_kernels::simd;
-use ballast_kernels::{Element, Precision as Rounding, Scratch};
+use ballast_kernels::{Element, Rounding, Scratch};
 use half::bf16;
 
 use crate::batch::{Batch, IGNORED};
 use crate::config::{Config, Mixer, Rope};
 use crate::error::{Error, Result};
-use crate::layers::{Keep, Layer, Linear, Norm, OwnInputs};
+use crate::layers::{Keep, Layer, Linear, Norm, PerLayerInputs};
 use crate::load::Source;
 use crate::params::{Grads, Id, Init, Params, Spec, Specs, Weight};
 use crate::precision::{Precision, Storage};
@@ -49,7 +49,7 @@ pub struct Model {
     ties: Ties,
     rotaries: Vec<Rotary>,
     pub(crate) embedding: Id<Weight>,
-    pub(crate) own_inputs: Option<OwnInputs>,
+    pub(crate) per_layer_inputs: Option<PerLayerInputs>,
     layers: Vec<Layer>,
     pub(crate) norm: Norm,
     pub(crate) head: Linear,
@@ -118,7 +118,8 @@ impl Model {
         let mut specs = Specs::default();
         let embedding =
             specs.weight("embed_tokens.weight".into(), &[config.vocabulary, config.hidden], Init::Embedding);
-        let own_inputs = config.per_layer_inputs.map(|shape| OwnInputs::new(&mut specs, &config, shape));
+        let per_layer_inputs =
+            config.per_layer_inputs.map(|shape| PerLayerInputs::new(&mut specs, &config, shape));
         let mut ropes: Vec<Rope> = Vec::new();
         for layer in &config.layers {
             let used = match &layer.mixer {
@@ -149,7 +150,7 @@ impl Model {
             ties: Ties::default(),
             rotaries,
             embedding,
-            own_inputs,
+            per_layer_inputs,
             layers,
             norm,
             head,
@@ -214,7 +215,7 @@ impl Model {
 
     /// The losses, and the gradients of the language loss's sum times its scale, of the indexers' losses and of the
     /// routers', added to `grads`.
-    pub fn backward(
+    pub fn forward_backward(
         &self,
         grads: &mut Grads,
         batch: &Batch,
@@ -223,8 +224,8 @@ impl Model {
         probe: Option<&mut dyn Probe>,
     ) -> Result<StepLoss> {
         match self.precision.activations {
-            Storage::F32 => self.backward_in::<f32>(grads, batch, options, recompute, probe),
-            Storage::Bf16 => self.backward_in::<bf16>(grads, batch, options, recompute, probe),
+            Storage::F32 => self.forward_backward_in::<f32>(grads, batch, options, recompute, probe),
+            Storage::Bf16 => self.forward_backward_in::<bf16>(grads, batch, options, recompute, probe),
         }
     }
 
@@ -237,9 +238,9 @@ impl Model {
     pub(crate) fn scratch_len<A: Element>(&self, tokens: usize) -> usize {
         let head = linear_cross_entropy_scratch(self.head.dims(), tokens, &loss_kernel::Options::default());
         let layers = self.layers.iter().map(|layer| layer.scratch::<A>(tokens)).max().unwrap_or(0);
-        let own_inputs = self.own_inputs.as_ref().map_or(0, |inputs| inputs.scratch(tokens));
+        let per_layer_inputs = self.per_layer_inputs.as_ref().map_or(0, |inputs| inputs.scratch(tokens));
         let adapters = self.adapter_scratch(tokens);
-        head.max(layers).max(self.norm.scratch(tokens)).max(own_inputs).max(adapters)
+        head.max(layers).max(self.norm.scratch(tokens)).max(per_layer_inputs).max(adapters)
     }
 
     /// Runs `work` with what all layers share.
@@ -351,8 +352,8 @@ impl Model {
     }
 
     /// The inputs that layers have of their own, if they do; for decoding, which keeps nothing.
-    pub(crate) fn own_inputs<A: Element>(&self, run: &Run<'_>, x: &[A]) -> Result<Vec<Vec<A>>> {
-        match &self.own_inputs {
+    pub(crate) fn per_layer_inputs<A: Element>(&self, run: &Run<'_>, x: &[A]) -> Result<Vec<Vec<A>>> {
+        match &self.per_layer_inputs {
             Some(inputs) => Ok(inputs.forward(run, x, Keep::Nothing)?.0),
             None => Ok(Vec::new()),
         }
@@ -382,7 +383,7 @@ impl Model {
         }
     }
 
-    fn backward_in<A: Element>(
+    fn forward_backward_in<A: Element>(
         &self,
         grads: &mut Grads,
         batch: &Batch,
@@ -393,18 +394,18 @@ impl Model {
         self.with_run::<A, _>(batch, probe, options, |run| {
             let mut trail = self.forward::<A>(run, Some(recompute))?;
             let balance = run.balance.as_ref().map_or(0.0, Balancing::complete);
-            let language = self.turn(run, grads, &mut trail, options)?;
+            let language = self.loss_backward(run, grads, &mut trail, options)?;
             for index in (0..self.layers.len()).rev() {
                 self.layer_backward(run, grads, &mut trail, index)?;
             }
-            self.arrive(run, grads, trail)?;
+            self.embedding_backward(run, grads, trail)?;
             let indexer = run.indexer.as_ref().map_or(0.0, |training| training.sum.get());
             Ok(StepLoss { language, indexer, balance })
         })
     }
 
     /// The loss and the gradient of hidden, and the output head's.
-    pub(crate) fn loss_backward<A: Element>(
+    pub(crate) fn head_backward<A: Element>(
         &self,
         run: &Run<'_>,
         grads: &mut Grads,
@@ -458,9 +459,9 @@ impl Model {
     }
 
     /// Bytes kept for inputs that layers have of their own.
-    pub(crate) fn own_inputs_bytes<A>(&self, tokens: usize) -> usize {
+    pub(crate) fn per_layer_inputs_bytes<A>(&self, tokens: usize) -> usize {
         let embedded = tokens * self.config.hidden * size_of::<A>();
-        self.own_inputs
+        self.per_layer_inputs
             .as_ref()
             .map_or(0, |inputs| embedded + inputs.saved_bytes::<A>(tokens, Keep::Everything))
     }

@@ -23,7 +23,7 @@
 use std::marker::PhantomData;
 use std::ops::{Index, IndexMut};
 
-use ballast_kernels::{Element, Precision as Rounding};
+use ballast_kernels::{Element, Rounding};
 use half::bf16;
 
 use crate::precision::Storage;

@@ -115,7 +115,7 @@ impl Model {
             protected: self.specs.protected.iter().map(|spec| 4 * spec.len()).sum(),
             adapters,
             gradients: 4 * learned.map(Spec::len).sum::<usize>() + adapters,
-            around: stream + 4 * tokens + self.own_inputs_bytes::<A>(tokens),
+            around: stream + 4 * tokens + self.per_layer_inputs_bytes::<A>(tokens),
             logits: 4 * logits,
             transient: 2 * stream + 4 * logits,
             scratch: 4 * self.scratch_len::<A>(tokens) * rayon::current_num_threads(),

@@ -21,7 +21,7 @@
 
 use ballast_checkpoint::Checkpoint;
 use ballast_contract::{Dtype, Policy, Registry};
-use ballast_kernels::Precision as Rounding;
+use ballast_kernels::Rounding;
 use serde::Serialize;
 
 use crate::config::{Config, Mixer};

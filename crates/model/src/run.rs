@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use ballast_kernels::indexer::Ties;
 use ballast_kernels::moe::{self, Balance, Routing};
 use ballast_kernels::rotary::Table;
-use ballast_kernels::{Element, Precision as Rounding, Scratch};
+use ballast_kernels::{Element, Rounding, Scratch};
 
 use crate::batch::Batch;
 use crate::config::Config;

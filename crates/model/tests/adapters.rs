@@ -28,8 +28,10 @@ fn adapted(name: &str, preset: &str) -> Model {
 }
 
 fn gradients(model: &Model, name: &str, mut grads: Grads, recompute: Recompute) -> (f64, Grads) {
-    let loss =
-        model.backward(&mut grads, &batch(name), &LossOptions::default(), recompute, None).unwrap().language;
+    let loss = model
+        .forward_backward(&mut grads, &batch(name), &LossOptions::default(), recompute, None)
+        .unwrap()
+        .language;
     (loss.sum / loss.tokens as f64, grads)
 }
 

@@ -14,7 +14,7 @@ fn loss_and_gradients_are_those_of_transformers() {
     let (model, batch) = (load("qwen3_5_moe", "f32"), batch("qwen3_5_moe"));
     let mut grads = model.grads();
     let options = LossOptions { balance: Some(coefficient), ..LossOptions::default() };
-    let loss = model.backward(&mut grads, &batch, &options, Recompute::None, None).unwrap();
+    let loss = model.forward_backward(&mut grads, &batch, &options, Recompute::None, None).unwrap();
     let expected = |name: &str| golden.f32(name).unwrap().values[0] as f64;
     let aux = coefficient as f64 * expected("aux_loss");
     assert!((loss.balance - aux).abs() < 1e-5 * aux, "{} where {aux} is expected", loss.balance);
@@ -41,7 +41,7 @@ fn what_is_made_anew_is_not_counted_twice() {
             let run = |balance: Option<f32>, recompute| -> (StepLoss, _) {
                 let mut grads = model.grads();
                 let options = LossOptions { balance, ..LossOptions::default() };
-                let loss = model.backward(&mut grads, &batch, &options, recompute, None).unwrap();
+                let loss = model.forward_backward(&mut grads, &batch, &options, recompute, None).unwrap();
                 (loss, grads)
             };
             let none = run(Some(0.3), Recompute::None);
@@ -59,7 +59,8 @@ fn a_model_without_experts_has_nothing_to_balance() {
     for name in MODELS {
         let model = load(name, "f32");
         let options = LossOptions { balance: Some(0.1), ..LossOptions::default() };
-        let result = model.backward(&mut model.grads(), &batch(name), &options, Recompute::Full, None);
+        let result =
+            model.forward_backward(&mut model.grads(), &batch(name), &options, Recompute::Full, None);
         let experts = model.config.layers.iter().any(|layer| layer.experts.is_some());
         assert_eq!(result.is_ok(), experts, "{name}");
     }

@@ -20,7 +20,7 @@ type Named = BTreeMap<String, Vec<f32>>;
 
 fn backward(model: &Model, batch: &Batch, options: &LossOptions, recompute: Recompute) -> (StepLoss, Named) {
     let mut grads = model.grads();
-    let loss = model.backward(&mut grads, batch, options, recompute, None).unwrap();
+    let loss = model.forward_backward(&mut grads, batch, options, recompute, None).unwrap();
     let named = model.named_grads(&grads, None).unwrap();
     (loss, named.into_iter().map(|tensor| (tensor.name, tensor.values)).collect())
 }
@@ -112,7 +112,8 @@ fn a_model_without_an_indexer_says_so() {
     let model = Model::load(&folder, |_| Ok(Precision::f32())).unwrap();
     let batch = Batch::packed(vec![1, 2, 3], vec![0, 3]).unwrap();
     let options = with_indexer(IndexerStage::Sparse);
-    let error = model.backward(&mut model.grads(), &batch, &options, Recompute::None, None).unwrap_err();
+    let error =
+        model.forward_backward(&mut model.grads(), &batch, &options, Recompute::None, None).unwrap_err();
     assert!(error.to_string().contains("no indexer"), "{error}");
 }
 

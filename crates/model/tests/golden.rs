@@ -39,8 +39,10 @@ fn check(name: &str, gradients: usize) {
         "{name}: logits are off by {ratio:e} (ratio), {largest:e}"
     );
     let mut grads = model.grads();
-    let loss =
-        model.backward(&mut grads, &batch, &LossOptions::default(), Recompute::None, None).unwrap().language;
+    let loss = model
+        .forward_backward(&mut grads, &batch, &LossOptions::default(), Recompute::None, None)
+        .unwrap()
+        .language;
     let mean = loss.sum / loss.tokens as f64;
     let expected = golden.f32("loss").unwrap().values[0] as f64;
     assert!((mean - expected).abs() <= 1e-5 * expected, "{name}: loss {mean} where {expected} is expected");

@@ -9,7 +9,7 @@ use ballast_checkpoint::convert::{self, ConvertOptions};
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_contract::{Architecture, Dtype, Registry};
-use ballast_kernels::Precision as Rounding;
+use ballast_kernels::Rounding;
 use ballast_model::precision::{PRESETS, Storage};
 use ballast_model::probe::Recorder;
 use ballast_model::{Model, Precision};

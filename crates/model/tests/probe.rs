@@ -48,6 +48,6 @@ fn what_a_probe_does_not_want_is_not_copied_and_a_step_shows_a_parameter_once() 
     let mut recorder = Recorder { pattern: Some("param.*".into()), ..Recorder::default() };
     let mut grads = model.grads();
     let options = LossOptions::default();
-    model.backward(&mut grads, &batch, &options, Recompute::Full, Some(&mut recorder)).unwrap();
+    model.forward_backward(&mut grads, &batch, &options, Recompute::Full, Some(&mut recorder)).unwrap();
     assert_eq!(recorder.seen.len(), model.specs.all().count());
 }

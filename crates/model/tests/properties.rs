@@ -13,7 +13,7 @@ fn gradients(
 ) -> (f64, ballast_model::params::Grads) {
     let mut grads = model.grads();
     let options = LossOptions { scale: Some(scale), ..LossOptions::default() };
-    let loss = model.backward(&mut grads, batch, &options, recompute, None).unwrap();
+    let loss = model.forward_backward(&mut grads, batch, &options, recompute, None).unwrap();
     (loss.language.sum, grads)
 }
 
@@ -31,7 +31,8 @@ fn packed_sequences_are_the_same_as_one_by_one() {
             let alone = Batch::packed(ids[ends[0]..ends[1]].to_vec(), vec![0, ends[1] - ends[0]]).unwrap();
             logits_alone.extend(model.logits(&alone, None).unwrap());
             let options = LossOptions { scale: Some(scale), ..LossOptions::default() };
-            let loss = model.backward(&mut grads_alone, &alone, &options, Recompute::None, None).unwrap();
+            let loss =
+                model.forward_backward(&mut grads_alone, &alone, &options, Recompute::None, None).unwrap();
             loss_alone += loss.language.sum;
         }
         let (ratio, _) = error(&logits, &logits_alone);

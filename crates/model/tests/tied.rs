@@ -7,7 +7,7 @@ use std::path::Path;
 
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::tensor_file::{Array, Named, TensorFile, write_f32};
-use ballast_model::{Model, Precision, Stored};
+use ballast_model::{LazyCheckpoint, Model, Precision};
 use common::{batch, error, folder};
 use serde_json::{Value, json};
 
@@ -67,7 +67,7 @@ fn an_equal_head_is_the_embedding_and_is_written_once() {
         let copy = with_head(model, 0.0, "model.");
         let mut tied = load(&copy.path().join("base"));
         assert!(tied.config.tied && tied.warnings.is_empty(), "{model}");
-        assert!(Stored::open(&copy.path().join("base")).unwrap().config.tied, "{model}");
+        assert!(LazyCheckpoint::open(&copy.path().join("base")).unwrap().config.tied, "{model}");
         // Training moves the embedding; the head moves with it.
         let at = tied.specs.weights.iter().position(|spec| spec.name == "embed_tokens.weight").unwrap();
         let mut values = tied.params.weights()[at].to_f32();
@@ -92,7 +92,7 @@ fn a_different_head_is_used_and_the_model_is_saved_untied() {
         for words in ["config.json", "lm_head.weight and model.embed_tokens.weight", "different values"] {
             assert!(warning.contains(words), "{warning}");
         }
-        assert_eq!(Stored::open(&copy.path().join("base")).unwrap().warnings, untied.warnings);
+        assert_eq!(LazyCheckpoint::open(&copy.path().join("base")).unwrap().warnings, untied.warnings);
         let logits = untied.logits(&batch(model), None).unwrap();
         let tied =
             load(&with_head(model, 0.0, "model.").path().join("base")).logits(&batch(model), None).unwrap();

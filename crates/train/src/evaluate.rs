@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use ballast_model::text::{Generation, Sampler, Sampling};
 use ballast_model::{Batch, LossOptions, Model};
 
-use crate::data::{Cursor, Document, MicroBatch, Text};
+use crate::data::{Cursor, Document, MicroBatch, TextEncoder};
 use crate::error::Result;
 use crate::metrics::{Evaluation, SourceScore};
 use crate::report::Sample;
@@ -43,7 +43,7 @@ impl Trainer {
     /// What the model answers to held-out documents.
     pub fn sample(&self) -> Result<Vec<Sample>> {
         let tokens = self.config.samples.tokens;
-        let sample = |document| sample(&self.model, &self.text, document, tokens, self.step);
+        let sample = |document| sample(&self.model, &self.encoder, document, tokens, self.step);
         self.sample_documents.iter().map(sample).collect()
     }
 }
@@ -79,19 +79,25 @@ fn question(document: &Document) -> (usize, Option<std::ops::Range<usize>>) {
     }
 }
 
-fn sample(model: &Model, text: &Text, document: &Document, tokens: usize, step: u64) -> Result<Sample> {
+fn sample(
+    model: &Model,
+    encoder: &TextEncoder,
+    document: &Document,
+    tokens: usize,
+    step: u64,
+) -> Result<Sample> {
     let (prompt, expected) = question(document);
     let mut sampler = Sampler::new(Sampling::GREEDY, 0);
     let mut generation = Generation::new(model);
     generation.prompt(&document.ids[..prompt], || false)?;
     let wanted = expected.as_ref().map_or(tokens, |expected| expected.len().min(tokens));
     for _ in 0..wanted {
-        if Some(generation.next(&mut sampler)?) == text.eos {
+        if Some(generation.next(&mut sampler)?) == encoder.eos {
             break;
         }
     }
     let answer = &generation.ids()[prompt..];
-    let decode = |ids: &[u32]| text.tokenizer.decode(ids, true);
+    let decode = |ids: &[u32]| encoder.tokenizer.decode(ids, true);
     let right = expected.as_ref().map(|expected| document.ids[expected.clone()][..wanted] == *answer);
     Ok(Sample {
         step,

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 /// One line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub enum Record {
+pub enum MetricsEntry {
     /// A step of the optimiser.
     Step(Step),
     /// A measurement on held-out data.
@@ -103,39 +103,39 @@ pub struct Event {
     pub text: String,
 }
 
-impl Record {
+impl MetricsEntry {
     /// The step that it belongs to.
     pub fn step(&self) -> u64 {
         match self {
-            Record::Step(step) => step.step,
-            Record::Evaluation(evaluation) => evaluation.step,
-            Record::Event(event) => event.step,
+            MetricsEntry::Step(step) => step.step,
+            MetricsEntry::Evaluation(evaluation) => evaluation.step,
+            MetricsEntry::Event(event) => event.step,
         }
     }
 }
 
 /// What counts of a file's records: all events, and the steps and measurements that no rollback took back. The last line may be
 /// torn, as a killed process leaves it; it is then left out.
-pub fn read(path: &Path) -> Result<Vec<Record>> {
+pub fn read(path: &Path) -> Result<Vec<MetricsEntry>> {
     Ok(history(read_all(path)?))
 }
 
 /// The records of a run without the steps and measurements that it went back behind: those that a rollback took back (it says
 /// the step that it went back to), and those of steps that were taken again.
-pub fn history(records: Vec<Record>) -> Vec<Record> {
+pub fn history(records: Vec<MetricsEntry>) -> Vec<MetricsEntry> {
     // From the end on: what lies before `limit` has not been taken back by what came later.
     let mut limit = u64::MAX;
-    let mut kept: Vec<Record> = Vec::with_capacity(records.len());
+    let mut kept: Vec<MetricsEntry> = Vec::with_capacity(records.len());
     for record in records.into_iter().rev() {
         match &record {
-            Record::Event(event) => {
+            MetricsEntry::Event(event) => {
                 if event.what == ROLLBACK {
                     limit = limit.min(event.step.saturating_add(1));
                 }
             }
             record if record.step() >= limit => continue,
-            Record::Step(step) => limit = step.step,
-            Record::Evaluation(_) => {}
+            MetricsEntry::Step(step) => limit = step.step,
+            MetricsEntry::Evaluation(_) => {}
         }
         kept.push(record);
     }
@@ -146,7 +146,7 @@ pub fn history(records: Vec<Record>) -> Vec<Record> {
 /// What an event is called whose step is the one that the run went back to.
 pub const ROLLBACK: &str = "rollback";
 
-fn read_all(path: &Path) -> Result<Vec<Record>> {
+fn read_all(path: &Path) -> Result<Vec<MetricsEntry>> {
     let mut records = Vec::new();
     read_lines(path, |_, record| {
         records.push(record);
@@ -178,7 +178,7 @@ impl MetricsWriter {
 
     /// Appends one line, in one call of the system: other readers see it whole. What a full disk took of a line is removed
     /// again.
-    pub fn write(&mut self, record: &Record) -> Result {
+    pub fn write(&mut self, record: &MetricsEntry) -> Result {
         let mut line = serde_json::to_vec(record)
             .map_err(std::io::Error::from)
             .map_err(Error::io(&self.path, "write to it"))?;
@@ -195,7 +195,7 @@ impl MetricsWriter {
 
 /// Calls `each` with every whole line, newline included, and its record. Gives whether the end is as a writer that
 /// was not killed leaves it.
-fn read_lines(path: &Path, mut each: impl FnMut(&[u8], Record) -> Result) -> Result<bool> {
+fn read_lines(path: &Path, mut each: impl FnMut(&[u8], MetricsEntry) -> Result) -> Result<bool> {
     let mut input = BufReader::new(File::open(path).map_err(Error::io(path, "open"))?);
     let mut line = Vec::new();
     for number in 1.. {
@@ -342,9 +342,9 @@ mod any_float {
 mod tests {
     use super::*;
 
-    fn step(step: u64) -> Record {
+    fn step(step: u64) -> MetricsEntry {
         let group_norms = [("embedding".to_string(), 0.25), ("mlp".to_string(), 1.5)].into();
-        Record::Step(Step {
+        MetricsEntry::Step(Step {
             step,
             loss: 2.0 / step as f64,
             learning_rate: 1e-3,
@@ -353,12 +353,12 @@ mod tests {
         })
     }
 
-    fn event(step: u64) -> Record {
-        Record::Event(Event { step, what: "spike".into(), text: "twice\nthe median \u{1F6A9}".into() })
+    fn event(step: u64) -> MetricsEntry {
+        MetricsEntry::Event(Event { step, what: "spike".into(), text: "twice\nthe median \u{1F6A9}".into() })
     }
 
-    fn evaluation(step: u64) -> Record {
-        Record::Evaluation(Evaluation {
+    fn evaluation(step: u64) -> MetricsEntry {
+        MetricsEntry::Evaluation(Evaluation {
             step,
             loss: 0.5,
             accuracy: 0.75,
@@ -367,13 +367,13 @@ mod tests {
         })
     }
 
-    fn write_all(path: &Path, resume_at: Option<u64>, records: &[Record]) {
+    fn write_all(path: &Path, resume_at: Option<u64>, records: &[MetricsEntry]) {
         let mut writer = MetricsWriter::open(path, resume_at).unwrap();
         records.iter().for_each(|record| writer.write(record).unwrap());
     }
 
     fn steps(path: &Path) -> Vec<u64> {
-        read(path).unwrap().iter().map(Record::step).collect()
+        read(path).unwrap().iter().map(MetricsEntry::step).collect()
     }
 
     fn tear(path: &Path) {
@@ -397,9 +397,9 @@ mod tests {
     fn floats_are_read_to_the_last_bit() {
         // The first is off by one bit without the feature `float_roundtrip` of serde_json.
         for value in [2.1166100557845278, 0.1, 1e-320, f64::MAX, 5.527299417230675, 1.0 / 3.0] {
-            let record = Record::Step(Step { gradient_norm: value, ..Step::default() });
+            let record = MetricsEntry::Step(Step { gradient_norm: value, ..Step::default() });
             let text = serde_json::to_string(&record).unwrap();
-            assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record, "{text}");
+            assert_eq!(serde_json::from_str::<MetricsEntry>(&text).unwrap(), record, "{text}");
         }
     }
 
@@ -407,7 +407,7 @@ mod tests {
     fn what_is_not_finite_is_written_and_read() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let record = Record::Step(Step {
+        let record = MetricsEntry::Step(Step {
             step: 1,
             loss: f64::NAN,
             indexer_loss: Some(f64::INFINITY),
@@ -415,17 +415,18 @@ mod tests {
             ..Step::default()
         });
         write_all(&path, None, &[record]);
-        let [Record::Step(read)] = &read(&path).unwrap()[..] else { panic!() };
+        let [MetricsEntry::Step(read)] = &read(&path).unwrap()[..] else { panic!() };
         assert!(read.loss.is_nan());
         assert_eq!(read.indexer_loss, Some(f64::INFINITY));
         assert_eq!(read.balance_loss, None);
         assert_eq!(read.group_norms["mlp"], f64::NEG_INFINITY);
         let score = SourceScore { loss: f64::NAN, accuracy: f64::INFINITY, tokens: 3 };
         let by_source = [("task".to_string(), score)].into();
-        let record = Record::Evaluation(Evaluation { loss: f64::NAN, by_source, ..Evaluation::default() });
+        let record =
+            MetricsEntry::Evaluation(Evaluation { loss: f64::NAN, by_source, ..Evaluation::default() });
         write_all(&path, None, &[record]);
         let records = self::read(&path).unwrap();
-        let Record::Evaluation(read) = &records[1] else { panic!() };
+        let MetricsEntry::Evaluation(read) = &records[1] else { panic!() };
         assert!(read.loss.is_nan() && read.by_source["task"].loss.is_nan());
         assert_eq!(read.by_source["task"].accuracy, f64::INFINITY);
     }
@@ -444,13 +445,13 @@ mod tests {
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 
-    fn rollback(to: u64) -> Record {
-        Record::Event(Event { step: to, what: ROLLBACK.into(), text: "back".into() })
+    fn rollback(to: u64) -> MetricsEntry {
+        MetricsEntry::Event(Event { step: to, what: ROLLBACK.into(), text: "back".into() })
     }
 
     #[test]
     fn after_a_rollback_every_step_is_read_once_as_it_was_taken_last() {
-        let again = |step| Record::Step(Step { step, loss: 7.0, ..Step::default() });
+        let again = |step| MetricsEntry::Step(Step { step, loss: 7.0, ..Step::default() });
         let records = [
             step(1),
             step(2),

@@ -10,7 +10,7 @@
 
 use std::collections::BTreeMap;
 
-use ballast_kernels::Precision as Rounding;
+use ballast_kernels::Rounding;
 use ballast_kernels::adamw::{self, adamw_fault, adamw_step, adamw_step_with_copy, global_norm};
 use ballast_model::params::{Grads, Spec, Weight};
 use ballast_model::precision::Storage;

@@ -41,7 +41,7 @@ impl Trainer {
             let mut t = ends[0];
             while t < ends[1] {
                 let end = (t..ends[1]).find(|u| trained(*u) != trained(t)).unwrap_or(ends[1]);
-                let piece = self.text.tokenizer.decode(&batch.ids[t..end], false)?;
+                let piece = self.encoder.tokenizer.decode(&batch.ids[t..end], false)?;
                 text += &if trained(t) { format!("⟦{piece}⟧") } else { piece };
                 t = end;
             }

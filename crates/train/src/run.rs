@@ -7,7 +7,7 @@ use ballast_checkpoint::jobs::Observer;
 use ballast_model::memory;
 
 use crate::error::{Error, Result};
-use crate::metrics::{self, Evaluation, Event, MetricsWriter, ROLLBACK, Record};
+use crate::metrics::{self, Evaluation, Event, MetricsEntry, MetricsWriter, ROLLBACK};
 use crate::places;
 use crate::plan::MemoryPlan;
 use crate::report::{self, LedgerRow, PlanRow, Report, Sample};
@@ -18,7 +18,7 @@ use crate::trainer::{Attempt, Trainer};
 /// Who looks on.
 pub trait Watcher: Observer {
     /// Something happened.
-    fn record(&self, record: &Record);
+    fn record(&self, record: &MetricsEntry);
 
     /// What the model answers.
     fn samples(&self, samples: &[Sample]);
@@ -66,7 +66,7 @@ struct Journal<'a> {
 }
 
 impl Journal<'_> {
-    fn write(&mut self, record: Record) {
+    fn write(&mut self, record: MetricsEntry) {
         self.watcher.record(&record);
         let step = record.step();
         if let Err(error) = self.write_metrics(&record) {
@@ -86,10 +86,14 @@ impl Journal<'_> {
         }
     }
 
-    fn write_metrics(&mut self, record: &Record) -> Result {
+    fn write_metrics(&mut self, record: &MetricsEntry) -> Result {
         if self.lost > 0 {
             let text = format!("{} records before this one could not be written", self.lost);
-            self.metrics.write(&Record::Event(Event { step: record.step(), what: "lost".into(), text }))?;
+            self.metrics.write(&MetricsEntry::Event(Event {
+                step: record.step(),
+                what: "lost".into(),
+                text,
+            }))?;
             self.lost = 0;
         }
         self.metrics.write(record)
@@ -97,13 +101,13 @@ impl Journal<'_> {
 
     /// Says something to the watcher alone.
     fn tell(&self, step: u64, what: &str, text: String) {
-        self.watcher.record(&Record::Event(Event { step, what: what.into(), text }));
+        self.watcher.record(&MetricsEntry::Event(Event { step, what: what.into(), text }));
     }
 }
 
-fn write_events(events: &mut EventWriter, record: &Record) -> Result {
+fn write_events(events: &mut EventWriter, record: &MetricsEntry) -> Result {
     match record {
-        Record::Step(step) => {
+        MetricsEntry::Step(step) => {
             let speed = step.tokens as f64 / step.seconds.max(1e-9);
             events.scalar(step.step, "train/loss", step.loss)?;
             events.scalar(step.step, "train/learning_rate", step.learning_rate)?;
@@ -114,11 +118,11 @@ fn write_events(events: &mut EventWriter, record: &Record) -> Result {
                 events.scalar(step.step, &format!("gradient_norm/{group}"), *norm)?;
             }
         }
-        Record::Evaluation(evaluation) => {
+        MetricsEntry::Evaluation(evaluation) => {
             events.scalar(evaluation.step, "validation/loss", evaluation.loss)?;
             events.scalar(evaluation.step, "validation/accuracy", evaluation.accuracy)?;
         }
-        Record::Event(event) => {
+        MetricsEntry::Event(event) => {
             if event.what == ROLLBACK {
                 events.resume(event.step)?;
             }
@@ -153,7 +157,7 @@ impl Trainer {
         let mut journal = Journal { metrics, lost: 0, tensorboard, watcher };
         if let Some(step) = resumed {
             let text = format!("went on from the checkpoint of step {step}");
-            journal.write(Record::Event(Event { step, what: "resume".into(), text }));
+            journal.write(MetricsEntry::Event(Event { step, what: "resume".into(), text }));
         }
         let started = Instant::now();
         let mut samples = Vec::new();
@@ -203,7 +207,7 @@ impl Trainer {
             let mut events = Vec::new();
             let attempt = self.attempt(&mut |event| events.push(event));
             for event in events {
-                journal.write(Record::Event(event));
+                journal.write(MetricsEntry::Event(event));
             }
             let Attempt::Taken(step) = attempt? else {
                 // After a rollback, what was seen of later steps does not count any more.
@@ -212,7 +216,7 @@ impl Trainer {
                 continue;
             };
             tokens += step.tokens;
-            journal.write(Record::Step(*step));
+            journal.write(MetricsEntry::Step(*step));
             let last = self.step == steps;
             if last || due(self.config.evaluation.every, self.step) {
                 evaluation = self.measure(journal)?;
@@ -242,11 +246,11 @@ impl Trainer {
                 if is_better(evaluation.loss, self.best) {
                     self.best = Some((self.step, evaluation.loss));
                 }
-                journal.write(Record::Evaluation(evaluation.clone()));
+                journal.write(MetricsEntry::Evaluation(evaluation.clone()));
             }
             None if self.validation.is_some() && self.config.evaluation.batches > 0 => {
                 let text = "none of the held-out tokens is trained on, so there is no score".into();
-                journal.write(Record::Event(Event { step: self.step, what: "no score".into(), text }));
+                journal.write(MetricsEntry::Event(Event { step: self.step, what: "no score".into(), text }));
             }
             None => {}
         }
@@ -259,7 +263,7 @@ impl Trainer {
         self.ledger.check(&self.model, "save")?;
         let mut state = self.state()?;
         let step = self.step;
-        let event = |what: &str, text: String| Record::Event(Event { step, what: what.into(), text });
+        let event = |what: &str, text: String| MetricsEntry::Event(Event { step, what: what.into(), text });
         match self.store.save(&mut state, &self.model, &self.optimizer, &self.sidecars, watcher) {
             Ok(_) => {
                 self.ledger = state.ledger;

@@ -166,7 +166,7 @@ pub fn find(
     for (micro_batch, batch) in batches.iter().enumerate() {
         grads.clear();
         let mut finder = Finder { batch, before: VecDeque::new(), found: None };
-        model.backward(grads, &batch.batch, &options(batch), recompute, Some(&mut finder))?;
+        model.forward_backward(grads, &batch.batch, &options(batch), recompute, Some(&mut finder))?;
         let fault = finder.found.or_else(|| faulty_gradient(optimizer, grads));
         if let Some(fault) = fault {
             return Ok(Some(Fault { step, micro_batch, ..fault }));

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::config::{Stage, TimeSteps, TrainConfig};
 use crate::data::content::Content;
-use crate::data::{Document, Documents, Files, Packer, Split, Text};
+use crate::data::{Document, Documents, Files, Packer, Split, TextEncoder};
 use crate::error::{Error, Result};
 use crate::task::{self, Task};
 
@@ -166,7 +166,7 @@ fn tokenizer_folder(config: &TrainConfig) -> Result<PathBuf> {
 }
 
 /// The tokenizer; that of the embedded task is written into `out` first.
-pub fn text(config: &TrainConfig, out: &Path) -> Result<Text> {
+pub fn encoder(config: &TrainConfig, out: &Path) -> Result<TextEncoder> {
     if uses_task(config) && config.model.checkpoint.is_none() {
         let folder = out.join("tokenizer");
         std::fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
@@ -174,17 +174,17 @@ pub fn text(config: &TrainConfig, out: &Path) -> Result<Text> {
             let path = folder.join(name);
             std::fs::write(&path, bytes).map_err(Error::io(&path, "write"))?;
         }
-        return Text::load(&folder);
+        return TextEncoder::load(&folder);
     }
-    Text::load(&tokenizer_folder(config)?)
+    TextEncoder::load(&tokenizer_folder(config)?)
 }
 
 /// A checksum of all files that say which tokens a text has.
-pub(crate) fn tokenizer_checksum(text: &Text) -> Result<u64> {
+pub(crate) fn tokenizer_checksum(encoder: &TextEncoder) -> Result<u64> {
     let mut content = Content::default();
     for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
     {
-        let path = text.tokenizer.file().with_file_name(name);
+        let path = encoder.tokenizer.file().with_file_name(name);
         let bytes = match std::fs::read(&path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
             read => read.map_err(Error::io(&path, "read"))?,
@@ -196,7 +196,11 @@ pub(crate) fn tokenizer_checksum(text: &Text) -> Result<u64> {
 }
 
 /// The documents of a split; `None` where nothing is held out.
-pub fn documents(config: &TrainConfig, split: Split, text: &Arc<Text>) -> Result<Option<Box<dyn Documents>>> {
+pub fn documents(
+    config: &TrainConfig,
+    split: Split,
+    encoder: &Arc<TextEncoder>,
+) -> Result<Option<Box<dyn Documents>>> {
     if uses_task(config) {
         if let Some(name) = config.data.task.as_deref().filter(|name| *name != "recall") {
             return Err(Error::Config(format!("`data.task` {name:?} is not known; there is recall")));
@@ -206,7 +210,7 @@ pub fn documents(config: &TrainConfig, split: Split, text: &Arc<Text>) -> Result
     if split == Split::Validation && !config.data.has_validation() {
         return Ok(None);
     }
-    let files = Files::open(&config.data, split, text.clone(), config.seed)?;
+    let files = Files::open(&config.data, split, encoder.clone(), config.seed)?;
     match (split, files.is_empty()) {
         (Split::Validation, true) => Ok(None),
         (Split::Train, true) => Err(Error::Config("`data.files` leave no document to train on".into())),

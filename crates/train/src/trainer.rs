@@ -16,12 +16,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ballast_checkpoint::tensor_file::write_integers;
-use ballast_kernels::Precision as Rounding;
+use ballast_kernels::Rounding;
 use ballast_model::params::Grads;
 use ballast_model::{LossOptions, Model, Precision, Recompute, memory};
 
 use crate::config::{OnFault, OnSpike, TrainConfig, check_resume};
-use crate::data::{Cursor, Document, FileCursor, MicroBatch, Packer, Split, Text};
+use crate::data::{Cursor, Document, FileCursor, MicroBatch, Packer, Split, TextEncoder};
 use crate::error::{Error, Result};
 use crate::ledger::Ledger;
 use crate::metrics::{Event, ROLLBACK, Step};
@@ -52,7 +52,7 @@ pub struct Trainer {
     /// Where its checkpoints are.
     pub store: Store,
     /// The tokenizer.
-    pub text: Arc<Text>,
+    pub encoder: Arc<TextEncoder>,
     /// Files that go beside the weights.
     pub(crate) sidecars: Vec<(String, Vec<u8>)>,
     /// Held-out micro-batches, if there are any.
@@ -166,7 +166,7 @@ impl Trainer {
         if state.tokenizer.is_some_and(|saved| saved != self.tokenizer) {
             let problem = format!(
                 "the run was saved with another tokenizer than {}; resume with the same files",
-                self.text.tokenizer.file().display()
+                self.encoder.tokenizer.file().display()
             );
             return Err(Error::Resume { path: checkpoint.join("state.json"), problem });
         }
@@ -206,12 +206,12 @@ impl Trainer {
         ledger.cast(&model);
         ledger.check(&model, "cast")?;
         ledger.check_live(&model, "cast")?;
-        let text = Arc::new(setup::text(&config, &config.out)?);
-        let Some(documents) = setup::documents(&config, Split::Train, &text)? else {
+        let encoder = Arc::new(setup::encoder(&config, &config.out)?);
+        let Some(documents) = setup::documents(&config, Split::Train, &encoder)? else {
             return Err(Error::Config("`data` has nothing to train on".into()));
         };
         let train = setup::packer(&config, documents);
-        let held_out = || setup::documents(&config, Split::Validation, &text);
+        let held_out = || setup::documents(&config, Split::Validation, &encoder);
         let validation = held_out()?.map(|documents| setup::packer(&config, documents));
         let sample_documents = match held_out()? {
             Some(documents) => setup::first_documents(documents, config.samples.count)?,
@@ -220,7 +220,7 @@ impl Trainer {
         optimizer.check()?;
         Ok(Trainer {
             sidecars: setup::sidecars(&config)?,
-            tokenizer: setup::tokenizer_checksum(&text)?,
+            tokenizer: setup::tokenizer_checksum(&encoder)?,
             untrained_since: None,
             config,
             model,
@@ -230,7 +230,7 @@ impl Trainer {
             step: 0,
             best: None,
             store,
-            text,
+            encoder,
             validation,
             sample_documents,
             left_out: Vec::new(),
@@ -428,8 +428,13 @@ impl Trainer {
         let counted: usize = batches.iter().map(|batch| batch.batch.counted()).sum();
         let recompute = self.recompute();
         for batch in batches {
-            let loss =
-                self.model.backward(&mut self.grads, &batch.batch, &options(batch), recompute, None)?;
+            let loss = self.model.forward_backward(
+                &mut self.grads,
+                &batch.batch,
+                &options(batch),
+                recompute,
+                None,
+            )?;
             losses.language += loss.language.sum / counted.max(1) as f64;
             losses.indexer += loss.indexer;
             losses.balance += loss.balance;

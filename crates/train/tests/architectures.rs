@@ -5,7 +5,7 @@ mod common;
 use std::path::Path;
 
 use ballast_model::{Batch, Model, Precision};
-use ballast_train::metrics::Record;
+use ballast_train::metrics::MetricsEntry;
 use common::{config, run};
 use serde_json::json;
 
@@ -33,8 +33,8 @@ fn trains(name: &str, extra: &[&str]) {
     settings.extend(extra);
     let out = folder.path().join("run");
     let (trainer, listener, summary) = run(config(&out, &settings));
-    let loss = |record: &Record| match record {
-        Record::Step(step) => Some(step.loss),
+    let loss = |record: &MetricsEntry| match record {
+        MetricsEntry::Step(step) => Some(step.loss),
         _ => None,
     };
     let losses: Vec<f64> = listener.records.lock().unwrap().borrow().iter().filter_map(loss).collect();

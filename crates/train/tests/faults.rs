@@ -92,11 +92,11 @@ fn logits_that_overflow_in_f16_stop_the_run_or_are_raised() {
     assert!(
         listener.events().iter().any(|(what, text)| what == "escalate" && text.contains("logits in f32"))
     );
-    assert_eq!(trainer.model.precision().logits, ballast_kernels::Precision::F32);
+    assert_eq!(trainer.model.precision().logits, ballast_kernels::Rounding::F32);
     // A raised site stays raised after a resume.
     drop(trainer);
     let resumed = Trainer::resume(&folder.path().join("escalate"), &["steps=4".into()]).unwrap();
-    assert_eq!(resumed.model.precision().logits, ballast_kernels::Precision::F32);
+    assert_eq!(resumed.model.precision().logits, ballast_kernels::Rounding::F32);
 }
 
 #[test]
@@ -191,7 +191,7 @@ fn a_protected_tensor_that_somebody_else_changed_stops_the_run() {
     let mut trainer = Trainer::new(config(folder.path(), &[])).unwrap();
     assert!(matches!(trainer.attempt(&mut |_| {}).unwrap(), Attempt::Taken(_)));
     let values = trainer.model.params.protected_mut()[0].values_mut();
-    ballast_kernels::Precision::Bf16.round_all(values);
+    ballast_kernels::Rounding::Bf16.round_all(values);
     let error = trainer.attempt(&mut |_| {}).map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("the ledger does not hold at step") && error.contains("noted were"), "{error}");
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use ballast_train::metrics::{Record, read};
+use ballast_train::metrics::{MetricsEntry, read};
 use ballast_train::{Error, Trainer};
 use common::{Listener, completions, on_files};
 
@@ -32,8 +32,8 @@ fn documents_whose_answer_is_cut_off_are_passed_over() {
     let config = on_files(folder.path(), "run", &[("a.jsonl", &data)], &["data.packing=padded"]);
     let listener = Listener::default();
     Trainer::new(config).unwrap().run(&listener).unwrap();
-    let trained = |record: &Record| match record {
-        Record::Step(step) => Some(step.trained_tokens),
+    let trained = |record: &MetricsEntry| match record {
+        MetricsEntry::Step(step) => Some(step.trained_tokens),
         _ => None,
     };
     let trained: Vec<u64> = listener.records.lock().unwrap().borrow().iter().filter_map(trained).collect();
@@ -56,7 +56,9 @@ fn a_step_without_a_token_to_train_on_is_skipped_and_counted() {
         listener.events().iter().filter(|(what, text)| what == "skip" && text.contains("none of")).count();
     assert_eq!(skipped as u64, trainer.sentinel.untrained);
     let records = read(&folder.path().join("run/metrics.jsonl")).unwrap();
-    assert!(records.iter().all(|record| !matches!(record, Record::Step(step) if step.trained_tokens == 0)));
+    assert!(
+        records.iter().all(|record| !matches!(record, MetricsEntry::Step(step) if step.trained_tokens == 0))
+    );
     let report = std::fs::read_to_string(summary.report.unwrap()).unwrap();
     assert!(report.contains("without a token to train on"));
 }
@@ -92,6 +94,6 @@ fn an_evaluation_without_tokens_has_no_score_and_is_not_the_best() {
         let said = listener.events().into_iter().filter(|(what, _)| what == "no score").count();
         assert_eq!(said, 2, "{packing}");
         let records = read(&folder.path().join("run/metrics.jsonl")).unwrap();
-        assert!(!records.iter().any(|record| matches!(record, Record::Evaluation(_))));
+        assert!(!records.iter().any(|record| matches!(record, MetricsEntry::Evaluation(_))));
     }
 }

@@ -34,7 +34,7 @@ fn curve(name: &str) -> (Vec<f64>, Vec<f64>, usize) {
         grads.clear();
         let batch = batch(step, model.config.vocabulary as u64);
         let loss = model
-            .backward(&mut grads, &batch, &LossOptions::default(), Recompute::None, None)
+            .forward_backward(&mut grads, &batch, &LossOptions::default(), Recompute::None, None)
             .unwrap()
             .language;
         let norm = optimizer.norms(&grads).global;

@@ -48,7 +48,7 @@ fn half_a_run_and_the_rest_with_other_threads_give_the_bits_of_a_whole_run() {
         assert!(model("whole") == model("halves"), "the finished files");
         let metrics = ballast_train::metrics::read(&halves.join("metrics.jsonl")).unwrap();
         assert_eq!(
-            metrics.iter().filter(|r| matches!(r, ballast_train::metrics::Record::Step(_))).count(),
+            metrics.iter().filter(|r| matches!(r, ballast_train::metrics::MetricsEntry::Step(_))).count(),
             8
         );
     }

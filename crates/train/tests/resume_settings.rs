@@ -5,7 +5,7 @@ mod common;
 use std::path::Path;
 
 use ballast_train::config::{KEYS, OnResume, on_resume};
-use ballast_train::metrics::Record;
+use ballast_train::metrics::MetricsEntry;
 use ballast_train::{TrainConfig, Trainer};
 use common::{Listener, config, on_files, run};
 
@@ -185,8 +185,8 @@ fn the_best_loss_is_forgotten_where_losses_cannot_be_compared() {
 }
 
 fn learning_rates(listener: &Listener) -> Vec<f64> {
-    let rate = |record: &Record| match record {
-        Record::Step(step) => Some(step.learning_rate),
+    let rate = |record: &MetricsEntry| match record {
+        MetricsEntry::Step(step) => Some(step.learning_rate),
         _ => None,
     };
     listener.records.lock().unwrap().borrow().iter().filter_map(rate).collect()

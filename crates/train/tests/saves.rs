@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use ballast_model::params::Weight;
-use ballast_train::metrics::{Record, read};
+use ballast_train::metrics::{MetricsEntry, read};
 use ballast_train::{Error, TrainConfig, Trainer};
 use common::{Listener, config, run};
 
@@ -175,30 +175,37 @@ fn after_a_rollback_metrics_and_samples_have_every_step_once() {
     let summary = trainer.run(&listener).unwrap();
     let back: Vec<_> = listener.events().into_iter().filter(|(what, _)| what == "rollback").collect();
     assert!(!back.is_empty());
-    let steps = |records: &[Record]| -> Vec<u64> {
-        records.iter().filter(|record| matches!(record, Record::Step(_))).map(Record::step).collect()
+    let steps = |records: &[MetricsEntry]| -> Vec<u64> {
+        records
+            .iter()
+            .filter(|record| matches!(record, MetricsEntry::Step(_)))
+            .map(MetricsEntry::step)
+            .collect()
     };
     let told = steps(&listener.records.lock().unwrap().borrow());
     assert!(told.len() > 21, "some steps were taken twice: {told:?}");
     let records = read(&folder.path().join("metrics.jsonl")).unwrap();
     let counted = steps(&records);
     assert!(counted.is_sorted_by(|a, b| a < b) && counted.last() == Some(&24), "{counted:?}");
-    let measured: Vec<u64> =
-        records.iter().filter(|record| matches!(record, Record::Evaluation(_))).map(Record::step).collect();
+    let measured: Vec<u64> = records
+        .iter()
+        .filter(|record| matches!(record, MetricsEntry::Evaluation(_)))
+        .map(MetricsEntry::step)
+        .collect();
     assert!(measured.is_sorted_by(|a, b| a < b), "{measured:?}");
     let samples: Vec<u64> = summary.samples.iter().map(|sample| sample.step).collect();
     assert!(samples.is_sorted_by(|a, b| a < b), "{samples:?}");
     // The losses that count are those of the second time.
     let last_told = |step: u64| -> Option<u64> {
         let records = listener.records.lock().unwrap();
-        let loss = |record: &Record| match record {
-            Record::Step(found) if found.step == step => Some(found.loss.to_bits()),
+        let loss = |record: &MetricsEntry| match record {
+            MetricsEntry::Step(found) if found.step == step => Some(found.loss.to_bits()),
             _ => None,
         };
         records.borrow().iter().rev().find_map(loss)
     };
     for record in &records {
-        if let Record::Step(step) = record {
+        if let MetricsEntry::Step(step) = record {
             assert!(
                 last_told(step.step).is_none_or(|loss| loss == step.loss.to_bits()),
                 "step {}",

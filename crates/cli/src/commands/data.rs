@@ -7,7 +7,8 @@ use std::sync::Arc;
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::batch::IGNORED;
 use ballast_train::data::{
-    DataConfig, DataFile, Document, Files, MicroBatch, Origin, Packer, Packing, Permutation, Split, Text,
+    DataConfig, DataFile, Document, Files, MicroBatch, Origin, Packer, Packing, Permutation, Split,
+    TextEncoder,
 };
 use clap::{Args, Subcommand, ValueEnum};
 use rayon::prelude::*;
@@ -123,8 +124,8 @@ pub(crate) fn run(args: DataArgs, global: &Global) -> anyhow::Result<Outcome> {
 
 fn inspect(args: InspectArgs, global: &Global) -> anyhow::Result<Outcome> {
     let progress = global.progress();
-    let (config, text) = (args.config(), Arc::new(Text::load(&args.model)?));
-    let files = Files::open(&config, Split::Train, text.clone(), args.seed)?;
+    let (config, encoder) = (args.config(), Arc::new(TextEncoder::load(&args.model)?));
+    let files = Files::open(&config, Split::Train, encoder.clone(), args.seed)?;
     let documents = files.len();
     let read = if args.all { documents } else { documents.min(SAMPLE) };
     let mut statistics = Statistics::default();
@@ -150,7 +151,7 @@ fn inspect(args: InspectArgs, global: &Global) -> anyhow::Result<Outcome> {
         figures: statistics.figures(),
         samples: samples
             .iter()
-            .map(|document| Sample::new(document, &text))
+            .map(|document| Sample::new(document, &encoder))
             .collect::<anyhow::Result<_>>()?,
         sequence_length: config.sequence_length,
         packing: config.packing,
@@ -290,13 +291,13 @@ struct Part {
 }
 
 impl Sample {
-    fn new(document: &Document, text: &Text) -> anyhow::Result<Sample> {
+    fn new(document: &Document, encoder: &TextEncoder) -> anyhow::Result<Sample> {
         let shown = document.ids.len().min(SHOWN_TOKENS);
         let mut parts = Vec::new();
         let mut ids = &document.ids[..shown];
         for run in document.trained[..shown].chunk_by(|a, b| a == b) {
             let (part, rest) = ids.split_at(run.len());
-            parts.push(Part { trained: run[0], text: text.tokenizer.decode(part, false)? });
+            parts.push(Part { trained: run[0], text: encoder.tokenizer.decode(part, false)? });
             ids = rest;
         }
         Ok(Sample {

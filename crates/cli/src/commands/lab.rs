@@ -9,7 +9,7 @@ use ballast_lab::experiment::Arithmetic;
 use ballast_lab::findings::{DecodingRun, Input, Kind, Run};
 use ballast_lab::input::{self, Length};
 use ballast_lab::{Choice, Findings, More, Study, Training, embedded, report};
-use ballast_model::{Batch, Stored};
+use ballast_model::{Batch, LazyCheckpoint};
 use ballast_train::report::say::{duration, number, share, signed};
 use clap::{Args, ValueEnum};
 use comfy_table::Table;
@@ -108,7 +108,7 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
         (Some(path), _) => path,
         (None, embedded) => embedded.as_ref().map_or(Path::new("."), |folder| folder.path()),
     };
-    let stored = Stored::open(path)?;
+    let stored = LazyCheckpoint::open(path)?;
     warn(&stored.warnings);
     super::warn_of_config(&*super::open(path)?);
     let (batch, input) = read_input(&args, path)?;
@@ -149,7 +149,7 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
 
 fn carry_out(args: &LabArgs, study: &Study<'_>) -> anyhow::Result<Findings> {
     if let Some([_, other]) = args.compare.as_deref() {
-        return Ok(study.compare(&other.display().to_string(), &Stored::open(other)?)?);
+        return Ok(study.compare(&other.display().to_string(), &LazyCheckpoint::open(other)?)?);
     }
     if let Some(folder) = &args.dump {
         let dump = Dump::open(folder, study.stored.config.vocabulary)?;

@@ -235,7 +235,7 @@ fn trace(args: &TraceArgs, model: &Model, batch: &Batch, rows: &Rows) -> Result<
     let options = LossOptions::default();
     let loss = if args.grads {
         let mut grads = model.grads();
-        let loss = model.backward(&mut grads, batch, &options, Recompute::None, probe)?;
+        let loss = model.forward_backward(&mut grads, batch, &options, Recompute::None, probe)?;
         let form = args.experts.map(|experts| match experts {
             Experts::Split => Form::Split,
             Experts::Fused => Form::Fused,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ballast_checkpoint::jobs::Observer;
 use ballast_train::config::KEYS;
-use ballast_train::metrics::{Evaluation, Record, Step};
+use ballast_train::metrics::{Evaluation, MetricsEntry, Step};
 use ballast_train::report::Sample;
 use ballast_train::setup::PRESETS;
 use ballast_train::{Summary, TrainConfig, Trainer, Watcher};
@@ -498,10 +498,10 @@ impl Terminal {
 impl Observer for Terminal {}
 
 impl Watcher for Terminal {
-    fn record(&self, record: &Record) {
+    fn record(&self, record: &MetricsEntry) {
         match record {
-            Record::Step(step) => self.step(step),
-            Record::Evaluation(evaluation) => {
+            MetricsEntry::Step(step) => self.step(step),
+            MetricsEntry::Evaluation(evaluation) => {
                 let line = format!(
                     "step {}: held-out loss {:.4}, {:.1} % right",
                     evaluation.step,
@@ -520,7 +520,7 @@ impl Watcher for Terminal {
                     shown.borrow_mut().evaluation = Some(evaluation.clone());
                 }
             }
-            Record::Event(event) => self.say(&format!("{}: {}", event.what, clean(&event.text))),
+            MetricsEntry::Event(event) => self.say(&format!("{}: {}", event.what, clean(&event.text))),
         }
     }
 

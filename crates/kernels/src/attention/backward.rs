@@ -12,7 +12,7 @@ use crate::matmul::Mat;
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{axpy, dot, exp_f32, simd_fn};
-use crate::{Element, Precision, Scratch};
+use crate::{Element, Rounding, Scratch};
 
 /// Where backward writes; `dsinks` is a parameter's gradient and is added to.
 pub struct Grads<'a, T> {
@@ -67,7 +67,7 @@ pub fn attention_backward<T: Element>(
     check_shape("do", d_o, [tokens, dims.heads, dims.value_dim])?;
     check_shape("o", o, [tokens, dims.heads, dims.value_dim])?;
     check_shape("saved.lse", &saved.lse, [tokens, dims.heads])?;
-    let lowered = if options.logits == Precision::F32 { 0 } else { 2 };
+    let lowered = if options.logits == Rounding::F32 { 0 } else { 2 };
     check_shape("saved.max_sum", &saved.max_sum, [lowered, tokens, dims.heads])?;
     check(grads.dsinks.is_some() == input.sinks.is_some(), || "sinks and dsinks come together".into())?;
     check(buffer.len() >= backward_buffer::<T>(dims, tokens), || {
@@ -136,7 +136,7 @@ fn sinks_backward(dsinks: &mut [f32], sinks: &[f32], d: &[f32], saved: &Saved, o
         let mut sum = 0f64;
         for at in (head..d.len()).step_by(heads) {
             let p = match options.logits {
-                Precision::F32 => exp_f32::<false>(sinks[head] - saved.lse[at]),
+                Rounding::F32 => exp_f32::<false>(sinks[head] - saved.lse[at]),
                 logits => {
                     let e = exp_minus_one(logits.round(sinks[head]), saved.max_sum[2 * at], logits);
                     e / saved.max_sum[2 * at + 1]

@@ -11,7 +11,7 @@ use crate::error::{Result, check_shape};
 use crate::matmul::Mat;
 use crate::scratch::take;
 use crate::shared::Shared;
-use crate::{Element, Precision, Scratch};
+use crate::{Element, Rounding, Scratch};
 
 /// f32 that one slot of scratch needs for forward and decoding; `topk` is that of `selected`.
 pub fn forward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> usize {
@@ -34,7 +34,7 @@ pub fn attention_forward<T: Element>(
     let mut saved = Saved::default();
     if save {
         saved.lse = vec![0.0; tokens * dims.heads];
-        if options.logits != Precision::F32 {
+        if options.logits != Rounding::F32 {
             saved.max_sum = vec![0.0; 2 * tokens * dims.heads];
         }
     }
@@ -150,7 +150,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
             let sink = self.problem.sink(kv_head * dims.group() + row % dims.group());
             self.max[row] = sink.unwrap_or(f32::NEG_INFINITY);
             // A running sum holds the sink from the start, a lowered one gets it last.
-            let counted = sink.is_some() && self.problem.options.logits == Precision::F32;
+            let counted = sink.is_some() && self.problem.options.logits == Rounding::F32;
             self.sum[row] = if counted { 1.0 } else { 0.0 };
         }
     }
@@ -163,7 +163,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
         tokens: usize,
         kv_head: usize,
     ) {
-        if self.problem.options.logits == Precision::F32 {
+        if self.problem.options.logits == Rounding::F32 {
             for keys in tiles {
                 self.logits(keys, span, tokens, kv_head);
                 self.exponentials(keys, span, first, tokens);

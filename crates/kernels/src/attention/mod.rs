@@ -47,7 +47,7 @@ pub use decode::{Cache, attention_decode};
 pub use forward::{attention_forward, forward_scratch};
 pub use logits::attention_logits;
 
-use crate::Precision;
+use crate::Rounding;
 use crate::error::{Result, check, check_len, check_shape};
 use crate::packing::check_cu_seqlens;
 
@@ -81,9 +81,9 @@ pub struct Options {
     /// x becomes cap tanh(x/cap).
     pub soft_cap: Option<f32>,
     /// What the scaled product is rounded to.
-    pub qk_product: Precision,
+    pub qk_product: Rounding,
     /// What maximum, exp and sum of the softmax run in.
-    pub logits: Precision,
+    pub logits: Rounding,
 }
 
 impl Options {
@@ -146,7 +146,7 @@ impl Saved {
 
 /// Bytes that [`Saved`] will have, without running.
 pub fn saved_bytes(dims: Dims, options: &Options, tokens: usize) -> usize {
-    let fields = if options.logits == Precision::F32 { 1 } else { 3 };
+    let fields = if options.logits == Rounding::F32 { 1 } else { 3 };
     fields * tokens * dims.heads * size_of::<f32>()
 }
 

@@ -2,7 +2,7 @@
 //! obvious.
 
 use super::{Dims, Options, UNUSED};
-use crate::Precision;
+use crate::Rounding;
 
 /// The inputs, in f64; shapes as in [`super::Input`].
 #[derive(Clone, Debug)]
@@ -33,8 +33,8 @@ pub struct Results {
     pub dsinks: Vec<f64>,
 }
 
-fn round(precision: Precision, x: f64) -> f64 {
-    if precision == Precision::F32 { x } else { precision.round(x as f32) as f64 }
+fn round(precision: Rounding, x: f64) -> f64 {
+    if precision == Rounding::F32 { x } else { precision.round(x as f32) as f64 }
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {

@@ -6,7 +6,7 @@ use super::Saved;
 use super::{Dims, Input, Options, Selected, UNUSED};
 use crate::Element;
 use crate::matmul::{Mat, matmul, matmul_add};
-use crate::precision::{Precision, to_bf16, to_f16};
+use crate::rounding::{Rounding, to_bf16, to_f16};
 use crate::simd::{axpy, dot, exp_f32, simd_fn, sum_lanes, tanh_f32};
 
 /// Rows of a tile, query heads of one kv head stacked: about this many.
@@ -261,7 +261,7 @@ impl<'a, T: Element> Problem<'a, T> {
     /// x becomes p, for the query row (token, head) numbered `at` in [tokens, heads].
     pub(crate) fn probabilities(&self, x: &mut [f32], saved: &Saved, at: usize) {
         match self.options.logits {
-            Precision::F32 => exp_minus(x, saved.lse[at]),
+            Rounding::F32 => exp_minus(x, saved.lse[at]),
             logits => {
                 let (max, sum) = (saved.max_sum[2 * at], saved.max_sum[2 * at + 1]);
                 exp_minus_lowered(x, max, logits);
@@ -343,11 +343,11 @@ simd_fn! {
 
 simd_fn! {
     /// x = e^(x - max), rounded after each of the two.
-    pub(crate) fn exp_minus_lowered(x: &mut [f32], max: f32, precision: Precision) {
+    pub(crate) fn exp_minus_lowered(x: &mut [f32], max: f32, precision: Rounding) {
         match precision {
-            Precision::F32 => x.iter_mut().for_each(|x| *x = exp_f32::<FMA>(*x - max)),
-            Precision::Bf16 => x.iter_mut().for_each(|x| *x = to_bf16(exp_f32::<FMA>(to_bf16(*x - max)))),
-            Precision::F16 => x.iter_mut().for_each(|x| *x = to_f16(exp_f32::<FMA>(to_f16(*x - max)))),
+            Rounding::F32 => x.iter_mut().for_each(|x| *x = exp_f32::<FMA>(*x - max)),
+            Rounding::Bf16 => x.iter_mut().for_each(|x| *x = to_bf16(exp_f32::<FMA>(to_bf16(*x - max)))),
+            Rounding::F16 => x.iter_mut().for_each(|x| *x = to_f16(exp_f32::<FMA>(to_f16(*x - max)))),
         }
     }
 }
@@ -369,7 +369,7 @@ simd_fn! {
 }
 
 /// e^(x - max) of one value, rounded as the lowered rows are.
-pub(crate) fn exp_minus_one(x: f32, max: f32, precision: Precision) -> f32 {
+pub(crate) fn exp_minus_one(x: f32, max: f32, precision: Rounding) -> f32 {
     let mut value = [x];
     exp_minus_lowered(&mut value, max, precision);
     value[0]

@@ -55,7 +55,7 @@ pub use step::{gated_delta_rule_step, step_scratch};
 pub use crate::packing::check_cu_seqlens;
 
 use crate::error::{Result, check, check_shape};
-use crate::{Element, Precision};
+use crate::{Element, Rounding};
 
 /// Inside the root of the l2norm.
 pub const L2NORM_EPS: f32 = 1e-6;
@@ -111,12 +111,12 @@ pub struct Options {
     pub states_every: usize,
     /// What the state is rounded to each time that a chunk, or a step, hands it on. For comparison; rounding has derivative
     /// 1.
-    pub state: Precision,
+    pub state: Rounding,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { scale: None, l2norm: L2Norm::Inside, chunk: 32, states_every: 4, state: Precision::F32 }
+        Options { scale: None, l2norm: L2Norm::Inside, chunk: 32, states_every: 4, state: Rounding::F32 }
     }
 }
 

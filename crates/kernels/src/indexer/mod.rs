@@ -41,7 +41,7 @@ pub use ties::{Score, Ties, choose};
 
 pub use score::{indexer_scores, indexer_topk, indexer_topk_decode, topk_scratch};
 
-use crate::Precision;
+use crate::Rounding;
 use crate::error::{Result, check, check_shape};
 use crate::packing::check_cu_seqlens;
 
@@ -64,7 +64,7 @@ pub struct Dims {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Options {
     /// What q.k is rounded to before the relu.
-    pub logits: Precision,
+    pub logits: Rounding,
     /// Factor of the loss.
     pub loss_scale: f32,
     /// Which of several equal scores are taken.

@@ -2,7 +2,7 @@
 
 use super::{Dims, EPS, Options};
 use crate::attention;
-use crate::{Precision, attention::UNUSED};
+use crate::{Rounding, attention::UNUSED};
 
 /// The inputs, in f64; shapes as in [`super::Input`].
 #[derive(Clone, Debug)]
@@ -69,7 +69,7 @@ impl Reference {
         let q = &self.q[(t * dims.heads + h) * dims.dim..][..dims.dim];
         let k = &self.k[u * dims.dim..][..dims.dim];
         let x = q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>();
-        if options.logits == Precision::F32 { x } else { options.logits.round(x as f32) as f64 }
+        if options.logits == Rounding::F32 { x } else { options.logits.round(x as f32) as f64 }
     }
 
     /// The score of key row u for query row t.

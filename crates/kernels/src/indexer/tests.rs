@@ -134,7 +134,7 @@ fn compare(got: &Results, expected: &Results, limit: f64, what: &str) {
 
 const DIMS: Dims = Dims { heads: 4, dim: 8 };
 const ATTENTION: attention::Dims = attention::Dims { heads: 4, kv_heads: 2, head_dim: 6, value_dim: 3 };
-const LOSS: Options = Options { logits: Precision::F32, loss_scale: 3.0, ties: Ties::Earliest };
+const LOSS: Options = Options { logits: Rounding::F32, loss_scale: 3.0, ties: Ties::Earliest };
 
 #[test]
 fn scores_agree_with_the_plain_twin() {
@@ -303,7 +303,7 @@ fn new_queries_against_a_cache_have_the_keys_that_the_whole_sequence_gives_them(
 #[test]
 fn lowered_logits_are_rounded_before_the_relu_and_nothing_else_is() {
     let r = build(DIMS, &[100], 6);
-    let lowered = Options { logits: Precision::Bf16, ..LOSS };
+    let lowered = Options { logits: Rounding::Bf16, ..LOSS };
     let run = |r: &Reference, options: &Options| {
         let (q, k, w) = (cast::<f32>(&r.q), cast::<f32>(&r.k), cast::<f32>(&r.w));
         let input = Input { q: &q, k: &k, w: &w, cu_seqlens: &r.cu_seqlens };

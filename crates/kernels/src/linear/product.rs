@@ -177,9 +177,9 @@ unsafe fn fill<A: Element, B: Element>(
     let (pa, pb) = panels.split_at_mut(panel(M));
     for l in (0..k).step_by(K) {
         let inner = K.min(k - l);
-        let alpha = if accumulate || l > 0 { 1.0 } else { 0.0 };
+        let beta = if accumulate || l > 0 { 1.0 } else { 0.0 };
         let (a, b) = (a.block(pa, i, l, rows, inner), b.block(pb, l, j, inner, columns));
         // SAFETY: the caller's promise.
-        unsafe { matmul_tile(c, begin, stride, alpha, a, b) };
+        unsafe { matmul_tile(c, begin, stride, a, b, beta) };
     }
 }

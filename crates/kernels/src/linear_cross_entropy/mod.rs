@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use crate::error::{Result, check, check_len, check_shape};
 use crate::linear::{Dims, linear_backward_input, linear_backward_weight, linear_forward, linear_scratch};
 use crate::simd::{exp_f32, simd_fn, sum_by, tanh_f32};
-use crate::{Element, Precision, Scratch};
+use crate::{Element, Rounding, Scratch};
 
 /// Settings of the loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,7 +32,7 @@ pub struct Options {
     /// e: part of the target that is spread over the vocabulary.
     pub label_smoothing: f32,
     /// What the logits are rounded to, after the cap. Rounding has derivative 1.
-    pub logits: Precision,
+    pub logits: Rounding,
     /// Tokens whose logits exist at a time.
     pub slice: usize,
 }
@@ -44,7 +44,7 @@ impl Default for Options {
             soft_cap: None,
             z_loss: 0.0,
             label_smoothing: 0.0,
-            logits: Precision::F32,
+            logits: Rounding::F32,
             slice: 256,
         }
     }

@@ -383,17 +383,17 @@ mod tests {
     use crate::testing::{Values, cast, inner};
 
     /// A stored matrix [outer, inner] or [inner, outer] with unused elements between its rows.
-    struct Stored {
+    struct Operand {
         data: Vec<bf16>,
         stride: usize,
         outer_first: bool,
     }
 
-    impl Stored {
-        fn new(outer: usize, inner: usize, outer_first: bool, gap: usize, seed: u64) -> Stored {
+    impl Operand {
+        fn new(outer: usize, inner: usize, outer_first: bool, gap: usize, seed: u64) -> Operand {
             let (rows, columns) = if outer_first { (outer, inner) } else { (inner, outer) };
             let stride = columns + gap;
-            Stored { data: cast(&Values::new(seed).take(rows * stride, 1.0)), stride, outer_first }
+            Operand { data: cast(&Values::new(seed).take(rows * stride, 1.0)), stride, outer_first }
         }
 
         fn side(&self) -> Side<'_> {
@@ -411,8 +411,8 @@ mod tests {
         c: &mut [f32],
         stride: usize,
         add: bool,
-        a: &Stored,
-        b: &Stored,
+        a: &Operand,
+        b: &Operand,
         sizes: (usize, usize, usize),
     ) -> bool {
         let before = c.to_vec();
@@ -438,7 +438,7 @@ mod tests {
         ) {
             // Large in two directions at most: the triple loop takes its time.
             let m = if n > 400 && k > 400 { m.min(20) } else { m };
-            let (mut a, mut b) = (Stored::new(m, k, by.0, gap, seed), Stored::new(n, k, by.1, gap, seed ^ 1));
+            let (mut a, mut b) = (Operand::new(m, k, by.0, gap, seed), Operand::new(n, k, by.1, gap, seed ^ 1));
             let before: Vec<f32> = cast(&Values::new(seed ^ 2).take(m * (n + gap), 1.0));
             let mut c = before.clone();
             if run(&mut c, n + gap, add, &a, &b, (m, n, k)) {
@@ -466,13 +466,13 @@ mod tests {
     #[test]
     fn the_bits_of_an_element_do_not_depend_on_the_shape_around_it() {
         let k = 1301;
-        let (a, b) = (Stored::new(45, k, true, 0, 1), Stored::new(130, k, false, 0, 2));
+        let (a, b) = (Operand::new(45, k, true, 0, 1), Operand::new(130, k, false, 0, 2));
         let mut whole = vec![0.0; 45 * 130];
         run(&mut whole, 130, false, &a, &b, (45, 130, k));
         for (i, j) in [(0, 0), (7, 47), (8, 48), (43, 100), (44, 129)] {
             let mut one = [0.0];
-            let a = Stored { data: a.data[i * k..].to_vec(), ..a };
-            let b = Stored { data: b.data[j..].to_vec(), ..b };
+            let a = Operand { data: a.data[i * k..].to_vec(), ..a };
+            let b = Operand { data: b.data[j..].to_vec(), ..b };
             run(&mut one, 1, false, &a, &b, (1, 1, k));
             assert_eq!(one[0], whole[i * 130 + j]);
         }
@@ -495,7 +495,7 @@ mod tests {
     #[test]
     fn zeros_give_zero_and_huge_values_infinity() {
         for k in [1, 2, 7] {
-            let (mut a, mut b) = (Stored::new(9, k, true, 0, 3), Stored::new(50, k, true, 0, 4));
+            let (mut a, mut b) = (Operand::new(9, k, true, 0, 3), Operand::new(50, k, true, 0, 4));
             a.data.fill(bf16::ZERO);
             let mut c = vec![f32::NAN; 9 * 50];
             if run(&mut c, 50, false, &a, &b, (9, 50, k)) {
@@ -513,7 +513,7 @@ mod tests {
         for (value, layout) in
             [(f32::INFINITY, true), (f32::NAN, true), (f32::NEG_INFINITY, false), (f32::NAN, false)]
         {
-            let (mut a, mut b) = (Stored::new(11, 33, layout, 0, 5), Stored::new(70, 33, layout, 0, 6));
+            let (mut a, mut b) = (Operand::new(11, 33, layout, 0, 5), Operand::new(70, 33, layout, 0, 6));
             *a.at(8, 32) = bf16::from_f32(value);
             *b.at(49, 31) = bf16::from_f32(value);
             let mut c = vec![0.0; 11 * 70];
@@ -528,7 +528,7 @@ mod tests {
 
     #[test]
     fn subnormal_values_count_as_zero() {
-        let (mut a, mut b) = (Stored::new(1, 2, true, 0, 7), Stored::new(1, 2, true, 0, 8));
+        let (mut a, mut b) = (Operand::new(1, 2, true, 0, 7), Operand::new(1, 2, true, 0, 8));
         a.data.fill(bf16::from_bits(1));
         b.data.fill(bf16::MAX);
         let mut c = [1.0];

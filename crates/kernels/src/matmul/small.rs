@@ -70,15 +70,15 @@ fn matmul_small_at(
     if let By::Rows(factors) = by {
         assert!(factors.len() >= m, "{} factors for {m} rows", factors.len());
     }
-    let (alpha, old) = match onto {
+    let (beta, old) = match onto {
         Onto::Nothing => (0.0, c.as_ptr()),
-        Onto::Itself(alpha) => (alpha, c.as_ptr()),
-        Onto::Other(alpha, other) => {
+        Onto::Itself(beta) => (beta, c.as_ptr()),
+        Onto::Other(beta, other) => {
             assert!(other.len() >= needed, "the addend is too short");
-            (alpha, other.as_ptr())
+            (beta, other.as_ptr())
         }
     };
-    let whole = Block { c: c.as_mut_ptr(), old, row_stride, alpha, by, a, b };
+    let whole = Block { c: c.as_mut_ptr(), old, row_stride, beta, by, a, b };
     // SAFETY: C and the addend have been checked above, A and B by `Mat::new`; C is borrowed mutably, so nothing
     // overlaps it but the addend that is C itself, of which an element is read before it is written. The level has
     // been found on this machine.
@@ -98,7 +98,7 @@ struct Block<'a> {
     c: *mut f32,
     old: *const f32,
     row_stride: usize,
-    alpha: f32,
+    beta: f32,
     by: By<'a>,
     a: Mat<'a>,
     b: Mat<'a>,
@@ -124,7 +124,7 @@ unsafe fn blocks_avx2(whole: Block<'_>) {
 /// The pointers are good for the shapes of A and B; the machine has the instructions of `V`.
 #[inline(always)]
 unsafe fn blocks<V: Lanes, const M: usize>(whole: Block<'_>) {
-    let Block { c, old, row_stride, alpha, by, a, b } = whole;
+    let Block { c, old, row_stride, beta, by, a, b } = whole;
     let (m, n, k) = (a.rows, b.columns, a.columns);
     let mut panel = std::mem::MaybeUninit::<[f32; DEPTH * WIDTH]>::uninit();
     let panel = panel.as_mut_ptr().cast::<f32>();
@@ -132,7 +132,7 @@ unsafe fn blocks<V: Lanes, const M: usize>(whole: Block<'_>) {
     unsafe {
         for l in (0..k.max(1)).step_by(DEPTH) {
             let depth = DEPTH.min(k - l);
-            let (alpha, old) = if l == 0 { (alpha, old) } else { (1.0, c.cast_const()) };
+            let (beta, old) = if l == 0 { (beta, old) } else { (1.0, c.cast_const()) };
             for j in (0..n).step_by(WIDTH) {
                 let columns = WIDTH.min(n - j);
                 let mut rows_of_b = b.data.as_ptr().wrapping_add(l * b.row_stride + j * b.column_stride);
@@ -145,7 +145,7 @@ unsafe fn blocks<V: Lanes, const M: usize>(whole: Block<'_>) {
                     c: c.add(j),
                     old: old.add(j),
                     row_stride,
-                    alpha,
+                    beta,
                     by,
                     a: a.data.as_ptr().wrapping_add(l * a.column_stride),
                     a_strides: (a.row_stride, a.column_stride),
@@ -172,7 +172,7 @@ struct Tile<'a> {
     c: *mut f32,
     old: *const f32,
     row_stride: usize,
-    alpha: f32,
+    beta: f32,
     by: By<'a>,
     a: *const f32,
     a_strides: (usize, usize),
@@ -249,9 +249,9 @@ impl Tile<'_> {
                 for (w, sum) in sums.iter().enumerate() {
                     let (c, old) = (self.c.add(at + w * V::N), self.old.add(at + w * V::N));
                     let mut result = V::multiply(V::spread(by), *sum);
-                    if self.alpha != 0.0 {
+                    if self.beta != 0.0 {
                         let old = if FULL { V::load(old) } else { V::load_part(old, width) };
-                        result = V::multiply_add(V::spread(self.alpha), old, result);
+                        result = V::multiply_add(V::spread(self.beta), old, result);
                     }
                     if FULL { result.store(c) } else { result.store_part(c, width) }
                 }

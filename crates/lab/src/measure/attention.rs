@@ -5,7 +5,7 @@
 //! ```
 //! All causal keys inside the window are looked at that an indexer does not leave out.
 
-use ballast_kernels::Precision as Rounding;
+use ballast_kernels::Rounding;
 use ballast_model::config::{Attention, LatentAttention, Mixer};
 use ballast_model::{Batch, Precision};
 use rayon::prelude::*;

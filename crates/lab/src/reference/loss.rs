@@ -10,7 +10,7 @@ use std::ops::Range;
 use ballast_model::batch::IGNORED;
 use rayon::prelude::*;
 
-use super::pass::Pass;
+use super::layer_run::LayerRun;
 use super::product::{add_outer, add_times, times_transposed};
 use super::tape::Param;
 use super::{Gradients, Reference, Stage, Weights};
@@ -87,7 +87,7 @@ impl Reference {
         weights: Weights<'_, '_>,
         gradients: Gradients<'_>,
     ) -> Result {
-        let mut pass = Pass::new(&self.setting, true, weights, None, None);
+        let mut pass = LayerRun::new(&self.setting, true, weights, None, None);
         let x = pass.tape.leaf(self.x.clone());
         let hidden = pass.norm(&x, "norm", self.setting.config.hidden)?;
         let mut sums = pass.tape.backward(&[(&hidden, dhidden)]);
@@ -102,7 +102,7 @@ impl Reference {
 
     fn head<'w>(&self, weights: Weights<'_, 'w>) -> Result<Param<'w>> {
         let config = &self.setting.config;
-        let pass = Pass::new(&self.setting, false, weights, None, None);
+        let pass = LayerRun::new(&self.setting, false, weights, None, None);
         pass.param(self.head_name(), config.vocabulary * config.hidden)
     }
 }

@@ -12,10 +12,10 @@
 //! Weights are f32 as stored, or what another type was widened to, and so are the configuration's numbers (eps, scales,
 //! inverse frequencies). Choices of experts and keys are made on f64 scores.
 
+mod layer_run;
 mod layers;
 mod loss;
 mod ops;
-mod pass;
 mod product;
 mod tape;
 
@@ -26,8 +26,8 @@ use ballast_model::config::{Mixer, PerLayerInputs};
 use ballast_model::{Batch, Config, Ties};
 
 use crate::{Error, Result};
+use layer_run::{LayerRun, Setting};
 use layers::{KeyValues, Links};
-use pass::{Pass, Setting};
 use tape::Value;
 
 /// Where parameters come from: values by the names of [`ballast_model::params::Spec`] (`embed_tokens.weight`,
@@ -71,12 +71,12 @@ pub struct Reference {
     /// What entered each layer, if it is kept
     inputs: Vec<Arc<Vec<f64>>>,
     /// Inputs that layers have of their own: [tokens, L, P]
-    own_inputs: Vec<f64>,
+    per_layer_inputs: Vec<f64>,
     /// By layer: k and v that other layers use
     key_values: Vec<Option<[Arc<Vec<f64>>; 2]>>,
     /// Gradients of the same
     dx: Vec<f64>,
-    d_own_inputs: Vec<f64>,
+    d_per_layer_inputs: Vec<f64>,
     d_key_values: Vec<Option<[Vec<f64>; 2]>>,
 }
 
@@ -106,10 +106,10 @@ impl Reference {
             x: Arc::default(),
             hidden: Vec::new(),
             inputs: Vec::new(),
-            own_inputs: Vec::new(),
+            per_layer_inputs: Vec::new(),
             key_values: vec![None; layers],
             dx: Vec::new(),
-            d_own_inputs: Vec::new(),
+            d_per_layer_inputs: Vec::new(),
             d_key_values: vec![None; layers],
         })
     }
@@ -117,10 +117,10 @@ impl Reference {
     /// The embedding, and the inputs that layers have of their own.
     pub fn embed(&mut self, weights: Weights<'_, '_>, sites: Sites<'_>) -> Result {
         self.expect(Stage::New, "embed")?;
-        let mut pass = Pass::new(&self.setting, false, weights, Some(sites), None);
-        let (x, own_inputs) = embedded(&mut pass)?;
+        let mut pass = LayerRun::new(&self.setting, false, weights, Some(sites), None);
+        let (x, per_layer_inputs) = embedded(&mut pass)?;
         self.x = x.share();
-        self.own_inputs = own_inputs.map_or(Vec::new(), |inputs| inputs.to_vec());
+        self.per_layer_inputs = per_layer_inputs.map_or(Vec::new(), |inputs| inputs.to_vec());
         self.stage = Stage::Before(0);
         Ok(())
     }
@@ -129,7 +129,7 @@ impl Reference {
     pub fn layer(&mut self, index: usize, weights: Weights<'_, '_>, sites: Sites<'_>) -> Result {
         self.expect(Stage::Before(index), "layer")?;
         self.check_layer(index)?;
-        let mut pass = Pass::new(&self.setting, false, weights, Some(sites), Some(index));
+        let mut pass = LayerRun::new(&self.setting, false, weights, Some(sites), Some(index));
         let (x, mut links) = self.enter(&mut pass, index, self.x.clone());
         let out = layers::layer(&mut pass, index, &x, &mut links)?;
         if self.is_shared(index) {
@@ -146,7 +146,7 @@ impl Reference {
     /// The last norm.
     pub fn norm(&mut self, weights: Weights<'_, '_>, sites: Sites<'_>) -> Result {
         self.expect(Stage::Before(self.layers()), "norm")?;
-        let mut pass = Pass::new(&self.setting, false, weights, Some(sites), None);
+        let mut pass = LayerRun::new(&self.setting, false, weights, Some(sites), None);
         let x = pass.tape.leaf(self.x.clone());
         let hidden = pass.norm(&x, "norm", self.setting.config.hidden)?;
         pass.see("norm", &hidden);
@@ -163,7 +163,7 @@ impl Reference {
         gradients: Gradients<'_>,
     ) -> Result {
         self.expect(Stage::Back(index + 1), "layer_backward")?;
-        let mut pass = Pass::new(&self.setting, true, weights, None, Some(index));
+        let mut pass = LayerRun::new(&self.setting, true, weights, None, Some(index));
         let (x, mut links) = self.enter(&mut pass, index, self.inputs[index].clone());
         let entered = links.clone();
         let out = layers::layer(&mut pass, index, &x, &mut links)?;
@@ -182,10 +182,10 @@ impl Reference {
                 none => *none = Some(new),
             }
         }
-        if let (Some(shape), Some(input)) = (self.setting.config.per_layer_inputs, &entered.own_input) {
+        if let (Some(shape), Some(input)) = (self.setting.config.per_layer_inputs, &entered.per_layer_input) {
             let all = self.layers() * shape.width;
-            self.d_own_inputs.resize(self.own_inputs.len(), 0.0);
-            let rows = self.d_own_inputs.chunks_mut(all);
+            self.d_per_layer_inputs.resize(self.per_layer_inputs.len(), 0.0);
+            let rows = self.d_per_layer_inputs.chunks_mut(all);
             for (row, new) in rows.zip(sums.take(input).chunks(shape.width)) {
                 row[index * shape.width..][..shape.width].copy_from_slice(new);
             }
@@ -200,11 +200,11 @@ impl Reference {
     /// The gradients of the embedding.
     pub fn embed_backward(&mut self, weights: Weights<'_, '_>, gradients: Gradients<'_>) -> Result {
         self.expect(Stage::Back(0), "embed_backward")?;
-        let mut pass = Pass::new(&self.setting, true, weights, None, None);
-        let (x, own_inputs) = embedded(&mut pass)?;
+        let mut pass = LayerRun::new(&self.setting, true, weights, None, None);
+        let (x, per_layer_inputs) = embedded(&mut pass)?;
         let mut seeds: Vec<(&Value, &[f64])> = vec![(&x, &self.dx)];
-        if let Some(inputs) = &own_inputs {
-            seeds.push((inputs, &self.d_own_inputs));
+        if let Some(inputs) = &per_layer_inputs {
+            seeds.push((inputs, &self.d_per_layer_inputs));
         }
         let sums = pass.tape.backward(&seeds);
         self.stage = Stage::Done;
@@ -235,16 +235,16 @@ impl Reference {
     }
 
     /// What enters a layer, on its tape.
-    fn enter(&self, pass: &mut Pass<'_, '_>, index: usize, x: Arc<Vec<f64>>) -> (Value, Links) {
+    fn enter(&self, pass: &mut LayerRun<'_, '_>, index: usize, x: Arc<Vec<f64>>) -> (Value, Links) {
         let x = pass.tape.leaf(x);
-        let own_input = self.setting.config.per_layer_inputs.map(|PerLayerInputs { width, .. }| {
-            let rows = self.own_inputs.chunks(self.layers() * width);
+        let per_layer_input = self.setting.config.per_layer_inputs.map(|PerLayerInputs { width, .. }| {
+            let rows = self.per_layer_inputs.chunks(self.layers() * width);
             let part = rows.flat_map(|row| &row[index * width..][..width]).copied().collect();
             pass.tape.leaf(Arc::new(part))
         });
         let kv = self.source(index).and_then(|source| self.key_values[source].clone());
         let key_values = kv.map(|[k, v]| KeyValues { k: pass.tape.leaf(k), v: pass.tape.leaf(v) });
-        (x, Links { own_input, key_values })
+        (x, Links { per_layer_input, key_values })
     }
 
     /// The layer whose keys and values another one uses.
@@ -261,14 +261,15 @@ impl Reference {
 }
 
 /// The embeddings [tokens, H] and, where layers have inputs of their own, these: [tokens, L, P].
-fn embedded(pass: &mut Pass<'_, '_>) -> Result<(Value, Option<Value>)> {
+fn embedded(pass: &mut LayerRun<'_, '_>) -> Result<(Value, Option<Value>)> {
     let setting = pass.setting.clone();
     let config = &setting.config;
     let table = pass.param("embed_tokens.weight", config.vocabulary * config.hidden)?;
     let (ids, factor) = (&setting.batch.ids, config.embedding_scale as f64);
     let x = ops::embedding(&mut pass.tape, &table, ids, config.padding, factor, config.hidden);
     pass.see("embed", &x);
-    let inputs = config.per_layer_inputs.map(|shape| layers::own_inputs(pass, &x, shape)).transpose()?;
+    let inputs =
+        config.per_layer_inputs.map(|shape| layers::per_layer_inputs(pass, &x, shape)).transpose()?;
     Ok((x, inputs))
 }
 

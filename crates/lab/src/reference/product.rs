@@ -32,7 +32,7 @@ pub fn times_transposed(x: &[f64], w: &[f32], inputs: usize, outputs: usize) -> 
         let parts = y.par_chunks_mut(rows * outputs).zip(x.par_chunks(rows * inputs));
         parts.for_each(|(y, x)| {
             let x = Mat::dense(x, x.len() / inputs, inputs);
-            matmul_f64(&mut y[first..], outputs, 0.0, 1.0, x, Mat::dense(wide, count, inputs).t());
+            matmul_f64(&mut y[first..], outputs, 1.0, x, Mat::dense(wide, count, inputs).t(), 0.0);
         });
     });
     y
@@ -46,7 +46,7 @@ pub fn add_times(dx: &mut [f64], dy: &[f64], w: &[f32], inputs: usize, outputs: 
         parts.for_each(|(dx, dy)| {
             let tokens = dx.len() / inputs;
             let dy = Mat::dense(dy, tokens, outputs).part(0..tokens, first..first + count);
-            matmul_f64(dx, inputs, 1.0, 1.0, dy, Mat::dense(wide, count, inputs));
+            matmul_f64(dx, inputs, 1.0, dy, Mat::dense(wide, count, inputs), 1.0);
         });
     });
 }
@@ -58,7 +58,7 @@ pub fn add_outer(dw: &mut [f64], dy: &[f64], x: &[f64], inputs: usize, outputs: 
     let (dy, x) = (Mat::dense(dy, tokens, outputs), Mat::dense(x, tokens, inputs));
     dw.par_chunks_mut(rows * inputs).enumerate().for_each(|(i, dw)| {
         let columns = i * rows..i * rows + dw.len() / inputs;
-        matmul_f64(dw, inputs, 1.0, 1.0, dy.part(0..tokens, columns).t(), x);
+        matmul_f64(dw, inputs, 1.0, dy.part(0..tokens, columns).t(), x, 1.0);
     });
 }
 

@@ -8,7 +8,7 @@ use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_lab::experiment::Arithmetic;
 use ballast_lab::findings::{Findings, Run};
 use ballast_lab::{Choice, Study, input};
-use ballast_model::{Batch, Stored};
+use ballast_model::{Batch, LazyCheckpoint};
 
 /// The tiny models.
 pub const MODELS: [&str; 10] = [
@@ -49,7 +49,7 @@ pub fn study<R>(
     work: impl FnOnce(&Study<'_>) -> R,
 ) -> R {
     let (path, batch) = (folder(model), batch(model));
-    let stored = Stored::open(&path).unwrap();
+    let stored = LazyCheckpoint::open(&path).unwrap();
     let input = input::describe(&batch, "the golden batch".into());
     work(&Study {
         path: &path,
@@ -63,7 +63,7 @@ pub fn study<R>(
 }
 
 /// The choices that suit a model.
-pub fn defaults(stored: &Stored) -> Vec<Choice> {
+pub fn defaults(stored: &LazyCheckpoint) -> Vec<Choice> {
     Choice::defaults(&stored.config, &stored.specs).unwrap()
 }
 

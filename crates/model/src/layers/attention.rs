@@ -178,10 +178,10 @@ impl Attention {
             let cheap = self.shape.qk_norm;
             saved.q_raw = if self.shape.qk_norm { q_raw } else { Vec::new() };
             saved.gate = gate;
-            saved.q = if cheap { keep.cheap(q) } else { q };
+            saved.q = if cheap { keep.unless_recomputed(q) } else { q };
             saved.kv = kv.filter(|_| !cheap || keep == Keep::Everything);
             saved.o = o;
-            saved.gated = keep.cheap(gated);
+            saved.gated = keep.unless_recomputed(gated);
         }
         Ok((y, saved))
     }

@@ -163,7 +163,7 @@ impl Experts {
                 let factor = sigmoid(gate.forward(run, x)?);
                 let plain = out.clone();
                 scale_rows(&mut out, &plain, &factor, self.hidden)?;
-                (saved.shared_out, saved.shared_factor) = (keep.dear(plain), keep.dear(factor));
+                (saved.shared_out, saved.shared_factor) = (keep.always(plain), keep.always(factor));
             }
             add_assign(&mut y, &out)?;
         }

@@ -128,9 +128,9 @@ impl FeedForward {
         if let Some(after) = &self.after {
             let (out, rstd) = after.forward(run, &y)?;
             saved.after = rstd;
-            saved.out = keep.dear(std::mem::replace(&mut y, out));
+            saved.out = keep.always(std::mem::replace(&mut y, out));
         }
-        saved.norm.y = keep.cheap(normed);
+        saved.norm.y = keep.unless_recomputed(normed);
         Ok((y, saved))
     }
 
@@ -157,8 +157,8 @@ impl FeedForward {
         let (out, rstd) = after_experts.forward(run, &experts_out)?;
         saved.after_experts = rstd;
         add_assign(&mut y, &out)?;
-        saved.before_experts.y = keep.cheap(input);
-        (saved.dense_out, saved.experts_out) = (keep.dear(dense_out), keep.dear(experts_out));
+        saved.before_experts.y = keep.unless_recomputed(input);
+        (saved.dense_out, saved.experts_out) = (keep.always(dense_out), keep.always(experts_out));
         Ok(y)
     }
 

@@ -65,7 +65,7 @@ impl<A> Saved<A> {
 
     /// What backward needs of it.
     pub(crate) fn kept(mut self, keep: Keep) -> Saved<A> {
-        self.k = keep.cheap(self.k);
+        self.k = keep.unless_recomputed(self.k);
         self
     }
 }

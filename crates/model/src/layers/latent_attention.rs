@@ -190,8 +190,9 @@ impl LatentAttention {
         run.see(layer, "self_attn.o", &o);
         let y = self.out.forward(run, &o)?;
         if keep.any() {
-            (saved.q_low, saved.q_norm, saved.q_resid) = (q_low, q_norm, keep.cheap(q_resid));
-            (saved.kv_low, saved.kv_norm, saved.kv_normed) = (kv_low, kv_norm, keep.cheap(kv_normed));
+            (saved.q_low, saved.q_norm, saved.q_resid) = (q_low, q_norm, keep.unless_recomputed(q_resid));
+            (saved.kv_low, saved.kv_norm, saved.kv_normed) =
+                (kv_low, kv_norm, keep.unless_recomputed(kv_normed));
             (saved.q, saved.k, saved.v, saved.o) = (q, k, v, o);
         } else {
             saved.selected = Vec::new();

@@ -14,7 +14,7 @@ use super::attention::{self, Attention, Cache, KeyValues};
 use super::feed_forward::{self, FeedForward};
 use super::latent_attention::{self, LatentAttention, Tables};
 use super::linear_attention::{self, LinearAttention};
-use super::own_input::{self, OwnInput};
+use super::per_layer_input::{self, PerLayerInput};
 use super::{Keep, Norm, bytes_of};
 use crate::config::{Config, Mixer as MixerShape};
 use crate::error::Result;
@@ -30,7 +30,7 @@ pub(crate) struct Layer {
     mixer: Mixer,
     after: Option<Norm>,
     feed_forward: FeedForward,
-    own_input: Option<OwnInput>,
+    per_layer_input: Option<PerLayerInput>,
     scalar: Option<Id<Weight>>,
 }
 
@@ -56,7 +56,7 @@ pub(crate) struct Saved<A> {
     /// Between mixer and feed-forward part: [tokens, H]
     middle: Vec<A>,
     feed_forward: feed_forward::Saved<A>,
-    own_input: own_input::Saved<A>,
+    per_layer_input: per_layer_input::Saved<A>,
 }
 
 #[derive(Clone, Debug)]
@@ -101,7 +101,7 @@ impl<A> Saved<A> {
             + self.after.bytes()
             + mixer
             + self.feed_forward.bytes()
-            + self.own_input.bytes()
+            + self.per_layer_input.bytes()
     }
 }
 
@@ -109,8 +109,8 @@ impl<A> Saved<A> {
 #[derive(Clone, Debug)]
 pub(crate) struct Links<A> {
     /// By layer: its own input [tokens, P], where layers have one
-    pub(crate) own_inputs: Vec<Vec<A>>,
-    pub(crate) d_own_inputs: Vec<Vec<A>>,
+    pub(crate) per_layer_inputs: Vec<Vec<A>>,
+    pub(crate) d_per_layer_inputs: Vec<Vec<A>>,
     /// By layer: whether another one uses its keys and values
     shared: Vec<bool>,
     pub(crate) kv: Vec<Option<KeyValues<A>>>,
@@ -129,8 +129,8 @@ impl<A: Element> Links<A> {
             }
         }
         Links {
-            own_inputs: Vec::new(),
-            d_own_inputs: vec![Vec::new(); layers],
+            per_layer_inputs: Vec::new(),
+            d_per_layer_inputs: vec![Vec::new(); layers],
             shared,
             kv: vec![None; layers],
             gradients: vec![None; layers],
@@ -190,11 +190,11 @@ impl Layer {
             .norms_after
             .then(|| Norm::new(specs, &format!("{name}.post_attention_layernorm"), config.hidden, config));
         let feed_forward = FeedForward::new(specs, &name, index, config, shape);
-        let own_input =
-            config.per_layer_inputs.map(|inputs| OwnInput::new(specs, &name, config, inputs.width));
+        let per_layer_input =
+            config.per_layer_inputs.map(|inputs| PerLayerInput::new(specs, &name, config, inputs.width));
         let scalar =
             config.layer_scalar.then(|| specs.constant(format!("{name}.layer_scalar"), &[1], Init::Ones));
-        Layer { index, norm, mixer, after, feed_forward, own_input, scalar }
+        Layer { index, norm, mixer, after, feed_forward, per_layer_input, scalar }
     }
 
     pub(crate) fn state<A: Element>(&self, config: &Config, sequences: usize) -> State<A> {
@@ -225,30 +225,30 @@ impl Layer {
         let mut saved = Saved {
             x: Vec::new(),
             norm,
-            normed: keep.cheap(normed),
+            normed: keep.unless_recomputed(normed),
             mixer,
             mixed: Vec::new(),
             after: NormSaved::default(),
             middle: Vec::new(),
             feed_forward: feed_forward::Saved::default(),
-            own_input: own_input::Saved::default(),
+            per_layer_input: per_layer_input::Saved::default(),
         };
         if let Some(after) = &self.after {
             let (out, rstd) = after.forward(run, &mixed)?;
             saved.after = rstd;
-            saved.mixed = keep.dear(std::mem::replace(&mut mixed, out));
+            saved.mixed = keep.always(std::mem::replace(&mut mixed, out));
         }
         let mut middle = mixed;
         add_assign(&mut middle, &x)?;
-        saved.x = keep.dear(x);
+        saved.x = keep.always(x);
         run.see(index, "middle", &middle);
         let (mut out, kept) = self.feed_forward.forward(run, &middle, keep)?;
         saved.feed_forward = kept;
         add_assign(&mut out, &middle)?;
-        saved.middle = keep.dear(middle);
-        if let Some(own_input) = &self.own_input {
-            let (y, kept) = own_input.forward(run, out, &links.own_inputs[self.index], keep)?;
-            (out, saved.own_input) = (y, kept);
+        saved.middle = keep.always(middle);
+        if let Some(per_layer_input) = &self.per_layer_input {
+            let (y, kept) = per_layer_input.forward(run, out, &links.per_layer_inputs[self.index], keep)?;
+            (out, saved.per_layer_input) = (y, kept);
         }
         if let Some(scalar) = self.scalar {
             scale(&mut out, run.weight(scalar).to_f32()[0]);
@@ -313,16 +313,16 @@ impl Layer {
         links: &mut Links<A>,
         saved: Saved<A>,
     ) -> Result<Vec<A>> {
-        let Saved { x, norm, mut normed, mixer, mixed, after, middle, feed_forward, own_input } = saved;
+        let Saved { x, norm, mut normed, mixer, mixed, after, middle, feed_forward, per_layer_input } = saved;
         let index = Some(self.index);
         run.see_gradient(index, "out", &dy);
         if let Some(scalar) = self.scalar {
             scale(&mut dy, run.weight(scalar).to_f32()[0]);
         }
-        if let Some(part) = &self.own_input {
+        if let Some(part) = &self.per_layer_input {
             let (d_before, d_input) =
-                part.backward(run, grads, dy, &links.own_inputs[self.index], own_input)?;
-            (dy, links.d_own_inputs[self.index]) = (d_before, d_input);
+                part.backward(run, grads, dy, &links.per_layer_inputs[self.index], per_layer_input)?;
+            (dy, links.d_per_layer_inputs[self.index]) = (d_before, d_input);
         }
         let mut d_middle = self.feed_forward.backward(run, grads, &dy, &middle, feed_forward)?;
         add_assign(&mut d_middle, &dy)?;
@@ -377,8 +377,10 @@ impl Layer {
             Mixer::Softmax(mixer) => mixer.saved_bytes::<A>(tokens, keep, precision),
             Mixer::Latent(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision, stage),
         };
-        let own_input =
-            self.own_input.as_ref().map_or(0, |part| part.saved_bytes::<A>(tokens, config.hidden, keep));
+        let per_layer_input = self
+            .per_layer_input
+            .as_ref()
+            .map_or(0, |part| part.saved_bytes::<A>(tokens, config.hidden, keep));
         let normed = if keep == Keep::Everything { tensor } else { 0 };
         let after = if self.after.is_some() { tensor + rstd } else { 0 };
         2 * tensor
@@ -386,7 +388,7 @@ impl Layer {
             + normed
             + after
             + mixer
-            + own_input
+            + per_layer_input
             + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep)
     }
 
@@ -406,10 +408,11 @@ impl Layer {
             Mixer::Softmax(mixer) => mixer.transient::<A>(tokens, keep),
             Mixer::Latent(mixer) => mixer.transient::<A>(tokens, keep, stage),
         };
-        let own_input = self.own_input.as_ref().map_or(0, |part| part.transient::<A>(tokens, config.hidden));
+        let per_layer_input =
+            self.per_layer_input.as_ref().map_or(0, |part| part.transient::<A>(tokens, config.hidden));
         let feed_forward = self.feed_forward.transient::<A>(tokens, config.hidden, keep);
         let gone = tensor + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep);
-        tensor + own_input.max(feed_forward).max((tensor + wide + normed + mixer).saturating_sub(gone))
+        tensor + per_layer_input.max(feed_forward).max((tensor + wide + normed + mixer).saturating_sub(gone))
     }
 
     /// f32 that one slot of scratch needs.
@@ -419,7 +422,7 @@ impl Layer {
             Mixer::Softmax(mixer) => mixer.scratch::<A>(tokens),
             Mixer::Latent(mixer) => mixer.scratch::<A>(tokens),
         };
-        let own_input = self.own_input.as_ref().map_or(0, |part| part.scratch(tokens));
-        mixer.max(self.feed_forward.scratch(tokens)).max(self.norm.scratch(tokens)).max(own_input)
+        let per_layer_input = self.per_layer_input.as_ref().map_or(0, |part| part.scratch(tokens));
+        mixer.max(self.feed_forward.scratch(tokens)).max(self.norm.scratch(tokens)).max(per_layer_input)
     }
 }

@@ -197,10 +197,10 @@ impl Linear {
     }
 
     /// What the weight has added to it, in this layer's rows.
-    fn low<'a>(&self, run: &Run<'a>) -> Option<Low<'a>> {
+    fn low<'a>(&self, run: &Run<'a>) -> Option<LoraRows<'a>> {
         let adapter = run.adapter(self.weight)?;
         let Dims { inputs, outputs } = self.dims;
-        Some(Low {
+        Some(LoraRows {
             adapter,
             first: self.first,
             down: Dims { inputs, outputs: adapter.rank },
@@ -231,7 +231,7 @@ impl Linear {
 }
 
 /// An adapter as a layer on some rows of its weight has it.
-struct Low<'a> {
+struct LoraRows<'a> {
     adapter: &'a Adapter,
     /// First row of B.
     first: usize,
@@ -241,7 +241,7 @@ struct Low<'a> {
     up: Dims,
 }
 
-impl<'a> Low<'a> {
+impl<'a> LoraRows<'a> {
     /// Where the rows of B lie.
     fn rows(&self) -> std::ops::Range<usize> {
         let begin = self.first * self.adapter.rank;

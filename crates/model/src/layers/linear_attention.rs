@@ -15,7 +15,7 @@ use ballast_kernels::norm::{
     Saved as NormSaved, gated_rms_norm_backward, gated_rms_norm_forward, l2norm_backward, l2norm_forward,
     norm_backward_scratch,
 };
-use ballast_kernels::{Element, Precision as Rounding};
+use ballast_kernels::{Element, Rounding};
 
 use super::{Keep, Linear, bytes_of};
 use crate::config::{Config, LinearAttention as Shape};
@@ -177,17 +177,17 @@ impl LinearAttention {
         run.see(layer, "linear_attn.norm", &normed);
         let y = self.out.forward(run, &normed)?;
         let saved = Saved {
-            unmixed: unmixed.map(|part| keep.dear(part)),
-            mixed: mixed.map(|part| keep.cheap(part)),
-            z: keep.dear(z),
-            a: keep.dear(a),
-            b: keep.dear(b),
-            g: keep.cheap(g),
-            beta: keep.cheap(beta),
+            unmixed: unmixed.map(|part| keep.always(part)),
+            mixed: mixed.map(|part| keep.unless_recomputed(part)),
+            z: keep.always(z),
+            a: keep.always(a),
+            b: keep.always(b),
+            g: keep.unless_recomputed(g),
+            beta: keep.unless_recomputed(beta),
             rule,
-            o: keep.dear(o),
+            o: keep.always(o),
             norm,
-            normed: keep.cheap(normed),
+            normed: keep.unless_recomputed(normed),
         };
         Ok((y, saved))
     }

@@ -59,7 +59,7 @@ impl Mlp {
         let mut inner = zeros(gate.len());
         glu_forward(&mut inner, &gate, &up, self.activation)?;
         let y = self.down.forward(run, &inner)?;
-        Ok((y, Saved { gate: keep.dear(gate), up: keep.dear(up), inner: keep.cheap(inner) }))
+        Ok((y, Saved { gate: keep.always(gate), up: keep.always(up), inner: keep.unless_recomputed(inner) }))
     }
 
     /// dx += the input's gradient.

@@ -15,12 +15,12 @@ mod linear;
 mod linear_attention;
 mod mlp;
 mod norm;
-mod own_input;
+mod per_layer_input;
 
 pub(crate) use layer::{Layer, Links, Saved, State};
 pub(crate) use linear::Linear;
 pub(crate) use norm::Norm;
-pub(crate) use own_input::{InputsSaved, OwnInputs};
+pub(crate) use per_layer_input::{InputsSaved, PerLayerInputs};
 
 /// What a forward keeps for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,12 +38,12 @@ impl Keep {
     }
 
     /// The values, if cheap ones are kept; else nothing.
-    pub(crate) fn cheap<T>(self, values: Vec<T>) -> Vec<T> {
+    pub(crate) fn unless_recomputed<T>(self, values: Vec<T>) -> Vec<T> {
         if self == Keep::Everything { values } else { Vec::new() }
     }
 
     /// The values, if anything is kept; else nothing.
-    pub(crate) fn dear<T>(self, values: Vec<T>) -> Vec<T> {
+    pub(crate) fn always<T>(self, values: Vec<T>) -> Vec<T> {
         if self.any() { values } else { Vec::new() }
     }
 }

@@ -11,7 +11,7 @@ use super::index::{Form, Index, Passage};
 use super::record::Record;
 use super::shuffle::{Permutation, Purpose, hash, unit};
 use super::split::{HeldOut, Split};
-use super::{Cursor, DataConfig, Document, Documents, FileCursor, Packing, Text};
+use super::{Cursor, DataConfig, Document, Documents, FileCursor, Packing, TextEncoder};
 use crate::error::{Error, Result};
 
 /// Files by weight, shuffled in every epoch.
@@ -19,7 +19,7 @@ pub struct Files {
     sources: Vec<Source>,
     role: Split,
     config: DataConfig,
-    text: Arc<Text>,
+    encoder: Arc<TextEncoder>,
     seed: u64,
     drawn: u64,
     skipped: u64,
@@ -50,9 +50,9 @@ impl Source {
 
 impl Files {
     /// Indexes the files of a part of the data; files of weight 0 are left out.
-    pub fn open(config: &DataConfig, role: Split, text: Arc<Text>, seed: u64) -> Result<Files> {
+    pub fn open(config: &DataConfig, role: Split, encoder: Arc<TextEncoder>, seed: u64) -> Result<Files> {
         config.check()?;
-        text.check(config)?;
+        encoder.check(config)?;
         let separator = config.document_separator.as_deref();
         let source = |path: &Path, weight, held_out, part| -> Result<Source> {
             let index = Index::open(path, separator)?;
@@ -67,7 +67,7 @@ impl Files {
                 files.map(open).collect::<Result<_>>()?
             }
         };
-        let files = Files { sources, role, config: config.clone(), text, seed, drawn: 0, skipped: 0 };
+        let files = Files { sources, role, config: config.clone(), encoder, seed, drawn: 0, skipped: 0 };
         if files.is_empty() {
             return Err(Error::Config(
                 "data.validation_fraction: too few documents to hold any out; name a file as data.validation, or \
@@ -112,10 +112,11 @@ impl Files {
         let Source { index, held_out, part, .. } = &self.sources[source];
         let Passage { text, origin, form } = index.read(held_out.document(*part, number))?;
         let (ids, trained) = match form {
-            Form::Line => Record::parse(&text).and_then(|record| self.text.record(&record, &self.config)),
-            Form::Piece { begins, ends } => {
-                self.text.plain(&text, begins, ends && self.config.add_eos).map_err(|error| error.to_string())
-            }
+            Form::Line => Record::parse(&text).and_then(|record| self.encoder.record(&record, &self.config)),
+            Form::Piece { begins, ends } => self
+                .encoder
+                .plain(&text, begins, ends && self.config.add_eos)
+                .map_err(|error| error.to_string()),
         }
         .map_err(|problem| origin.error(problem))?;
         Ok(Document { ids, trained, origin })

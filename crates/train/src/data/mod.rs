@@ -8,13 +8,13 @@
 mod chat;
 mod config;
 pub(crate) mod content;
+mod encoder;
 mod files;
 mod index;
 mod pack;
 mod record;
 pub(crate) mod shuffle;
 mod split;
-mod text;
 
 use serde::{Deserialize, Serialize};
 
@@ -22,12 +22,12 @@ use crate::error::{Error, Result};
 
 pub use chat::{Rendered, render};
 pub use config::{DataConfig, DataFile, Packing};
+pub use encoder::TextEncoder;
 pub use files::Files;
 pub use pack::{MicroBatch, Packer};
 pub use record::Record;
 pub use shuffle::Permutation;
 pub use split::Split;
-pub use text::Text;
 
 /// Token ids, and which of them are trained on.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::plot::{Axis, Band, Histogram, Level, LinePlot, Look, Marker, Scale, Series, grid};
 use super::say::{self, sentence};
 use super::{Report, events};
-use crate::metrics::{Evaluation, Record, Step};
+use crate::metrics::{Evaluation, MetricsEntry, Step};
 
 /// Fewer steps than this are not smoothed.
 const SMOOTHED_FROM: usize = 20;
@@ -41,7 +41,7 @@ pub(super) fn lead(report: &Report<'_>) -> String {
 
 /// Loss, accuracy, learning rate.
 pub(super) fn training(report: &Report<'_>) -> String {
-    if report.records.iter().all(|record| matches!(record, Record::Event(_))) {
+    if report.records.iter().all(|record| matches!(record, MetricsEntry::Event(_))) {
         return String::new();
     }
     let mut html = "<h2 id=\"training\">Training</h2>\n".to_string();
@@ -273,14 +273,14 @@ fn plot(report: &Report<'_>, id: &str, title: &str) -> LinePlot {
 
 fn steps<'a>(report: &Report<'a>) -> impl Iterator<Item = &'a Step> {
     report.records.iter().filter_map(|record| match record {
-        Record::Step(step) => Some(step),
+        MetricsEntry::Step(step) => Some(step),
         _ => None,
     })
 }
 
 fn evaluations<'a>(report: &Report<'a>) -> impl Iterator<Item = &'a Evaluation> {
     report.records.iter().filter_map(|record| match record {
-        Record::Evaluation(evaluation) => Some(evaluation),
+        MetricsEntry::Evaluation(evaluation) => Some(evaluation),
         _ => None,
     })
 }

@@ -9,7 +9,7 @@ pub mod plot;
 pub mod say;
 mod tables;
 
-use crate::metrics::{Event, Record};
+use crate::metrics::{Event, MetricsEntry};
 use page::{block, inline, page};
 
 /// Everything a report is made from; no clock and no file is asked besides.
@@ -20,7 +20,7 @@ pub struct Report<'a> {
     /// Names and values that describe the run: model, data, device, dates, ...
     pub summary: Vec<(String, String)>,
     /// What the run said about itself, in its order.
-    pub records: &'a [Record],
+    pub records: &'a [MetricsEntry],
     /// What the ledger knows of each tensor.
     pub ledger: Vec<LedgerRow>,
     /// What memory was planned for.
@@ -102,10 +102,10 @@ pub fn html(report: &Report<'_>) -> String {
 }
 
 /// All events, in the order in which they happened.
-fn events(records: &[Record]) -> Vec<&Event> {
+fn events(records: &[MetricsEntry]) -> Vec<&Event> {
     (records.iter())
         .filter_map(|record| match record {
-            Record::Event(event) => Some(event),
+            MetricsEntry::Event(event) => Some(event),
             _ => None,
         })
         .collect()

@@ -2,7 +2,7 @@ use super::*;
 use crate::metrics::{Evaluation, Step};
 
 /// A made-up run: what the loss is at each step is said by `loss`.
-fn run(steps: u64, loss: impl Fn(u64) -> f64) -> Vec<Record> {
+fn run(steps: u64, loss: impl Fn(u64) -> f64) -> Vec<MetricsEntry> {
     let mut records = Vec::new();
     for step in 1..=steps {
         let noise = ((step * 7919) % 101) as f64 / 101.0;
@@ -10,7 +10,7 @@ fn run(steps: u64, loss: impl Fn(u64) -> f64) -> Vec<Record> {
             .iter()
             .map(|name| (name.to_string(), 0.1 + noise))
             .collect();
-        records.push(Record::Step(Step {
+        records.push(MetricsEntry::Step(Step {
             step,
             loss: loss(step),
             learning_rate: 1e-3 / step as f64,
@@ -24,7 +24,7 @@ fn run(steps: u64, loss: impl Fn(u64) -> f64) -> Vec<Record> {
         }));
         if step % steps.div_ceil(10) == 0 {
             let accuracy = step as f64 / steps as f64;
-            records.push(Record::Evaluation(Evaluation {
+            records.push(MetricsEntry::Evaluation(Evaluation {
                 step,
                 loss: loss(step) + 0.01,
                 accuracy,
@@ -36,7 +36,7 @@ fn run(steps: u64, loss: impl Fn(u64) -> f64) -> Vec<Record> {
     records
 }
 
-fn report(records: &[Record]) -> Report<'_> {
+fn report(records: &[MetricsEntry]) -> Report<'_> {
     let row = |index: usize| LedgerRow {
         name: format!("model.layers.{index}.linear_attn.A_log"),
         dtype: "F32".into(),
@@ -96,7 +96,7 @@ fn each_plot_says_what_one_sees() {
 fn text_from_outside_cannot_become_markup() {
     let mut records = run(30, falling);
     let text = "</title><script>".to_string();
-    records.push(Record::Event(Event { step: 7, what: "<i>".into(), text }));
+    records.push(MetricsEntry::Event(Event { step: 7, what: "<i>".into(), text }));
     let html = html(&report(&records));
     assert!(!html.contains("<script") && !html.contains("<b>") && !html.contains("<i>"));
     assert!(html.contains("A &lt;run&gt;") && html.contains("tiny &amp; hybrid"));
@@ -144,8 +144,8 @@ fn a_run_that_diverged_has_a_page_that_says_so() {
 #[test]
 fn nothing_and_next_to_nothing_make_a_page() {
     let all_lost = run(5, |_| f64::INFINITY);
-    let event = [Record::Event(Event { step: 0, what: "fault".into(), text: "at once".into() })];
-    let evaluation = [Record::Evaluation(Evaluation {
+    let event = [MetricsEntry::Event(Event { step: 0, what: "fault".into(), text: "at once".into() })];
+    let evaluation = [MetricsEntry::Evaluation(Evaluation {
         step: 0,
         loss: 5.0,
         accuracy: 0.0,

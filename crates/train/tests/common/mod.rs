@@ -7,14 +7,14 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use ballast_checkpoint::jobs::Observer;
-use ballast_train::metrics::Record;
+use ballast_train::metrics::MetricsEntry;
 use ballast_train::report::Sample;
 use ballast_train::{Summary, TrainConfig, Trainer, Watcher};
 
 /// Keeps what it hears, and stops after a number of steps.
 #[derive(Default)]
 pub struct Listener {
-    pub records: Mutex<RefCell<Vec<Record>>>,
+    pub records: Mutex<RefCell<Vec<MetricsEntry>>>,
     pub stop_after: Option<usize>,
 }
 
@@ -24,8 +24,8 @@ impl Listener {
     }
 
     pub fn losses(&self) -> Vec<u64> {
-        let bits = |record: &Record| match record {
-            Record::Step(step) => Some(step.loss.to_bits()),
+        let bits = |record: &MetricsEntry| match record {
+            MetricsEntry::Step(step) => Some(step.loss.to_bits()),
             _ => None,
         };
         self.records.lock().unwrap().borrow().iter().filter_map(bits).collect()
@@ -33,8 +33,8 @@ impl Listener {
 
     /// What and text of all events.
     pub fn events(&self) -> Vec<(String, String)> {
-        let event = |record: &Record| match record {
-            Record::Event(event) => Some((event.what.clone(), event.text.clone())),
+        let event = |record: &MetricsEntry| match record {
+            MetricsEntry::Event(event) => Some((event.what.clone(), event.text.clone())),
             _ => None,
         };
         self.records.lock().unwrap().borrow().iter().filter_map(event).collect()
@@ -44,7 +44,7 @@ impl Listener {
 impl Observer for Listener {}
 
 impl Watcher for Listener {
-    fn record(&self, record: &Record) {
+    fn record(&self, record: &MetricsEntry) {
         self.records.lock().unwrap().borrow_mut().push(record.clone());
     }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_train::Result;
-use ballast_train::data::{DataConfig, DataFile, Document, Documents, Files, Split, Text};
+use ballast_train::data::{DataConfig, DataFile, Document, Documents, Files, Split, TextEncoder};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -19,8 +19,8 @@ fn fixture() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/text/qwen3_5")
 }
 
-fn text() -> Arc<Text> {
-    Arc::new(Text::load(&fixture()).unwrap())
+fn text() -> Arc<TextEncoder> {
+    Arc::new(TextEncoder::load(&fixture()).unwrap())
 }
 
 /// A folder of data files.

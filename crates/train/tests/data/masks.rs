@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ballast_model::text::{ChatTemplate, Conversation};
-use ballast_train::data::{DataConfig, Files, Split, Text, render};
+use ballast_train::data::{DataConfig, Files, Split, TextEncoder, render};
 use serde_json::{Value, json};
 
 use super::{Data, chat, fixture, marked, train};
@@ -153,7 +153,7 @@ fn a_message_that_cannot_be_found_is_an_error_with_its_line() {
     let line = chat(&[("user", "a"), ("assistant", "b")]).to_string();
     let data = Data::new(&[("a.jsonl", line.as_bytes())]);
     let template = ChatTemplate::new(&[("default", "{{ messages|length }}")], Path::new("t")).unwrap();
-    let text = Text { template: Some(template), ..Text::load(&fixture()).unwrap() };
+    let text = TextEncoder { template: Some(template), ..TextEncoder::load(&fixture()).unwrap() };
     let files = Files::open(&data.config(&["a.jsonl"]), Split::Train, Arc::new(text), 0).unwrap();
     let error = files.document(0).unwrap_err().to_string();
     assert!(error.contains("a.jsonl, line 1: message 2 cannot be found"), "{error}");

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use ballast_train::Error;
-use ballast_train::data::{Cursor, DataConfig, DataFile, Documents, Files, Packer, Packing, Split, Text};
+use ballast_train::data::{
+    Cursor, DataConfig, DataFile, Documents, Files, Packer, Packing, Split, TextEncoder,
+};
 
 use super::{Data, chat, fixture, text, train};
 
@@ -71,7 +73,7 @@ fn messages_without_role_or_content_are_refused() {
 #[test]
 fn messages_without_a_template_are_refused() {
     let data = Data::new(&[("a.jsonl", chat(&[("user", "a")]).to_string().as_bytes())]);
-    let text = Text { template: None, ..Text::load(&fixture()).unwrap() };
+    let text = TextEncoder { template: None, ..TextEncoder::load(&fixture()).unwrap() };
     let files = Files::open(&data.config(&["a.jsonl"]), Split::Train, Arc::new(text), 0).unwrap();
     let error = files.document(0).unwrap_err().to_string();
     assert!(error.contains("line 1: `messages` need a chat template"), "{error}");
@@ -80,7 +82,7 @@ fn messages_without_a_template_are_refused() {
 #[test]
 fn an_end_token_that_the_tokenizer_does_not_have_is_refused() {
     let data = Data::numbered("a.jsonl", 2);
-    let text = Arc::new(Text { eos: None, ..Text::load(&fixture()).unwrap() });
+    let text = Arc::new(TextEncoder { eos: None, ..TextEncoder::load(&fixture()).unwrap() });
     let mut config = data.config(&["a.jsonl"]);
     let error = Files::open(&config, Split::Train, text.clone(), 0).err().unwrap().to_string();
     assert!(error.contains("data.add_eos") && error.contains("tokenizer_config.json"), "{error}");

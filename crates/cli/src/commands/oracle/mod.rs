@@ -7,7 +7,7 @@ mod indexer;
 use std::path::PathBuf;
 
 use ballast_checkpoint::tensor_file::{Array, Named, TensorFile, write_f32};
-use ballast_kernels::Precision;
+use ballast_kernels::Rounding;
 use ballast_model::{Error, memory};
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -79,12 +79,12 @@ enum Site {
     F16,
 }
 
-impl From<Site> for Precision {
-    fn from(site: Site) -> Precision {
+impl From<Site> for Rounding {
+    fn from(site: Site) -> Rounding {
         match site {
-            Site::F32 => Precision::F32,
-            Site::Bf16 => Precision::Bf16,
-            Site::F16 => Precision::F16,
+            Site::F32 => Rounding::F32,
+            Site::Bf16 => Rounding::Bf16,
+            Site::F16 => Rounding::F16,
         }
     }
 }

@@ -53,9 +53,8 @@ fn decoding_on_a_cache_is_the_full_forward_at_every_position() {
 fn decoding_rounds_where_the_full_forward_does() {
     let (p, mut r, d_o) = exact_products();
     r.cu_seqlens = vec![0, 320];
-    for logits in [Precision::F32, Precision::Bf16, Precision::F16] {
-        let p =
-            Problem { options: Options { qk_product: Precision::Bf16, logits, ..p.options }, ..p.clone() };
+    for logits in [Rounding::F32, Rounding::Bf16, Rounding::F16] {
+        let p = Problem { options: Options { qk_product: Rounding::Bf16, logits, ..p.options }, ..p.clone() };
         let (whole, _) = kernel::<f32>(&r, DIMS, &p.options, &d_o);
         for len in (1..=320).step_by(29) {
             let (error, count) = ratio(&decode::<f32>(&r, &p, len, 1), &whole.o[(len - 1) * 96..len * 96]);

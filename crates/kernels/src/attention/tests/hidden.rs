@@ -48,7 +48,7 @@ fn check<T: Element>(p: &Problem, tensor: &str, bad: f64, at: usize) {
 #[test]
 fn what_is_not_finite_stays_with_the_queries_that_see_it_forward_and_backward() {
     for (window, logits, sinks) in
-        [(None, Precision::F32, false), (Some(70), Precision::F32, true), (Some(9), Precision::Bf16, false)]
+        [(None, Rounding::F32, false), (Some(70), Rounding::F32, true), (Some(9), Rounding::Bf16, false)]
     {
         let options = Options { window, logits, ..Options::default() };
         let p = Problem { options, sinks, ..Problem::of(DIMS, &[300, 40]) };

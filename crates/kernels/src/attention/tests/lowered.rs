@@ -16,7 +16,7 @@ pub(super) fn exact_products() -> (Problem, Reference, Vec<f64>) {
 fn a_lowered_product_changes_nothing_where_every_product_is_exact() {
     let (p, r, d_o) = exact_products();
     let (f32s, _) = kernel::<f32>(&r, DIMS, &p.options, &d_o);
-    for qk_product in [Precision::Bf16, Precision::F16] {
+    for qk_product in [Rounding::Bf16, Rounding::F16] {
         let (lowered, _) = kernel::<f32>(&r, DIMS, &Options { qk_product, ..p.options }, &d_o);
         same_bits(&lowered, &f32s, "only the product is rounded");
     }
@@ -31,7 +31,7 @@ fn a_lowered_product_differs_by_what_its_rounding_predicts() {
     let exact = r.run(DIMS, &p.options, &d_o);
     let largest = exact.lse.iter().fold(0f64, |m, x| m.max(x.abs()));
     let mut previous = 0.0;
-    for (qk_product, half_ulp) in [(Precision::F16, 2f64.powi(-11)), (Precision::Bf16, 2f64.powi(-8))] {
+    for (qk_product, half_ulp) in [(Rounding::F16, 2f64.powi(-11)), (Rounding::Bf16, 2f64.powi(-8))] {
         let options = Options { qk_product, ..p.options };
         let (got, _) = kernel::<f32>(&r, DIMS, &options, &d_o);
         // Logits off by at most b move lse by at most b.
@@ -50,14 +50,14 @@ fn a_lowered_product_differs_by_what_its_rounding_predicts() {
 #[test]
 fn lowered_logits_agree_with_the_twin_that_rounds_at_the_same_places() {
     let (p, r, d_o) = exact_products();
-    for logits in [Precision::Bf16, Precision::F16] {
+    for logits in [Rounding::Bf16, Rounding::F16] {
         for soft_cap in [None, Some(2.0)] {
             let options = Options { logits, qk_product: logits, soft_cap, ..p.options };
             let expected = r.run(DIMS, &options, &d_o);
             let (got, saved) = kernel::<f32>(&r, DIMS, &options, &d_o);
             assert_eq!(saved.bytes(), 3 * 320 * 4 * 4);
             compare(&got, &expected, &r, DIMS, 1e-5, "lowered logits");
-            let (f32s, _) = kernel::<f32>(&r, DIMS, &Options { logits: Precision::F32, ..options }, &d_o);
+            let (f32s, _) = kernel::<f32>(&r, DIMS, &Options { logits: Rounding::F32, ..options }, &d_o);
             let (difference, _) = ratio(&got.o, &f32s.o);
             assert!(difference > 1e-5, "{logits:?}: rounding must show");
         }
@@ -77,10 +77,10 @@ fn a_sum_in_bf16_stops_growing_at_256() {
     };
     let run =
         |logits| kernel::<f32>(&r, dims, &Options { logits, ..Options::default() }, &vec![0.0; 1000]).0.o;
-    assert_eq!(run(Precision::F32)[999], 1.0);
-    assert_eq!(run(Precision::F16)[999], 1.0);
-    assert_eq!(run(Precision::Bf16)[255], 1.0);
-    assert_eq!(run(Precision::Bf16)[999], 1000.0 / 256.0);
+    assert_eq!(run(Rounding::F32)[999], 1.0);
+    assert_eq!(run(Rounding::F16)[999], 1.0);
+    assert_eq!(run(Rounding::Bf16)[255], 1.0);
+    assert_eq!(run(Rounding::Bf16)[999], 1000.0 / 256.0);
 }
 
 #[test]
@@ -97,14 +97,14 @@ fn in_f16_a_product_of_70000_is_infinite_and_its_row_not_a_number_where_bf16_is_
     let run = |k, qk_product| {
         kernel_forward(&with(k), dims, &Options { scale: Some(1.0), qk_product, ..Options::default() })
     };
-    for precision in [Precision::F32, Precision::Bf16] {
+    for precision in [Rounding::F32, Rounding::Bf16] {
         assert!(run(70.0, precision).iter().all(|x| x.is_finite()), "{precision:?}");
     }
-    let o = run(70.0, Precision::F16);
+    let o = run(70.0, Rounding::F16);
     // inf - inf in row 2 alone; rows whose own products fit are untouched.
     assert_eq!(o.iter().map(|x| x.is_nan()).collect::<Vec<_>>(), [false, false, true, false]);
     // A product of -70000 is a weight of zero, which is right.
-    assert_eq!(run(-70.0, Precision::F16)[2], run(-70.0, Precision::F32)[2]);
+    assert_eq!(run(-70.0, Rounding::F16)[2], run(-70.0, Rounding::F32)[2]);
 }
 
 fn kernel_forward(r: &Reference, dims: Dims, options: &Options) -> Vec<f32> {
@@ -125,9 +125,9 @@ fn backward_has_the_probabilities_that_forward_had_where_sites_are_lowered() {
     let wide = Dims { heads: 1, kv_heads: 1, head_dim: 512, value_dim: 8 };
     for dims in [narrow, wide] {
         for (window, topk) in [(None, None), (Some(150), None), (None, Some(100))] {
-            for logits in [Precision::F32, Precision::Bf16] {
+            for logits in [Rounding::F32, Rounding::Bf16] {
                 let options =
-                    Options { window, qk_product: Precision::Bf16, logits, soft_cap: None, scale: Some(1.0) };
+                    Options { window, qk_product: Rounding::Bf16, logits, soft_cap: None, scale: Some(1.0) };
                 let p = Problem { options, topk, ..Problem::of(dims, &[600, 1, 257]) };
                 let (r, _) = p.build();
                 // Positive throughout, so that nothing cancels.

@@ -309,7 +309,7 @@ fn packed_sequences_are_the_same_bits_as_one_by_one() {
 
 #[test]
 fn a_query_that_sees_nothing_gives_zeros_forward_and_backward() {
-    let lowered = Options { logits: Precision::Bf16, ..Options::default() };
+    let lowered = Options { logits: Rounding::Bf16, ..Options::default() };
     for options in [Options::default(), lowered] {
         for sinks in [false, true] {
             let closed = Options { window: Some(0), ..options };
@@ -352,7 +352,7 @@ fn logits_of_ten_thousand_stay_finite() {
     r.q.iter_mut().for_each(|x| *x *= 10_000.0);
     let largest = r.run(DIMS, &p.options, &d_o).lse.iter().fold(0f64, |m, x| m.max(x.abs()));
     assert!(largest > 1e4);
-    for precision in [Precision::F32, Precision::Bf16] {
+    for precision in [Rounding::F32, Rounding::Bf16] {
         let options = Options { qk_product: precision, logits: precision, ..p.options };
         let (got, _) = kernel::<f32>(&r, DIMS, &options, &d_o);
         for (name, values) in fields(&got) {

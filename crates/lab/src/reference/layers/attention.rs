@@ -11,13 +11,13 @@ use ballast_model::config::{Attention, Values};
 
 use super::layer::KeyValues;
 use crate::Result;
+use crate::reference::layer_run::LayerRun;
 use crate::reference::ops::{self, Gamma};
-use crate::reference::pass::Pass;
 use crate::reference::tape::Value;
 
 /// y [tokens, H] from x [tokens, H] and, if they are another layer's, k and v; and the k and v that were used.
 pub fn attention(
-    pass: &mut Pass<'_, '_>,
+    pass: &mut LayerRun<'_, '_>,
     x: &Value,
     shape: &Attention,
     shared: Option<KeyValues>,
@@ -27,7 +27,7 @@ pub fn attention(
     let per_head = if shape.gated { 2 * hd } else { hd };
     let raw = pass.affine(x, "self_attn.q_proj", hidden, heads * per_head, bias)?;
     let q = ops::columns(&mut pass.tape, &raw, per_head, 0..hd);
-    let q = turn(pass, &q, "self_attn.q_norm", shape, heads)?;
+    let q = normalize_and_rotate(pass, &q, "self_attn.q_norm", shape, heads)?;
     let kv = match shared {
         Some(kv) => {
             pass.see("self_attn.q", &q);
@@ -61,11 +61,11 @@ pub fn attention(
     Ok((pass.affine(&o, "self_attn.o_proj", heads * hd, hidden, bias)?, kv))
 }
 
-fn key_values(pass: &mut Pass<'_, '_>, x: &Value, shape: &Attention) -> Result<KeyValues> {
+fn key_values(pass: &mut LayerRun<'_, '_>, x: &Value, shape: &Attention) -> Result<KeyValues> {
     let (hidden, eps) = (pass.setting.config.hidden, pass.setting.config.eps as f64);
     let Attention { kv_heads, head_dim: hd, bias, .. } = *shape;
     let raw = pass.affine(x, "self_attn.k_proj", hidden, kv_heads * hd, bias)?;
-    let k = turn(pass, &raw, "self_attn.k_norm", shape, kv_heads)?;
+    let k = normalize_and_rotate(pass, &raw, "self_attn.k_norm", shape, kv_heads)?;
     let v = match shape.values {
         Values::KeysNormed => raw,
         _ => pass.affine(x, "self_attn.v_proj", hidden, kv_heads * hd, bias)?,
@@ -78,7 +78,13 @@ fn key_values(pass: &mut Pass<'_, '_>, x: &Value, shape: &Attention) -> Result<K
 }
 
 /// Normed, if q and k are, and rotated.
-fn turn(pass: &mut Pass<'_, '_>, x: &Value, norm: &str, shape: &Attention, heads: usize) -> Result<Value> {
+fn normalize_and_rotate(
+    pass: &mut LayerRun<'_, '_>,
+    x: &Value,
+    norm: &str,
+    shape: &Attention,
+    heads: usize,
+) -> Result<Value> {
     let rotation = pass.setting.rotation(&shape.rope)?;
     let x = if shape.qk_norm { pass.norm(x, norm, shape.head_dim)? } else { x.clone() };
     let heads = Heads { heads, width: shape.head_dim, offset: 0 };

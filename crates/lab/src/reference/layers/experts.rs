@@ -11,12 +11,12 @@ use ballast_kernels::glu::Activation;
 use ballast_model::config::{Experts, Router};
 
 use crate::Result;
+use crate::reference::layer_run::LayerRun;
 use crate::reference::ops::{self, Gamma};
-use crate::reference::pass::Pass;
 use crate::reference::tape::Value;
 
 /// y [tokens, H] of the gated unit of this name on x [tokens, H].
-pub fn mlp(pass: &mut Pass<'_, '_>, x: &Value, name: &str, intermediate: usize) -> Result<Value> {
+pub fn mlp(pass: &mut LayerRun<'_, '_>, x: &Value, name: &str, intermediate: usize) -> Result<Value> {
     let (hidden, activation) = (pass.setting.config.hidden, pass.setting.config.activation);
     let gate = pass.linear(x, &format!("{name}.gate_proj"), hidden, intermediate)?;
     let up = pass.linear(x, &format!("{name}.up_proj"), hidden, intermediate)?;
@@ -25,7 +25,7 @@ pub fn mlp(pass: &mut Pass<'_, '_>, x: &Value, name: &str, intermediate: usize) 
 }
 
 /// y [tokens, H] from x [tokens, H] and the residual, which Gemma's router looks at.
-pub fn experts(pass: &mut Pass<'_, '_>, x: &Value, residual: &Value, shape: &Experts) -> Result<Value> {
+pub fn experts(pass: &mut LayerRun<'_, '_>, x: &Value, residual: &Value, shape: &Experts) -> Result<Value> {
     let Experts { count, top_k, router, .. } = *shape;
     let logits = logits(pass, x, residual, shape)?;
     pass.see("mlp.router", &logits);
@@ -58,7 +58,7 @@ pub fn experts(pass: &mut Pass<'_, '_>, x: &Value, residual: &Value, shape: &Exp
     }
 }
 
-fn logits(pass: &mut Pass<'_, '_>, x: &Value, residual: &Value, shape: &Experts) -> Result<Value> {
+fn logits(pass: &mut LayerRun<'_, '_>, x: &Value, residual: &Value, shape: &Experts) -> Result<Value> {
     let (hidden, eps) = (pass.setting.config.hidden, pass.setting.config.eps as f64);
     if shape.router != Router::Normed {
         return pass.linear(x, "mlp.gate", hidden, shape.count);
@@ -71,7 +71,7 @@ fn logits(pass: &mut Pass<'_, '_>, x: &Value, residual: &Value, shape: &Experts)
 
 /// The weighted sum of the chosen experts' outputs, expert by expert.
 fn routed(
-    pass: &mut Pass<'_, '_>,
+    pass: &mut LayerRun<'_, '_>,
     x: &Value,
     weights: &Value,
     chosen: &[usize],

@@ -11,12 +11,12 @@ use ballast_model::config::Layer;
 
 use super::experts::{experts, mlp};
 use crate::Result;
+use crate::reference::layer_run::LayerRun;
 use crate::reference::ops;
-use crate::reference::pass::Pass;
 use crate::reference::tape::Value;
 
 /// What is added to x [tokens, H].
-pub fn feed_forward(pass: &mut Pass<'_, '_>, x: &Value, shape: &Layer) -> Result<Value> {
+pub fn feed_forward(pass: &mut LayerRun<'_, '_>, x: &Value, shape: &Layer) -> Result<Value> {
     let (hidden, norms_after) = (pass.setting.config.hidden, pass.setting.config.norms_after);
     let before = if norms_after { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
     let normed = pass.norm(x, before, hidden)?;

@@ -15,8 +15,8 @@ use ballast_model::config::LatentAttention;
 use rayon::prelude::*;
 
 use crate::Result;
+use crate::reference::layer_run::LayerRun;
 use crate::reference::ops::{self, Indexer};
-use crate::reference::pass::Pass;
 use crate::reference::shows_scores;
 use crate::reference::tape::Value;
 
@@ -36,7 +36,7 @@ pub struct Indexed {
 
 /// The keys of every query.
 pub fn select(
-    pass: &mut Pass<'_, '_>,
+    pass: &mut LayerRun<'_, '_>,
     x: &Value,
     q_resid: &Value,
     shape: &LatentAttention,
@@ -82,7 +82,12 @@ pub fn select(
     Ok(Indexed { selected, indexer: Some(indexer) })
 }
 
-fn indexer(pass: &mut Pass<'_, '_>, x: &Value, q_resid: &Value, shape: &LatentAttention) -> Result<Indexer> {
+fn indexer(
+    pass: &mut LayerRun<'_, '_>,
+    x: &Value,
+    q_resid: &Value,
+    shape: &LatentAttention,
+) -> Result<Indexer> {
     let hidden = pass.setting.config.hidden;
     let LatentAttention { index_heads: heads, index_dim: dim, q_rank, .. } = *shape;
     let rotation = pass.setting.rotation(&shape.indexer_rope)?;

@@ -11,15 +11,15 @@ use ballast_model::config::LatentAttention;
 
 use super::indexer::{Indexed, select};
 use crate::Result;
+use crate::reference::layer_run::LayerRun;
 use crate::reference::ops;
-use crate::reference::pass::Pass;
 use crate::reference::tape::Value;
 
 /// Of the two norms inside, whatever the other norms have.
 const EPS: f32 = 1e-6;
 
 /// y [tokens, H] from x [tokens, H].
-pub fn latent_attention(pass: &mut Pass<'_, '_>, x: &Value, shape: &LatentAttention) -> Result<Value> {
+pub fn latent_attention(pass: &mut LayerRun<'_, '_>, x: &Value, shape: &LatentAttention) -> Result<Value> {
     let hidden = pass.setting.config.hidden;
     let LatentAttention { heads, q_rank, nope_dim, rope_dim, value_dim, bias, .. } = *shape;
     let rotation = pass.setting.rotation(&shape.rope)?;
@@ -54,7 +54,7 @@ pub fn latent_attention(pass: &mut Pass<'_, '_>, x: &Value, shape: &LatentAttent
 }
 
 /// k [tokens, heads, nope + rope] and v [tokens, heads, vd].
-fn key_values(pass: &mut Pass<'_, '_>, x: &Value, shape: &LatentAttention) -> Result<(Value, Value)> {
+fn key_values(pass: &mut LayerRun<'_, '_>, x: &Value, shape: &LatentAttention) -> Result<(Value, Value)> {
     let hidden = pass.setting.config.hidden;
     let LatentAttention { heads, kv_rank, nope_dim, rope_dim, value_dim, bias, .. } = *shape;
     let rotation = pass.setting.rotation(&shape.rope)?;

@@ -11,10 +11,10 @@ use super::attention::attention;
 use super::feed_forward::feed_forward;
 use super::latent_attention::latent_attention;
 use super::linear_attention::linear_attention;
-use super::own_input::add_own_input;
+use super::per_layer_input::add_per_layer_input;
 use crate::Result;
+use crate::reference::layer_run::LayerRun;
 use crate::reference::ops;
-use crate::reference::pass::Pass;
 use crate::reference::tape::Value;
 
 /// Keys and values: [tokens, kv heads, hd] each, rotated and normed.
@@ -28,13 +28,13 @@ pub struct KeyValues {
 #[derive(Clone, Debug, Default)]
 pub struct Links {
     /// Its own input [tokens, P], where layers have one
-    pub own_input: Option<Value>,
+    pub per_layer_input: Option<Value>,
     /// Keys and values: another layer's before, those that were used afterwards
     pub key_values: Option<KeyValues>,
 }
 
 /// The residual stream [tokens, H] after layer `index`.
-pub fn layer(pass: &mut Pass<'_, '_>, index: usize, x: &Value, links: &mut Links) -> Result<Value> {
+pub fn layer(pass: &mut LayerRun<'_, '_>, index: usize, x: &Value, links: &mut Links) -> Result<Value> {
     let setting = pass.setting.clone();
     let (config, shape) = (&setting.config, &setting.config.layers[index]);
     let normed = pass.norm(x, "input_layernorm", config.hidden)?;
@@ -56,8 +56,8 @@ pub fn layer(pass: &mut Pass<'_, '_>, index: usize, x: &Value, links: &mut Links
     pass.see("middle", &middle);
     let out = feed_forward(pass, &middle, shape)?;
     let mut out = ops::add(&mut pass.tape, &middle, &out);
-    if let (Some(inputs), Some(input)) = (config.per_layer_inputs, &links.own_input) {
-        out = add_own_input(pass, &out, input, inputs.width)?;
+    if let (Some(inputs), Some(input)) = (config.per_layer_inputs, &links.per_layer_input) {
+        out = add_per_layer_input(pass, &out, input, inputs.width)?;
     }
     if config.layer_scalar {
         // A constant: it is not learned.

@@ -11,12 +11,12 @@ use ballast_kernels::glu::Activation;
 use ballast_model::config::LinearAttention;
 
 use crate::Result;
+use crate::reference::layer_run::LayerRun;
 use crate::reference::ops::{self, Gamma, RuleInputs};
-use crate::reference::pass::Pass;
 use crate::reference::tape::Value;
 
 /// y [tokens, H] from x [tokens, H].
-pub fn linear_attention(pass: &mut Pass<'_, '_>, x: &Value, shape: LinearAttention) -> Result<Value> {
+pub fn linear_attention(pass: &mut LayerRun<'_, '_>, x: &Value, shape: LinearAttention) -> Result<Value> {
     let (hidden, eps) = (pass.setting.config.hidden, pass.setting.config.eps as f64);
     let LinearAttention { key_heads, value_heads, key_dim, value_dim, conv_width } = shape;
     let (kd, vd) = (key_heads * key_dim, value_heads * value_dim);

@@ -7,7 +7,7 @@ mod indexer;
 mod latent_attention;
 mod layer;
 mod linear_attention;
-mod own_input;
+mod per_layer_input;
 
 pub use layer::{KeyValues, Links, layer};
-pub use own_input::own_inputs;
+pub use per_layer_input::per_layer_inputs;

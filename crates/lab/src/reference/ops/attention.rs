@@ -163,7 +163,7 @@ impl Head<'_> {
         let keys = self.attention.visible(queries.start).start..queries.end;
         let mut x = vec![0.0; queries.len() * keys.len()];
         let (q, k) = (Head::rows(self.q, &queries, head_dim), Head::rows(self.k, &keys, head_dim));
-        matmul_f64(&mut x, keys.len(), 0.0, scale, q, k.t());
+        matmul_f64(&mut x, keys.len(), scale, q, k.t(), 0.0);
         let slopes = soft_cap.map(|cap| {
             x.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
             x.iter().map(|x| 1.0 - (x / cap).powi(2)).collect()
@@ -186,7 +186,7 @@ impl Head<'_> {
         for block in self.blocks() {
             let p = Mat::dense(&block.p, block.queries.len(), block.keys.len());
             let v = Head::rows(self.v, &block.keys, width);
-            matmul_f64(&mut o[block.queries.start * width..], width, 0.0, 1.0, p, v);
+            matmul_f64(&mut o[block.queries.start * width..], width, 1.0, p, v, 0.0);
         }
         o
     }
@@ -198,7 +198,7 @@ impl Head<'_> {
         for Block { queries, keys, p, slopes } in self.blocks() {
             let d_out = Head::rows(d_o, &queries, value_dim);
             let mut dx = vec![0.0; p.len()];
-            matmul_f64(&mut dx, keys.len(), 0.0, 1.0, d_out, Head::rows(self.v, &keys, value_dim).t());
+            matmul_f64(&mut dx, keys.len(), 1.0, d_out, Head::rows(self.v, &keys, value_dim).t(), 0.0);
             for (dx, p) in dx.chunks_mut(keys.len()).zip(p.chunks(keys.len())) {
                 // do.o is the mean of do.v under p.
                 let mean = dot(dx, p);
@@ -210,9 +210,9 @@ impl Head<'_> {
             let (dx, p) =
                 (Mat::dense(&dx, queries.len(), keys.len()), Mat::dense(&p, queries.len(), keys.len()));
             let (q, k) = (Head::rows(self.q, &queries, head_dim), Head::rows(self.k, &keys, head_dim));
-            matmul_f64(&mut dq[queries.start * head_dim..], head_dim, 0.0, scale, dx, k);
-            matmul_f64(&mut dk[keys.start * head_dim..], head_dim, 1.0, scale, dx.t(), q);
-            matmul_f64(&mut dv[keys.start * value_dim..], value_dim, 1.0, 1.0, p.t(), d_out);
+            matmul_f64(&mut dq[queries.start * head_dim..], head_dim, scale, dx, k, 0.0);
+            matmul_f64(&mut dk[keys.start * head_dim..], head_dim, scale, dx.t(), q, 1.0);
+            matmul_f64(&mut dv[keys.start * value_dim..], value_dim, 1.0, p.t(), d_out, 1.0);
         }
         [dq, dk, dv]
     }

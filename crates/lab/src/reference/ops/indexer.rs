@@ -63,7 +63,7 @@ impl Indexer {
     fn products(&self, h: usize, sequence: &Range<usize>, queries: &Range<usize>) -> Vec<f64> {
         let mut x = vec![0.0; queries.len() * queries.end];
         let [q, k] = self.operands(h, sequence, queries);
-        matmul_f64(&mut x, queries.end, 0.0, (self.dim as f64).powf(-0.5), q, k.t());
+        matmul_f64(&mut x, queries.end, (self.dim as f64).powf(-0.5), q, k.t(), 0.0);
         x
     }
 
@@ -122,8 +122,8 @@ impl Indexer {
             }
             let dx = Mat::dense(&x, queries.len(), keys);
             let [q, k] = self.operands(h, sequence, queries);
-            matmul_f64(&mut dq[h * dim..], heads * dim, 0.0, scale, dx, k);
-            matmul_f64(&mut dk, dim, 1.0, scale, dx.t(), q);
+            matmul_f64(&mut dq[h * dim..], heads * dim, scale, dx, k, 0.0);
+            matmul_f64(&mut dk, dim, scale, dx.t(), q, 1.0);
         }
         [dq, dk, dw]
     }

@@ -233,7 +233,7 @@ fn the_gradients_of_the_indexer_are_the_slopes_of_its_loss() {
         let options =
             LossOptions { indexer: Some(IndexerLoss { scale: 1.0, stage }), ..LossOptions::default() };
         let mut grads = model.grads();
-        model.backward(&mut grads, &batch, &options, Recompute::None, None).unwrap();
+        model.forward_backward(&mut grads, &batch, &options, Recompute::None, None).unwrap();
         let all: Vec<Vec<f32>> = grads.weights.iter().chain(&grads.protected).cloned().collect();
         let names: Vec<String> = model.specs.all().map(|spec| spec.name.clone()).collect();
         let mut compared = 0;
@@ -243,7 +243,8 @@ fn the_gradients_of_the_indexer_are_the_slopes_of_its_loss() {
             let mut loss = |by: f32| {
                 parameter(&mut model, at)[largest] += by;
                 let unused = &mut crate::params::Grads::new(&model.specs, |_| false);
-                let loss = model.backward(unused, &batch, &options, Recompute::None, None).unwrap().indexer;
+                let loss =
+                    model.forward_backward(unused, &batch, &options, Recompute::None, None).unwrap().indexer;
                 parameter(&mut model, at)[largest] -= by;
                 loss
             };

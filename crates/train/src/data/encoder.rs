@@ -10,7 +10,7 @@ use super::record::Record;
 use crate::error::{Error, Result};
 
 /// The tokenizer and the chat template that data is turned into tokens with.
-pub struct Text {
+pub struct TextEncoder {
     /// The tokenizer.
     pub tokenizer: Tokenizer,
     /// Writes conversations as text.
@@ -22,10 +22,10 @@ pub struct Text {
 /// Ids, and which of them are trained on.
 pub(crate) type Tokens = (Vec<u32>, Vec<bool>);
 
-impl Text {
+impl TextEncoder {
     /// From the files beside a model. A text ends with the tokenizer's `eos_token`; where it names none, with the one id that
     /// generation_config.json or config.json has.
-    pub fn load(model: &Path) -> Result<Text> {
+    pub fn load(model: &Path) -> Result<TextEncoder> {
         let folder = folder_of(model);
         let tokenizer = Tokenizer::load(&folder)?;
         let template = ChatTemplate::load(&folder)?;
@@ -36,7 +36,7 @@ impl Text {
                 _ => None,
             },
         };
-        Ok(Text { tokenizer, template, eos })
+        Ok(TextEncoder { tokenizer, template, eos })
     }
 
     /// An error where a setting asks for what the model's files do not have.

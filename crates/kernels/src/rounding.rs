@@ -7,7 +7,7 @@ use crate::simd::simd_fn;
 
 /// The type that results are rounded to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Precision {
+pub enum Rounding {
     /// Nothing is rounded.
     #[default]
     F32,
@@ -17,22 +17,22 @@ pub enum Precision {
     F16,
 }
 
-impl Precision {
+impl Rounding {
     /// The nearest value of the type, ties to even.
     pub fn round(self, x: f32) -> f32 {
         match self {
-            Precision::F32 => x,
-            Precision::Bf16 => to_bf16(x),
-            Precision::F16 => to_f16(x),
+            Rounding::F32 => x,
+            Rounding::Bf16 => to_bf16(x),
+            Rounding::F16 => to_f16(x),
         }
     }
 
     /// The distance of neighbours at `x`; `None`: it is beyond the type's range.
     pub fn ulp(self, x: f64) -> Option<f64> {
         let (digits, smallest, limit) = match self {
-            Precision::F32 => (23, -126, f32::MAX as f64),
-            Precision::Bf16 => (7, -126, f32::MAX as f64),
-            Precision::F16 => (10, -14, 65504.0),
+            Rounding::F32 => (23, -126, f32::MAX as f64),
+            Rounding::Bf16 => (7, -126, f32::MAX as f64),
+            Rounding::F16 => (10, -14, 65504.0),
         };
         if !x.is_finite() || x.abs() > limit {
             return None;
@@ -44,9 +44,9 @@ impl Precision {
     /// Rounds all of `values`.
     pub fn round_all(self, values: &mut [f32]) {
         match self {
-            Precision::F32 => {}
-            Precision::Bf16 => all_to_bf16(values),
-            Precision::F16 => all_to_f16(values),
+            Rounding::F32 => {}
+            Rounding::Bf16 => all_to_bf16(values),
+            Rounding::F16 => all_to_f16(values),
         }
     }
 }
@@ -94,19 +94,19 @@ mod tests {
 
     #[test]
     fn neighbours_are_two_apart_at_256_in_bf16() {
-        assert_eq!(Precision::Bf16.ulp(256.0), Some(2.0));
-        assert_eq!(Precision::Bf16.ulp(-511.0), Some(2.0));
-        assert_eq!(Precision::Bf16.ulp(512.0), Some(4.0));
-        assert_eq!(Precision::F16.ulp(1.0), Some(2f64.powi(-10)));
-        assert_eq!(Precision::F16.ulp(70000.0), None);
-        assert_eq!(Precision::F32.ulp(1.5), Some(f32::EPSILON as f64));
+        assert_eq!(Rounding::Bf16.ulp(256.0), Some(2.0));
+        assert_eq!(Rounding::Bf16.ulp(-511.0), Some(2.0));
+        assert_eq!(Rounding::Bf16.ulp(512.0), Some(4.0));
+        assert_eq!(Rounding::F16.ulp(1.0), Some(2f64.powi(-10)));
+        assert_eq!(Rounding::F16.ulp(70000.0), None);
+        assert_eq!(Rounding::F32.ulp(1.5), Some(f32::EPSILON as f64));
     }
 
     #[test]
     fn a_rounded_number_moves_by_half_an_ulp_at_most() {
         for i in 1..2000 {
             let x = (i as f32 * 0.005).exp2() - 0.9;
-            for dtype in [Precision::Bf16, Precision::F16] {
+            for dtype in [Rounding::Bf16, Rounding::F16] {
                 let moved = (dtype.round(x) as f64 - x as f64).abs();
                 assert!(moved <= 0.5 * dtype.ulp(x as f64).unwrap(), "{x}");
             }
@@ -122,9 +122,9 @@ mod tests {
         })) {
             let x = f32::from_bits(bits);
             for (got, expected) in [
-                (Precision::Bf16.round(x), bf16::from_f32(x).to_f32()),
-                (Precision::F16.round(x), f16::from_f32(x).to_f32()),
-                (Precision::F32.round(x), x),
+                (Rounding::Bf16.round(x), bf16::from_f32(x).to_f32()),
+                (Rounding::F16.round(x), f16::from_f32(x).to_f32()),
+                (Rounding::F32.round(x), x),
             ] {
                 assert!(got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(), "{x:e}");
                 compared += 1;
@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn a_slice_is_rounded_as_its_values_are() {
         let values: Vec<f32> = (0..100).map(|i| (i as f32 * 0.7).sin() * 10f32.powi(i % 12 - 6)).collect();
-        for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
+        for precision in [Rounding::F32, Rounding::Bf16, Rounding::F16] {
             let mut all = values.clone();
             precision.round_all(&mut all);
             assert!(all.iter().zip(&values).all(|(a, x)| a.to_bits() == precision.round(*x).to_bits()));

@@ -12,12 +12,12 @@ use ballast_kernels::glu::Activation;
 use ballast_model::config::PerLayerInputs;
 
 use crate::Result;
+use crate::reference::layer_run::LayerRun;
 use crate::reference::ops;
-use crate::reference::pass::Pass;
 use crate::reference::tape::Value;
 
 /// The inputs of all layers [tokens, L, P] from x [tokens, H].
-pub fn own_inputs(pass: &mut Pass<'_, '_>, x: &Value, shape: PerLayerInputs) -> Result<Value> {
+pub fn per_layer_inputs(pass: &mut LayerRun<'_, '_>, x: &Value, shape: PerLayerInputs) -> Result<Value> {
     let setting = pass.setting.clone();
     let (hidden, width) = (setting.config.hidden, shape.width);
     let all = setting.config.layers.len() * width;
@@ -34,7 +34,12 @@ pub fn own_inputs(pass: &mut Pass<'_, '_>, x: &Value, shape: PerLayerInputs) -> 
 }
 
 /// x [tokens, H] with what a layer makes of its input [tokens, P].
-pub fn add_own_input(pass: &mut Pass<'_, '_>, x: &Value, input: &Value, width: usize) -> Result<Value> {
+pub fn add_per_layer_input(
+    pass: &mut LayerRun<'_, '_>,
+    x: &Value,
+    input: &Value,
+    width: usize,
+) -> Result<Value> {
     let hidden = pass.setting.config.hidden;
     let gate = pass.linear(x, "per_layer_input_gate", hidden, width)?;
     let inner = ops::gated(&mut pass.tape, &gate, input, Activation::GeluTanh);

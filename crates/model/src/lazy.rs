@@ -16,7 +16,7 @@ use crate::params::{Params, Protected, Spec, Specs, Weight};
 use crate::precision::Precision;
 
 /// A checkpoint that fits its configuration, with nothing of it in memory yet.
-pub struct Stored {
+pub struct LazyCheckpoint {
     /// What the model is.
     pub config: Config,
     /// Its parameters without their values.
@@ -29,19 +29,25 @@ pub struct Stored {
     prefix: String,
 }
 
-impl Stored {
+impl LazyCheckpoint {
     /// Opens a checkpoint in any layout; missing, extra and misshapen tensors are an error that lists them.
-    pub fn open(path: &Path) -> Result<Stored> {
+    pub fn open(path: &Path) -> Result<LazyCheckpoint> {
         let (checkpoint, config, warnings) = open(path)?;
-        Stored::new(checkpoint, config, warnings)
+        LazyCheckpoint::new(checkpoint, config, warnings)
     }
 
-    fn new(checkpoint: Arc<Checkpoint>, config: Config, warnings: Vec<String>) -> Result<Stored> {
+    fn new(checkpoint: Arc<Checkpoint>, config: Config, warnings: Vec<String>) -> Result<LazyCheckpoint> {
         let model = Model::build(config, Precision::f32())?;
         let layout = Layout::detect(&checkpoint);
         let views: Vec<View> = layout::relayout(&checkpoint, &layout, &canonical(&layout))?.concat();
         let (views, source) = sort(&model, views, checkpoint, layout)?;
-        Ok(Stored { config: model.config, specs: model.specs, warnings, views, prefix: source.prefix })
+        Ok(LazyCheckpoint {
+            config: model.config,
+            specs: model.specs,
+            warnings,
+            views,
+            prefix: source.prefix,
+        })
     }
 
     /// A parameter's name in the Hugging Face layout.
@@ -73,7 +79,7 @@ impl Stored {
 }
 
 impl Model {
-    /// Takes these values in the place of all it has, in its own precision: for a [`crate::Pass`], which needs those of one
+    /// Takes these values in the place of all it has, in its own precision: for a [`crate::LayerwiseRun`], which needs those of one
     /// layer at a time.
     pub fn hold(&mut self, values: &Params) {
         self.params = values.clone();

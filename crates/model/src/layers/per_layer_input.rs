@@ -12,7 +12,7 @@ use ballast_kernels::elementwise::{accumulate, add_assign, scale};
 use ballast_kernels::embedding::{embedding_backward, embedding_forward};
 use ballast_kernels::glu::{Activation, glu_backward, glu_forward};
 use ballast_kernels::norm::Saved as NormSaved;
-use ballast_kernels::{Element, Precision as Rounding};
+use ballast_kernels::{Element, Rounding};
 
 use super::{Keep, Linear, Norm, bytes_of};
 use crate::config::{Config, PerLayerInputs as Shape};
@@ -26,7 +26,7 @@ const HALF_ROOT: f32 = std::f32::consts::FRAC_1_SQRT_2;
 
 /// What makes the inputs of all layers.
 #[derive(Clone, Debug)]
-pub(crate) struct OwnInputs {
+pub(crate) struct PerLayerInputs {
     width: usize,
     layers: usize,
     hidden: usize,
@@ -49,11 +49,11 @@ impl<A> InputsSaved<A> {
     }
 }
 
-impl OwnInputs {
-    pub(crate) fn new(specs: &mut Specs, config: &Config, shape: Shape) -> OwnInputs {
+impl PerLayerInputs {
+    pub(crate) fn new(specs: &mut Specs, config: &Config, shape: Shape) -> PerLayerInputs {
         let (width, layers, hidden) = (shape.width, config.layers.len(), config.hidden);
         let all = layers * width;
-        OwnInputs {
+        PerLayerInputs {
             width,
             layers,
             hidden,
@@ -90,7 +90,7 @@ impl OwnInputs {
             rows.flat_map(|row| &row[layer * self.width..(layer + 1) * self.width]).copied().collect()
         };
         let by_layer = (0..self.layers).map(part).collect();
-        Ok((by_layer, InputsSaved { projected: keep.dear(projected), norm }))
+        Ok((by_layer, InputsSaved { projected: keep.always(projected), norm }))
     }
 
     /// dx += the embeddings' gradient, from those of the inputs, by layer.
@@ -144,7 +144,7 @@ impl OwnInputs {
 
 /// What a layer does with its input.
 #[derive(Clone, Debug)]
-pub(crate) struct OwnInput {
+pub(crate) struct PerLayerInput {
     gate: Linear,
     projection: Linear,
     after: Norm,
@@ -170,10 +170,10 @@ impl<A> Saved<A> {
     }
 }
 
-impl OwnInput {
-    pub(crate) fn new(specs: &mut Specs, name: &str, config: &Config, width: usize) -> OwnInput {
+impl PerLayerInput {
+    pub(crate) fn new(specs: &mut Specs, name: &str, config: &Config, width: usize) -> PerLayerInput {
         let h = config.hidden;
-        OwnInput {
+        PerLayerInput {
             gate: Linear::new(specs, &format!("{name}.per_layer_input_gate"), h, width, false),
             projection: Linear::new(specs, &format!("{name}.per_layer_projection"), width, h, false),
             after: Norm::new(specs, &format!("{name}.post_per_layer_input_norm"), h, config),
@@ -194,10 +194,10 @@ impl OwnInput {
         let (mut y, norm) = self.after.forward(run, &projected)?;
         add_assign(&mut y, &x)?;
         let saved = Saved {
-            x: keep.dear(x),
-            gate: keep.dear(gate),
-            inner: keep.cheap(inner),
-            projected: keep.dear(projected),
+            x: keep.always(x),
+            gate: keep.always(gate),
+            inner: keep.unless_recomputed(inner),
+            projected: keep.always(projected),
             norm,
         };
         Ok((y, saved))

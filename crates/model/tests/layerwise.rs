@@ -3,7 +3,7 @@
 mod common;
 
 use ballast_model::params::Spec;
-use ballast_model::{LossOptions, Model, Pass, Precision, Recompute, Stored};
+use ballast_model::{LayerwiseRun, LazyCheckpoint, LossOptions, Model, Precision, Recompute};
 use common::{MODELS, batch, folder};
 
 fn is_in_layer(spec: &Spec, layer: usize) -> bool {
@@ -19,14 +19,14 @@ fn check(name: &str, preset: &str) {
     let model = Model::load(&folder(name), |config| Precision::preset(preset, config)).unwrap();
     let expected_logits = model.logits(&batch, None).unwrap();
     let mut expected = model.grads();
-    model.backward(&mut expected, &batch, &LossOptions::default(), Recompute::Full, None).unwrap();
+    model.forward_backward(&mut expected, &batch, &LossOptions::default(), Recompute::Full, None).unwrap();
 
-    let stored = Stored::open(&folder(name)).unwrap();
+    let stored = LazyCheckpoint::open(&folder(name)).unwrap();
     let mut thin = stored.model(Precision::preset(preset, &stored.config).unwrap()).unwrap();
     let layers = stored.config.layers.len();
     let mut grads = model.grads();
     thin.hold(&stored.read(is_outside).unwrap());
-    let mut pass = Pass::begin(&thin, &batch, Some(Recompute::Full), None, None).unwrap();
+    let mut pass = LayerwiseRun::begin(&thin, &batch, Some(Recompute::Full), None, None).unwrap();
     for layer in 0..layers {
         thin.hold(&stored.read(|spec| is_in_layer(spec, layer)).unwrap());
         assert!(thin.params.bytes() < model.params.bytes());
@@ -37,13 +37,13 @@ fn check(name: &str, preset: &str) {
     let mut logits = pass.logits(&thin, 0..half).unwrap();
     logits.extend(pass.logits(&thin, half..batch.tokens()).unwrap());
     assert!(logits.iter().zip(&expected_logits).all(|(a, b)| a.to_bits() == b.to_bits()), "{name} {preset}");
-    pass.turn(&thin, &mut grads, None).unwrap();
+    pass.loss_backward(&thin, &mut grads, None).unwrap();
     for layer in (0..layers).rev() {
         thin.hold(&stored.read(|spec| is_in_layer(spec, layer)).unwrap());
         pass.backward(&thin, &mut grads, layer, None).unwrap();
     }
     thin.hold(&stored.read(is_outside).unwrap());
-    pass.arrive(&thin, &mut grads, None).unwrap();
+    pass.embedding_backward(&thin, &mut grads, None).unwrap();
     let mut compared = 0;
     for (spec, (a, b)) in model.specs.all().zip(
         grads.weights.iter().chain(&grads.protected).zip(expected.weights.iter().chain(&expected.protected)),
@@ -71,10 +71,10 @@ fn one_layer_at_a_time_gives_the_same_bits_in_bf16() {
 
 #[test]
 fn a_pass_that_kept_nothing_cannot_go_back() {
-    let (stored, batch) = (Stored::open(&folder("gemma2")).unwrap(), batch("gemma2"));
+    let (stored, batch) = (LazyCheckpoint::open(&folder("gemma2")).unwrap(), batch("gemma2"));
     let mut model = stored.model(Precision::f32()).unwrap();
     model.hold(&stored.read(|_| true).unwrap());
-    let mut pass = Pass::begin(&model, &batch, None, None, None).unwrap();
+    let mut pass = LayerwiseRun::begin(&model, &batch, None, None, None).unwrap();
     pass.forward(&model, 0, None).unwrap();
     let problem = pass.backward(&model, &mut model.grads(), 0, None).unwrap_err().to_string();
     assert!(problem.contains("nothing was kept"), "{problem}");
@@ -82,7 +82,7 @@ fn a_pass_that_kept_nothing_cannot_go_back() {
 
 #[test]
 fn a_tensor_that_is_rounded_alone_is_the_only_one_that_changes() {
-    let stored = Stored::open(&folder("qwen3_5")).unwrap();
+    let stored = LazyCheckpoint::open(&folder("qwen3_5")).unwrap();
     let all = stored.read(|_| true).unwrap();
     let precision = Precision { rounded: vec!["linear_attn.A_log".into()], ..Precision::f32() };
     let mut model = stored.model(precision).unwrap();

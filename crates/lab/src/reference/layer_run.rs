@@ -55,7 +55,7 @@ impl Setting {
 }
 
 /// One forward through a part of the model.
-pub struct Pass<'w, 's> {
+pub struct LayerRun<'w, 's> {
     pub setting: Arc<Setting>,
     pub tape: Tape<'w>,
     /// Losses that layers have of their own.
@@ -66,17 +66,17 @@ pub struct Pass<'w, 's> {
     prefix: String,
 }
 
-impl<'w, 's> Pass<'w, 's> {
+impl<'w, 's> LayerRun<'w, 's> {
     pub fn new(
         setting: &Arc<Setting>,
         recording: bool,
         weights: Weights<'s, 'w>,
         sites: Option<Sites<'s>>,
         layer: Option<usize>,
-    ) -> Pass<'w, 's> {
+    ) -> LayerRun<'w, 's> {
         let prefix = layer.map_or(String::new(), |layer| format!("layers.{layer}."));
         let (setting, tape) = (setting.clone(), Tape::new(recording));
-        Pass { setting, tape, indexer_losses: Vec::new(), weights, sites, prefix }
+        LayerRun { setting, tape, indexer_losses: Vec::new(), weights, sites, prefix }
     }
 
     /// Whether this is a way back on which indexers learn.

@@ -3,7 +3,7 @@
 //! ```text
 //! begin (embedding) -> forward 0, 1, ..., n-1 -> turn (norm, loss) -> backward n-1, ..., 1, 0 -> arrive (embedding)
 //! ```
-//! [`Model::backward`] walks this way in one go. A [`Pass`] stops wherever its caller wants, so that the parameters of one
+//! [`Model::forward_backward`] walks this way in one go. A [`LayerwiseRun`] stops wherever its caller wants, so that the parameters of one
 //! layer are enough to have in memory, and several runs can go side by side.
 
 use ballast_kernels::elementwise::{accumulate, convert};
@@ -32,7 +32,7 @@ pub(crate) struct Trail<A> {
     links: Links<A>,
     /// The embeddings [tokens, H], where layers have inputs of their own that are made from them
     embedded: Vec<A>,
-    own_inputs: InputsSaved<A>,
+    per_layer_inputs: InputsSaved<A>,
     /// Whether a backward will follow, and how much of it is made anew.
     recompute: Option<Recompute>,
 }
@@ -48,12 +48,13 @@ impl<A> Trail<A> {
             LayerTrail::Input(x) => x.len() * size_of::<A>(),
             LayerTrail::Saved(saved) => saved.bytes(),
         };
-        let own_inputs: usize = self.links.own_inputs.iter().map(|input| input.len() * size_of::<A>()).sum();
+        let per_layer_inputs: usize =
+            self.links.per_layer_inputs.iter().map(|input| input.len() * size_of::<A>()).sum();
         self.layers.iter().map(layer).sum::<usize>()
             + (self.x.len() + self.embedded.len()) * size_of::<A>()
             + self.norm.bytes()
-            + self.own_inputs.bytes()
-            + own_inputs
+            + self.per_layer_inputs.bytes()
+            + per_layer_inputs
     }
 }
 
@@ -75,14 +76,14 @@ impl Model {
     fn begin<A: Element>(&self, run: &Run<'_>, recompute: Option<Recompute>) -> Result<Trail<A>> {
         let x = self.embed::<A>(run)?;
         let mut links = Links::new(&self.config);
-        let (mut embedded, mut own_inputs) = (Vec::new(), InputsSaved::default());
-        if let Some(inputs) = &self.own_inputs {
+        let (mut embedded, mut per_layer_inputs) = (Vec::new(), InputsSaved::default());
+        if let Some(inputs) = &self.per_layer_inputs {
             let keep = if recompute.is_some() { Keep::Everything } else { Keep::Nothing };
-            (links.own_inputs, own_inputs) = inputs.forward(run, &x, keep)?;
-            embedded = keep.dear(x.clone());
+            (links.per_layer_inputs, per_layer_inputs) = inputs.forward(run, &x, keep)?;
+            embedded = keep.always(x.clone());
         }
         let (layers, norm) = (Vec::new(), NormSaved::default());
-        Ok(Trail { x, layers, norm, links, embedded, own_inputs, recompute })
+        Ok(Trail { x, layers, norm, links, embedded, per_layer_inputs, recompute })
     }
 
     /// One layer forward.
@@ -101,7 +102,7 @@ impl Model {
     }
 
     /// The last norm and the loss, and back through both.
-    pub(crate) fn turn<A: Element>(
+    pub(crate) fn loss_backward<A: Element>(
         &self,
         run: &Run<'_>,
         grads: &mut Grads,
@@ -111,7 +112,7 @@ impl Model {
         let (hidden, norm) = self.norm.forward(run, &trail.x)?;
         run.see(None, "norm", &hidden);
         trail.norm = norm;
-        let (loss, dhidden) = self.loss_backward(run, grads, &hidden, options)?;
+        let (loss, dhidden) = self.head_backward(run, grads, &hidden, options)?;
         drop(hidden);
         run.see_gradient(None, "norm", &dhidden);
         trail.x = self.norm.backward(run, grads, &dhidden, &trail.x, &trail.norm)?;
@@ -137,12 +138,17 @@ impl Model {
     }
 
     /// Back to the embedding.
-    pub(crate) fn arrive<A: Element>(&self, run: &Run<'_>, grads: &mut Grads, trail: Trail<A>) -> Result {
-        let Trail { x: mut dx, links, embedded, own_inputs, .. } = trail;
-        if let Some(inputs) = &self.own_inputs {
+    pub(crate) fn embedding_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        trail: Trail<A>,
+    ) -> Result {
+        let Trail { x: mut dx, links, embedded, per_layer_inputs, .. } = trail;
+        if let Some(inputs) = &self.per_layer_inputs {
             let mut sum = vec![0.0; dx.len()];
             accumulate(&mut sum, &dx)?;
-            inputs.backward(run, grads, &mut sum, &links.d_own_inputs, &embedded, &own_inputs)?;
+            inputs.backward(run, grads, &mut sum, &links.d_per_layer_inputs, &embedded, &per_layer_inputs)?;
             convert(&mut dx, &sum)?;
         }
         run.see_gradient(None, "embed", &dx);
@@ -156,8 +162,8 @@ impl Model {
 }
 
 /// A run that stops between layers. The model is given anew to every step, with the parameters of that step in memory
-/// ([`crate::Stored`]); it must be the same one otherwise.
-pub struct Pass<'b> {
+/// ([`crate::LazyCheckpoint`]); it must be the same one otherwise.
+pub struct LayerwiseRun<'b> {
     batch: &'b Batch,
     tables: Vec<Table>,
     scratch: Scratch,
@@ -173,7 +179,7 @@ enum Flow {
 /// Runs `$body` with what all layers share and the trail, whatever its type.
 macro_rules! with_flow {
     ($pass:expr, $model:expr, $probe:expr, |$run:ident, $trail:ident| $body:expr) => {{
-        let Pass { batch, tables, scratch, options, flow } = $pass;
+        let LayerwiseRun { batch, tables, scratch, options, flow } = $pass;
         let probe = Option::<&mut dyn Probe>::map($probe, |probe| probe as &mut dyn Probe);
         let $run = &$model.run_on(batch, tables, scratch, probe, options)?;
         match flow {
@@ -183,7 +189,7 @@ macro_rules! with_flow {
     }};
 }
 
-impl<'b> Pass<'b> {
+impl<'b> LayerwiseRun<'b> {
     /// The embedding; `recompute` says how a backward will be made, `None` that there will be none; `indexer` whether the
     /// indexers learn on it.
     pub fn begin(
@@ -192,7 +198,7 @@ impl<'b> Pass<'b> {
         recompute: Option<Recompute>,
         indexer: Option<IndexerLoss>,
         probe: Option<&mut dyn Probe>,
-    ) -> Result<Pass<'b>> {
+    ) -> Result<LayerwiseRun<'b>> {
         let tables = model.tables(&batch.positions);
         let narrow = model.precision().activations == Storage::Bf16;
         let (tokens, options) = (batch.tokens(), LossOptions { indexer, ..LossOptions::default() });
@@ -210,7 +216,7 @@ impl<'b> Pass<'b> {
                 Flow::F32(model.begin(&run, recompute)?)
             }
         };
-        Ok(Pass { batch, tables, scratch, options, flow })
+        Ok(LayerwiseRun { batch, tables, scratch, options, flow })
     }
 
     /// Layer `index` forward.
@@ -218,7 +224,7 @@ impl<'b> Pass<'b> {
         with_flow!(self, model, probe, |run, trail| model.layer_forward(run, trail, index))
     }
 
-    /// The last norm, for a probe: [`Pass::logits`] and [`Pass::turn`] take it themselves.
+    /// The last norm, for a probe: [`LayerwiseRun::logits`] and [`LayerwiseRun::loss_backward`] take it themselves.
     pub fn norm(&self, model: &Model, probe: &mut dyn Probe) -> Result {
         with_flow!(self, model, Some(probe), |run, trail| model.last_norm(run, &trail.x).map(drop))
     }
@@ -233,9 +239,14 @@ impl<'b> Pass<'b> {
     }
 
     /// The loss, and back through head and last norm.
-    pub fn turn(&mut self, model: &Model, grads: &mut Grads, probe: Option<&mut dyn Probe>) -> Result<Loss> {
+    pub fn loss_backward(
+        &mut self,
+        model: &Model,
+        grads: &mut Grads,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<Loss> {
         let options = self.options;
-        with_flow!(self, model, probe, |run, trail| model.turn(run, grads, trail, &options))
+        with_flow!(self, model, probe, |run, trail| model.loss_backward(run, grads, trail, &options))
     }
 
     /// Layer `index` backward; the last one first.
@@ -250,13 +261,18 @@ impl<'b> Pass<'b> {
     }
 
     /// Back to the embedding, where it ends.
-    pub fn arrive(self, model: &Model, grads: &mut Grads, probe: Option<&mut dyn Probe>) -> Result {
-        let Pass { batch, tables, scratch, options, flow } = self;
+    pub fn embedding_backward(
+        self,
+        model: &Model,
+        grads: &mut Grads,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result {
+        let LayerwiseRun { batch, tables, scratch, options, flow } = self;
         let probe = probe.map(|probe| probe as &mut dyn Probe);
         let run = model.run_on(batch, &tables, &scratch, probe, &options)?;
         match flow {
-            Flow::F32(trail) => model.arrive(&run, grads, trail),
-            Flow::Bf16(trail) => model.arrive(&run, grads, trail),
+            Flow::F32(trail) => model.embedding_backward(&run, grads, trail),
+            Flow::Bf16(trail) => model.embedding_backward(&run, grads, trail),
         }
     }
 }
