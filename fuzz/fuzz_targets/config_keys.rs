@@ -242,6 +242,15 @@ fn has_no_effect(config: &Value, parsed: &Config, path: &[String]) -> bool {
     let shares = any(|layer| matches!(&layer.mixer, Mixer::Softmax(a) if a.shared_from.is_some()));
     let inside = |object: &str| path.iter().rev().skip(1).any(|step| step == object);
     let deepseek = parsed.model_type == "deepseek_v32";
+    // Heads of Gemma 4's full layers have sizes of their own, and single layers can have others.
+    let gemma4 = parsed.model_type.starts_with("gemma4");
+    let own_sizes = |field: &str| {
+        let layers = text.get("per_layer_config").and_then(Value::as_object);
+        layers.is_some_and(|layers| {
+            layers.values().filter(|layer| layer.get(field).is_some()).count() == parsed.layers.len()
+        })
+    };
+    let sizes_of_full = gemma4 && !sliding && !says("per_layer_config");
     if inside("sliding_attention") && !sliding || inside("full_attention") && !full {
         return true;
     }
@@ -250,8 +259,13 @@ fn has_no_effect(config: &Value, parsed: &Config, path: &[String]) -> bool {
     }
     match path.last().map_or("", String::as_str) {
         field if field.starts_with("linear_") => !any(|layer| matches!(layer.mixer, Mixer::Linear(_))),
-        "head_dim" => deepseek || !softmax,
-        "num_attention_heads" | "num_key_value_heads" | "attention_bias" | "rope_theta" => !attends,
+        "head_dim" => deepseek || !softmax || sizes_of_full || own_sizes("head_dim"),
+        "num_key_value_heads" => {
+            let global =
+                text.get("attention_k_eq_v") == Some(&json!(true)) && says("num_global_key_value_heads");
+            !attends || sizes_of_full && global || own_sizes("num_key_value_heads")
+        }
+        "num_attention_heads" | "attention_bias" | "rope_theta" => !attends,
         "partial_rotary_factor" | "original_max_position_embeddings" => !attends,
         "sliding_window" | "rope_local_base_freq" => !sliding,
         "full_attention_interval" | "sliding_window_pattern" => says("layer_types"),
