@@ -1,4 +1,5 @@
 //! `ballast`: the command line.
+#![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)] // They panic when nobody reads; see output.rs.
 
 mod commands;
