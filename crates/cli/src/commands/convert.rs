@@ -117,7 +117,7 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
     let plan = plan(&source, &options)?;
     if args.dry_run {
         if global.json {
-            output::print_json("convert-plan", &plan);
+            global.print_json("convert-plan", &plan);
         } else {
             output::print(&plan_text(&plan));
             output::print("dry run: nothing was written\n");
@@ -129,7 +129,7 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
     }
     let report = execute(&source, plan, &args.destination, &options, &global.progress())?;
     if global.json {
-        output::print_json("convert", &report);
+        global.print_json("convert", &report);
     } else {
         output::print(&report_text(&report, &args.destination.display().to_string()));
     }
