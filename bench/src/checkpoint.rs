@@ -9,6 +9,8 @@
 //! it back, which `cp` does not do, so both are shown: `cp` alone, and `cp` followed by a flush of its files.
 //! The peak memory is what the system counts for the process (VmHWM).
 
+#![forbid(unsafe_code)]
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};

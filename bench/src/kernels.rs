@@ -4,6 +4,8 @@
 //! cargo run --release -p ballast-bench --bin bench-kernels -- gdn --tokens 2048 --backward
 //! ```
 
+#![forbid(unsafe_code)]
+
 use ballast_bench::cases::{self, Pass, Product, Work};
 use ballast_bench::measure::measure;
 use ballast_kernels::{attention, gated_delta_rule, linear, linear_cross_entropy};

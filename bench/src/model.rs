@@ -6,6 +6,8 @@
 //! cargo run --release -p ballast-bench --bin bench-model -- decode MODEL --tokens 64
 //! ```
 
+#![forbid(unsafe_code)]
+
 use std::path::PathBuf;
 use std::time::Instant;
 

@@ -1,5 +1,7 @@
 //! Checkpoints as sets of safetensors files: open, stream, write atomically; layouts; audit, convert, diff.
 
+#![forbid(unsafe_code)]
+
 pub mod audit;
 pub mod cast;
 pub mod convert;
@@ -25,3 +27,8 @@ pub mod write;
 pub use error::{Error, ErrorKind, Result};
 pub use open::Checkpoint;
 pub use view::View;
+
+/// The examples of README.md, run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -3,6 +3,7 @@
 use ballast_checkpoint::tensor_file::Array;
 use serde::Serialize;
 
+use crate::commands::Global;
 use crate::exit::Outcome;
 use crate::output::{self, clean, count, table};
 
@@ -62,15 +63,15 @@ impl Comparison {
     }
 
     /// Prints the table, or the JSON document of `command`.
-    pub(crate) fn report(&self, command: &str, notes: serde_json::Value, json: bool) -> Outcome {
+    pub(crate) fn report(&self, command: &str, notes: serde_json::Value, global: &Global) -> Outcome {
         let (rows, tolerance) = (&self.rows, self.tolerance);
         let failed = rows.iter().filter(|r| r.passed == Some(false)).count();
         let compared = self.compared();
-        if json {
+        if global.json {
             let document = serde_json::json!({
                 "tolerance": tolerance, "passed": failed == 0, "compared": compared, "results": rows, "notes": notes,
             });
-            output::print_json(command, &document);
+            global.print_json(command, &document);
         } else {
             let mut shown = table(&["result", "shape", ">ratio", ">max abs", "verdict"]);
             for r in rows {

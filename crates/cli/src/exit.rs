@@ -10,6 +10,7 @@ use ballast_lab::Error as LabError;
 use ballast_model::Error as ModelError;
 use ballast_train::Error as TrainError;
 
+use crate::commands::Global;
 use crate::output;
 
 /// How a command ended when nothing went wrong.
@@ -70,17 +71,15 @@ fn is_full(error: &io::Error) -> bool {
 }
 
 /// The exit code of a command; an error is printed on the way.
-pub(crate) fn code(result: anyhow::Result<Outcome>, json: bool) -> ExitCode {
+pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> ExitCode {
     let error = match result {
         Ok(outcome) => return ended(outcome, output::finish()),
         Err(error) => error,
     };
     let code = code_of(&error);
-    if json {
-        output::print_json(
-            "error",
-            &serde_json::json!({ "message": format!("{error:#}"), "exit_code": code }),
-        );
+    if global.json {
+        global
+            .print_json("error", &serde_json::json!({ "message": format!("{error:#}"), "exit_code": code }));
     }
     let message = format!("{error:#}");
     // The parser of policy files shows the line concerned below its message, and tensors that do not fit a model are

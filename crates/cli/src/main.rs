@@ -1,4 +1,5 @@
 //! `ballast`: the command line.
+#![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)] // They panic when nobody reads; see output.rs.
 
 mod commands;
@@ -6,6 +7,7 @@ mod compare;
 mod exit;
 mod output;
 mod progress;
+mod warnings;
 
 use clap::Parser;
 
@@ -13,8 +15,8 @@ fn main() -> std::process::ExitCode {
     ballast_model::memory::keep_freed();
     match commands::Cli::try_parse() {
         Ok(cli) => {
-            let json = cli.json();
-            exit::code(cli.run(), json)
+            let (result, global) = cli.run();
+            exit::code(result, &global)
         }
         Err(usage) => exit::usage(&usage),
     }

@@ -6,10 +6,12 @@
 
 use std::collections::HashMap;
 use std::io::{self, ErrorKind, IsTerminal, Write};
-use std::sync::{Mutex, OnceLock};
+use std::sync::Mutex;
 
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
 use serde::Serialize;
+
+use crate::warnings::Warnings;
 
 /// Width of tables when the output is not a terminal.
 const PLAIN_WIDTH: u16 = 120;
@@ -56,46 +58,17 @@ fn write(work: impl FnOnce(&mut io::StdoutLock<'_>) -> io::Result<()>) -> bool {
     failed.is_none()
 }
 
-/// Prints `value` as one JSON document.
-pub(crate) fn print_json(command: &str, value: &impl Serialize) {
-    print(&(json(command, value) + "\n"));
-}
-
-/// Keys of config.json that have no effect and are not known to be harmless, once a command has looked.
-static UNKNOWN_CONFIG_KEYS: OnceLock<Vec<String>> = OnceLock::new();
-
-/// Names such keys in a line on stderr and in the JSON document of the command.
-pub(crate) fn warn_of_unknown_config_keys(keys: Vec<String>) {
-    if !keys.is_empty() {
-        let named: Vec<String> = keys.iter().take(SHOWN_KEYS).map(|key| clean(key)).collect();
-        let more = match keys.len().saturating_sub(SHOWN_KEYS) {
-            0 => String::new(),
-            more => format!(" and {more} more"),
-        };
-        let line = format!(
-            "warning: config.json has {} without effect here: {}{more}",
-            plural(keys.len(), "key"),
-            named.join(", ")
-        );
-        note(&line);
-    }
-    let _ = UNKNOWN_CONFIG_KEYS.set(keys);
-}
-
-/// Keys that one line names.
-const SHOWN_KEYS: usize = 20;
-
-/// `value` as one JSON document with its schema's name and version.
-pub(crate) fn json(command: &str, value: &impl Serialize) -> String {
+/// Formats `value` as one JSON document with the name and version of its schema, and the unknown keys of config.json.
+pub(crate) fn json(command: &str, value: &impl Serialize, warnings: &Warnings) -> String {
     #[derive(Serialize)]
     struct Document<'a, T> {
         schema: String,
         #[serde(flatten)]
         value: &'a T,
         #[serde(skip_serializing_if = "Option::is_none")]
-        unknown_config_keys: Option<&'static Vec<String>>,
+        unknown_config_keys: Option<&'a Vec<String>>,
     }
-    let unknown_config_keys = UNKNOWN_CONFIG_KEYS.get();
+    let unknown_config_keys = warnings.unknown_config_keys();
     let document = Document { schema: format!("ballast.{command}/1"), value, unknown_config_keys };
     serde_json::to_string_pretty(&document).expect("reports are plain data")
 }

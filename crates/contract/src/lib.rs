@@ -8,6 +8,8 @@
 //! - [`holder`]: the `_fp32_params` convention: recognise, route, strip, upcast, force.
 //! - [`role`]: what a tensor is for, by its name.
 
+#![forbid(unsafe_code)]
+
 pub mod dtype;
 pub mod family;
 pub mod holder;
@@ -19,3 +21,8 @@ pub use dtype::Dtype;
 pub use family::{Architecture, Family};
 pub use role::Role;
 pub use rules::{Policy, Registry, Rule};
+
+/// The examples of README.md, run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

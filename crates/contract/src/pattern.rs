@@ -1,27 +1,46 @@
-//! Patterns over dotted tensor names.
+//! Patterns over tensor names.
 //!
-//! A pattern is a dotted path. `*` stands for exactly one segment, `**` for any number of segments
-//! (none included), anything else for itself. A pattern always covers the whole name, so the last
-//! segment of `**.linear_attn.A_log` is `A_log` and never `my_A_log`.
+//! [`matches`] has dotted paths, as policies use them: `*` stands for exactly one segment, `**` for any number of segments
+//! (zero included), anything else for itself. A pattern covers the whole name, so the last segment of
+//! `**.linear_attn.A_log` is `A_log` and never `my_A_log`. [`wildcard_matches`] has `*` for any characters, dots included.
+//!
+//! The crate `globset` does not serve: its separator is `/`, its `a/**` leaves out `a`, and `?`, `[` and `{` have a meaning.
 
-/// Whether `pattern` covers the whole of `name`.
+/// Returns true if the dotted `pattern` covers the whole of `name`.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let pattern: Vec<&str> = pattern.split('.').collect();
     let name: Vec<&str> = name.split('.').collect();
-    segments_match(&pattern, &name)
+    sequence_matches(
+        &pattern,
+        &name,
+        |segment| *segment == "**",
+        |segment, found| *segment == "*" || segment == found,
+    )
 }
 
-fn segments_match(pattern: &[&str], name: &[&str]) -> bool {
-    // The usual backtracking over one remembered `**`: linear in practice, never exponential.
+/// Returns true if `pattern`, in which `*` stands for any characters or none, covers the whole of `name`.
+pub fn wildcard_matches(pattern: &str, name: &str) -> bool {
+    sequence_matches(pattern.as_bytes(), name.as_bytes(), |byte| *byte == b'*', |byte, found| byte == found)
+}
+
+/// Matches `name` against `pattern`, whose items stand for any number of items if `is_star`, else for one that `is_same`.
+///
+/// Backtracks to the last star only: at most `pattern.len() * name.len()` comparisons.
+fn sequence_matches<T>(
+    pattern: &[T],
+    name: &[T],
+    is_star: impl Fn(&T) -> bool,
+    is_same: impl Fn(&T, &T) -> bool,
+) -> bool {
     let (mut p, mut n) = (0, 0);
     let mut retry: Option<(usize, usize)> = None;
     while n < name.len() {
         match pattern.get(p) {
-            Some(&"**") => {
+            Some(item) if is_star(item) => {
                 retry = Some((p, n));
                 p += 1;
             }
-            Some(&segment) if segment == "*" || segment == name[n] => {
+            Some(item) if is_same(item, &name[n]) => {
                 p += 1;
                 n += 1;
             }
@@ -35,12 +54,12 @@ fn segments_match(pattern: &[&str], name: &[&str]) -> bool {
             },
         }
     }
-    pattern[p..].iter().all(|segment| *segment == "**")
+    pattern[p..].iter().all(is_star)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::matches;
+    use super::{matches, wildcard_matches};
 
     #[test]
     fn patterns_cover_whole_segments() {
@@ -66,5 +85,22 @@ mod tests {
         let pattern = vec!["**.a"; 30].join(".");
         let name = vec!["a"; 29].join(".") + ".b";
         assert!(!matches(&pattern, &name));
+        assert!(!wildcard_matches(&("*a".repeat(30) + "b"), &"a".repeat(10_000)));
+    }
+
+    #[test]
+    fn a_wildcard_stands_for_any_characters() {
+        for (pattern, name, expected) in [
+            ("layers.*.g", "layers.12.linear_attn.g", true),
+            ("layers.1.*", "layers.12.out", false),
+            ("*", "", true),
+            ("", "a", false),
+            ("a*b*c", "abcbc", true),
+            ("a*b*c", "abcb", false),
+            ("[a]?", "[a]?", true),
+            ("*\u{e9}", "\u{e8}\u{e9}", true),
+        ] {
+            assert_eq!(wildcard_matches(pattern, name), expected, "{pattern} on {name}");
+        }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! [`Findings`] is everything that a run of the lab found, as plain data.
 
+#![forbid(unsafe_code)]
 // Outputs, then inputs, then sizes: the grammar of the kernels.
 #![allow(clippy::too_many_arguments)]
 

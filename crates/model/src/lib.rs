@@ -41,3 +41,8 @@ pub use plan::{Plan, Step, Targets};
 pub use precision::Precision;
 pub use probe::Probe;
 pub use save::NamedTensor;
+
+/// The examples of README.md, run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -6,6 +6,8 @@
 //! with the values that are used. A probe sees them in the order in which they come to be. Without one, no name is made and
 //! no tensor is touched.
 
+use ballast_contract::pattern::wildcard_matches;
+
 /// Something that looks.
 pub trait Probe: Send {
     /// Whether the site is worth making a copy of; attention logits exist only if somebody wants them.
@@ -39,7 +41,7 @@ pub struct Recorder {
 
 impl Probe for Recorder {
     fn wants(&self, site: &str) -> bool {
-        self.pattern.as_ref().is_none_or(|pattern| matches(pattern.as_bytes(), site.as_bytes()))
+        self.pattern.as_ref().is_none_or(|pattern| matches(pattern, site))
     }
 
     fn see(&mut self, site: &str, dtype: &'static str, shape: &[usize], values: &[f32]) {
@@ -47,16 +49,9 @@ impl Probe for Recorder {
     }
 }
 
-/// `*` stands for any characters, several patterns are separated by commas.
-fn matches(pattern: &[u8], name: &[u8]) -> bool {
-    fn one(pattern: &[u8], name: &[u8]) -> bool {
-        match pattern.split_first() {
-            None => name.is_empty(),
-            Some((b'*', rest)) => (0..=name.len()).any(|at| one(rest, &name[at..])),
-            Some((c, rest)) => name.split_first().is_some_and(|(n, name)| n == c && one(rest, name)),
-        }
-    }
-    pattern.split(|c| *c == b',').any(|pattern| one(pattern, name))
+/// Returns true if one of the patterns, separated by commas, matches; `*` stands for any characters.
+fn matches(patterns: &str, name: &str) -> bool {
+    patterns.split(',').any(|pattern| wildcard_matches(pattern, name))
 }
 
 #[cfg(test)]
@@ -65,7 +60,7 @@ mod tests {
 
     #[test]
     fn patterns_have_stars_and_commas() {
-        let wants = |pattern: &str, site: &str| matches(pattern.as_bytes(), site.as_bytes());
+        let wants = |pattern: &str, site: &str| matches(pattern, site);
         assert!(wants("layers.*.linear_attn.g", "layers.12.linear_attn.g"));
         assert!(wants("*", "embed") && wants("logits,embed", "embed"));
         assert!(!wants("layers.1.*", "layers.12.out") && !wants("embed", "d.embed"));

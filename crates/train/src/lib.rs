@@ -1,5 +1,6 @@
 //! Training in mixed precision that can be proved: data, optimiser, ledger, sentinel, save and resume.
 
+#![forbid(unsafe_code)]
 // Outputs, then inputs, then sizes: the grammar of the kernels.
 #![allow(clippy::too_many_arguments)]
 

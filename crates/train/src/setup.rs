@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_checkpoint::encoding::text_without_mark;
+use ballast_contract::pattern::wildcard_matches as matches;
 use ballast_model::params::Grads;
 use ballast_model::{Config, Model, Precision};
 use serde_json::Value;
@@ -104,17 +105,6 @@ pub fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
         return Err(Error::Config("nothing is left that could be learned: see `model.freeze`, and `loss.indexer_stage` of a model without indexers".into()));
     }
     Ok(grads)
-}
-
-/// `*` stands for any characters.
-pub fn matches(pattern: &str, name: &str) -> bool {
-    match pattern.split_once('*') {
-        None => pattern == name,
-        Some((begin, rest)) => name.strip_prefix(begin).is_some_and(|name| {
-            let mut ends = name.char_indices().map(|(at, _)| at).chain([name.len()]);
-            ends.any(|at| matches(rest, &name[at..]))
-        }),
-    }
 }
 
 /// Whether the run learns the embedded task.

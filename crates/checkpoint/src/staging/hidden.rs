@@ -10,6 +10,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use xxhash_rust::xxh3::xxh3_64;
+
 use super::publish::rename_new;
 use crate::error::{Error, Result};
 
@@ -86,20 +88,16 @@ fn is_at(file: &File, path: &Path) -> bool {
     }
 }
 
-/// The begin of every hidden folder's name for a destination. A hash takes the place of a name that leaves no room.
+/// Returns the prefix of the names of a destination's hidden folders. A name that leaves no room is replaced by its hash.
 fn prefix(name: &OsStr) -> OsString {
     let mut prefix = OsString::from(".");
     if name.len() + 1 + MARK.len() + MAX_OWNER <= MAX_NAME {
         prefix.push(name);
     } else {
-        prefix.push(format!("~{:016x}", fnv1a(name.as_bytes())));
+        prefix.push(format!("~{:016x}", xxh3_64(name.as_bytes())));
     }
     prefix.push(MARK);
     prefix
-}
-
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf29ce484222325, |hash, byte| (hash ^ *byte as u64).wrapping_mul(0x100000001b3))
 }
 
 /// Returns true if an entry is the hidden folder of a write to a destination called `name`.

@@ -29,17 +29,17 @@ pub(crate) fn run(args: AuditArgs, global: &Global) -> anyhow::Result<Outcome> {
     let Some(path) = args.path.filter(|_| !args.rules) else {
         if global.json {
             let rules = serde_json::json!({ "rules": registry.rules, "families": registry.families, "policies": registry.policies });
-            output::print_json("rules", &rules);
+            global.print_json("rules", &rules);
         } else {
             output::print(&rules_text(&registry));
         }
         return Ok(Outcome::Ok);
     };
     let checkpoint = Checkpoint::open(&path)?;
-    super::warn_of_config(&checkpoint);
+    global.warnings.check_config(&checkpoint);
     let report = audit(&checkpoint, &registry, &policy, &global.progress())?;
     if global.json {
-        output::print_json("audit", &report);
+        global.print_json("audit", &report);
     } else {
         output::print(&text(&report));
     }

@@ -7,6 +7,7 @@ use ballast_checkpoint::layout::{Form, LayoutRequest, Naming};
 use ballast_checkpoint::verify::Verification;
 use ballast_checkpoint::write::DEFAULT_SHARD_BYTES;
 use ballast_contract::Dtype;
+use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
 use super::inspect::layout_words;
@@ -75,23 +76,13 @@ enum DtypeArg {
     F32,
 }
 
-/// `5GB`, `512MiB`, `1000000`.
+/// Parses a size such as `5GB`, `512MiB` or `1000000`.
 fn parse_size(text: &str) -> Result<u64, String> {
-    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (number, unit) = text.split_at(digits);
-    let scale: u64 = match unit.trim().to_ascii_lowercase().as_str() {
-        "" | "b" => 1,
-        "kb" => 1_000,
-        "mb" => 1_000_000,
-        "gb" => 1_000_000_000,
-        "kib" => 1 << 10,
-        "mib" => 1 << 20,
-        "gib" => 1 << 30,
-        _ => return Err(format!("{unit:?} is not a unit: use B, KB, MB, GB, KiB, MiB or GiB")),
-    };
-    let number: f64 = number.parse().map_err(|_| "not a size, e.g. 5GB".to_string())?;
-    let size = number * scale as f64;
-    if size < 1.0 { Err("a shard cannot be smaller than one byte".into()) } else { Ok(size as u64) }
+    match text.parse::<ByteSize>() {
+        Ok(ByteSize(0)) => Err("a shard must have at least one byte".into()),
+        Ok(ByteSize(bytes)) => Ok(bytes),
+        Err(_) => Err("a number with a unit (B, KB, MB, GB, KiB, MiB, GiB) was expected, such as 5GB".into()),
+    }
 }
 
 pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome> {
@@ -126,7 +117,7 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
     let plan = plan(&source, &options)?;
     if args.dry_run {
         if global.json {
-            output::print_json("convert-plan", &plan);
+            global.print_json("convert-plan", &plan);
         } else {
             output::print(&plan_text(&plan));
             output::print("dry run: nothing was written\n");
@@ -138,7 +129,7 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
     }
     let report = execute(&source, plan, &args.destination, &options, &global.progress())?;
     if global.json {
-        output::print_json("convert", &report);
+        global.print_json("convert", &report);
     } else {
         output::print(&report_text(&report, &args.destination.display().to_string()));
     }

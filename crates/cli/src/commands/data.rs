@@ -158,7 +158,7 @@ fn inspect(args: InspectArgs, global: &Global) -> anyhow::Result<Outcome> {
         micro_batch: micro_batch.as_ref().map(boundaries),
     };
     if global.json {
-        output::print_json("data.inspect", &report);
+        global.print_json("data.inspect", &report);
     } else {
         output::print(&words(&report));
     }

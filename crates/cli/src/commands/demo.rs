@@ -35,14 +35,14 @@ pub(crate) fn run(args: DemoArgs, global: &Global) -> anyhow::Result<Outcome> {
         }
         None => temporary.path(),
     };
-    let demo = Demo { folder, shown: args.keep.as_deref(), json: global.json };
+    let demo = Demo { folder, shown: args.keep.as_deref(), global };
     demo.play()
 }
 
 struct Demo<'a> {
     folder: &'a Path,
     shown: Option<&'a Path>,
-    json: bool,
+    global: &'a Global,
 }
 
 impl Demo<'_> {
@@ -93,9 +93,9 @@ impl Demo<'_> {
                 output::clean(&folder.display().to_string())
             ));
         }
-        if self.json {
+        if self.global.json {
             let document = json!({ "broken": before, "upcast": between, "repair": report, "repaired": after, "diff": comparison });
-            output::print_json("demo", &document);
+            self.global.print_json("demo", &document);
         }
         let as_told = !before.passed && between.passed && after.passed && differing.is_empty();
         Ok(if as_told { Outcome::Ok } else { Outcome::CheckFailed })
@@ -122,7 +122,7 @@ impl Demo<'_> {
     }
 
     fn print(&self, text: &str) {
-        if !self.json {
+        if !self.global.json {
             output::print(text);
         }
     }

@@ -51,7 +51,7 @@ pub(crate) fn run(args: DiffArgs, global: &Global) -> anyhow::Result<Outcome> {
             report: &'a DiffReport,
         }
         let document = Document { equal: differing.is_empty(), differing: differing.len(), report: &report };
-        output::print_json("diff", &document);
+        global.print_json("diff", &document);
     } else {
         output::print(&text(&report, &differing, if args.all { usize::MAX } else { SHOWN }));
     }

@@ -72,22 +72,17 @@ struct Report {
 
 pub(crate) fn run(args: EvalArgs, global: &Global) -> anyhow::Result<Outcome> {
     let progress = global.progress();
-    let precision = args.precision.name(&args.model)?;
+    let precision = args.precision.name(&args.model, &global.warnings)?;
     let tokenizer = Tokenizer::load(&folder_of(&args.model))?;
     let text = Tokens::read(&args.data, &tokenizer, args.max_tokens)?;
-    let (model, _) = load(&args.model, &precision, &args.adapter)?;
+    let (model, _) = load(&args.model, &precision, &args.adapter, &global.warnings)?;
     text.check(model.config.vocabulary, &tokenizer)?;
     let window = args.window.map_or(DEFAULT_WINDOW.min(model.config.max_positions), |n| n as usize);
     let stride = args.stride.map_or(window, |n| n as usize);
     if stride > window {
         return Err(Usage(format!("--stride {stride} leaves tokens out between windows of {window}")).into());
     }
-    if window > model.config.max_positions {
-        output::note(&format!(
-            "warning: windows of {window} tokens; the model was made for {}",
-            model.config.max_positions
-        ));
-    }
+    global.warnings.check_length("a window", window, model.config.max_positions);
     let windows = windows(text.ids.len(), window, stride);
     let begun = Instant::now();
     progress.tokens("evaluating", windows.iter().map(|w| w.tokens.len() as u64).sum());
@@ -122,7 +117,7 @@ pub(crate) fn run(args: EvalArgs, global: &Global) -> anyhow::Result<Outcome> {
         peak_memory_bytes: memory::peak(),
     };
     if global.json {
-        output::print_json("eval", &report);
+        global.print_json("eval", &report);
     } else {
         output::print(&words(&report));
     }

@@ -19,6 +19,7 @@ use super::model::{AdapterArg, PrecisionArg, load, peak, rate};
 use crate::exit::{Outcome, Usage};
 use crate::output::{self, clean_lines, plural};
 use crate::progress::Progress;
+use crate::warnings::Warnings;
 
 /// Write a text: continue a prompt, answer a conversation, or chat.
 ///
@@ -165,13 +166,13 @@ pub(crate) fn run(args: GenerateArgs, global: &Global) -> anyhow::Result<Outcome
         }
     }
     let progress = global.progress();
-    let precision = args.precision.name(&args.model)?;
+    let precision = args.precision.name(&args.model, &global.warnings)?;
     let folder = folder_of(&args.model);
     let tokenizer = Tokenizer::load(&folder)?;
     let settings = GenerationSettings::load(&folder, &tokenizer)?;
     let prompt = args.prompt_ids(&folder, &tokenizer)?;
     let template = if prompt.is_none() { Some(template(&folder)?) } else { None };
-    let (model, load_seconds) = load(&args.model, &precision, &args.adapter)?;
+    let (model, load_seconds) = load(&args.model, &precision, &args.adapter, &global.warnings)?;
     let sampling = args.sampling(&settings);
     let seed = args.seed.unwrap_or(0);
     let mut writer = Writer {
@@ -182,6 +183,7 @@ pub(crate) fn run(args: GenerateArgs, global: &Global) -> anyhow::Result<Outcome
         stops: &settings.stops,
         limit: args.max_tokens.or(settings.max_new_tokens).unwrap_or(DEFAULT_TOKENS),
         progress: &progress,
+        warnings: &global.warnings,
         silent: global.json,
     };
     let Some(prompt) = prompt else {
@@ -201,7 +203,7 @@ pub(crate) fn run(args: GenerateArgs, global: &Global) -> anyhow::Result<Outcome
             timings: written.timings(load_seconds),
             peak_memory_bytes: memory::peak(),
         };
-        output::print_json("generate", &report);
+        global.print_json("generate", &report);
     } else {
         output::print("\n");
     }
@@ -289,6 +291,7 @@ struct Writer<'a> {
     stops: &'a [u32],
     limit: usize,
     progress: &'a Progress,
+    warnings: &'a Warnings,
     silent: bool,
 }
 
@@ -296,12 +299,7 @@ impl Writer<'_> {
     /// Continues `prompt`, and shows the text as it comes.
     fn write(&mut self, prompt: &[u32]) -> anyhow::Result<Written> {
         let positions = self.model.config.max_positions;
-        if prompt.len() > positions {
-            output::note(&format!(
-                "warning: the prompt has {} tokens; the model was made for {positions}",
-                prompt.len()
-            ));
-        }
+        self.warnings.check_length("the prompt", prompt.len(), positions);
         let begun = Instant::now();
         let read = self.text.prompt(prompt, || self.progress.cancelled())?;
         let prompt_time = begun.elapsed();
@@ -428,6 +426,7 @@ mod tests {
             stops: &[],
             limit: 1,
             progress: &Progress::new(true),
+            warnings: &Warnings::default(),
             silent: true,
         };
         let template = template(folder.path()).unwrap();

@@ -25,13 +25,13 @@ pub(crate) struct InspectArgs {
 pub(crate) fn run(args: InspectArgs, global: &Global) -> anyhow::Result<Outcome> {
     let (registry, policy) = args.policy.load()?;
     let checkpoint = Checkpoint::open(&args.path)?;
-    super::warn_of_config(&checkpoint);
+    global.warnings.check_config(&checkpoint);
     let mut report = inspect(&checkpoint, &registry, &policy)?;
     if global.json {
         if !args.tensors {
             report.tensors.clear();
         }
-        output::print_json("inspect", &report);
+        global.print_json("inspect", &report);
     } else {
         output::print(&text(&report, args.tensors));
     }

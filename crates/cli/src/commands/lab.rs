@@ -15,7 +15,6 @@ use clap::{Args, ValueEnum};
 use comfy_table::Table;
 
 use super::Global;
-use super::model::warn;
 use crate::exit::{Outcome, Usage};
 use crate::output::{self, bytes, clean, count, plural, table};
 
@@ -109,16 +108,10 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
         (None, embedded) => embedded.as_ref().map_or(Path::new("."), |folder| folder.path()),
     };
     let stored = LazyCheckpoint::open(path)?;
-    warn(&stored.warnings);
-    super::warn_of_config(&*super::open(path)?);
+    global.warnings.add_all(&stored.warnings);
+    global.warnings.check_config(&*super::open(path)?);
     let (batch, input) = read_input(&args, path)?;
-    let limit = stored.config.max_positions;
-    if input.longest > limit {
-        output::note(&format!(
-            "ballast: a sequence has {} tokens, and the model was made for {limit}; going on",
-            input.longest
-        ));
-    }
+    global.warnings.check_length("a sequence", input.longest, stored.config.max_positions);
     let study = Study {
         path,
         stored: &stored,
@@ -136,9 +129,9 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
     if embedded.is_some() {
         findings.model = "the embedded model".into();
     }
-    out.write(&findings)?;
+    out.write(&findings, global)?;
     if global.json {
-        output::print_json("lab", &findings);
+        global.print_json("lab", &findings);
     } else {
         output::print(&words(&findings, &args));
         out.say();
@@ -208,11 +201,11 @@ impl Out {
         Ok(Out { folder })
     }
 
-    fn write(&self, findings: &Findings) -> anyhow::Result<()> {
+    fn write(&self, findings: &Findings, global: &Global) -> anyhow::Result<()> {
         let Some(folder) = &self.folder else { return Ok(()) };
         std::fs::create_dir_all(folder)
             .map_err(|error| anyhow::anyhow!("{}: cannot make the folder: {error}", folder.display()))?;
-        let json = output::json("lab", findings) + "\n";
+        let json = output::json("lab", findings, &global.warnings) + "\n";
         for (name, text) in [("lab.json", json), ("lab.html", report::html(findings))] {
             let path = folder.join(name);
             write_whole(&path, &text)

@@ -7,7 +7,7 @@ use clap::Args;
 use serde_json::json;
 
 use super::Global;
-use super::model::{PrecisionArg, warn};
+use super::model::PrecisionArg;
 use crate::exit::Outcome;
 use crate::output::{self, clean, plural};
 
@@ -30,16 +30,16 @@ pub(crate) struct MergeArgs {
 
 pub(crate) fn run(args: MergeArgs, global: &Global) -> anyhow::Result<Outcome> {
     let progress = global.progress();
-    let precision = args.precision.name(&args.model)?;
+    let precision = args.precision.name(&args.model, &global.warnings)?;
     let mut model = Model::load(&args.model, |config| Precision::preset(&precision, config))?;
-    warn(&model.warnings);
+    global.warnings.add_all(&model.warnings);
     model.read_adapters(&args.adapter)?;
     let merged = model.merge_adapters()?;
     let report = model.save(&args.out, args.force, &progress)?;
     drop(progress);
     let out = args.out.display().to_string();
     if global.json {
-        output::print_json(
+        global.print_json(
             "merge",
             &json!({ "adapters": merged, "precision": precision, "out": out, "written": report }),
         );

@@ -25,12 +25,13 @@ use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_contract::{Policy, Registry};
-use ballast_model::Config;
 use clap::{Args, Parser, Subcommand};
+use serde::Serialize;
 
 use crate::exit::Outcome;
 use crate::output;
 use crate::progress::Progress;
+use crate::warnings::Warnings;
 
 /// Keeps the critical tensors of hybrid Gated-DeltaNet models in f32: train and fine-tune them; write text with them and
 /// measure their perplexity; inspect, audit, convert, diff and repair their checkpoints; and see in the lab what each
@@ -57,6 +58,8 @@ pub(crate) struct Global {
     /// Threads to use [default: all cores].
     #[arg(long, global = true, value_name = "N")]
     pub(crate) threads: Option<usize>,
+    #[arg(skip)]
+    pub(crate) warnings: Warnings,
 }
 
 #[derive(Subcommand)]
@@ -92,19 +95,16 @@ enum Command {
 }
 
 impl Cli {
-    pub(crate) fn json(&self) -> bool {
-        self.global.json
+    /// Runs the command. Returns how it ended, and what printing that needs.
+    pub(crate) fn run(self) -> (anyhow::Result<Outcome>, Global) {
+        let result = self.global.start_threads().and_then(|()| self.command.run(&self.global));
+        (result, self.global)
     }
+}
 
-    pub(crate) fn run(self) -> anyhow::Result<Outcome> {
-        if let Some(threads) = self.global.threads() {
-            rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .build_global()
-                .context("cannot start the threads")?;
-        }
-        let global = &self.global;
-        match self.command {
+impl Command {
+    fn run(self, global: &Global) -> anyhow::Result<Outcome> {
+        match self {
             Command::Demo(args) => demo::run(args, global),
             Command::Inspect(args) => inspect::run(args, global),
             Command::Audit(args) => audit::run(args, global),
@@ -124,6 +124,17 @@ impl Cli {
 }
 
 impl Global {
+    fn start_threads(&self) -> anyhow::Result<()> {
+        let Some(threads) = self.threads() else { return Ok(()) };
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+        pool.build_global().context("cannot start the threads")
+    }
+
+    /// Prints `value` as the JSON document of `command`.
+    pub(crate) fn print_json(&self, command: &str, value: &impl Serialize) {
+        output::print(&(output::json(command, value, &self.warnings) + "\n"));
+    }
+
     /// The number of threads that was asked for, here or in rayon's own variable. More than there is any use for would only take
     /// memory: every thread has its scratch.
     fn threads(&self) -> Option<usize> {
@@ -132,7 +143,7 @@ impl Global {
         let asked: usize = self.threads.or_else(variable)?;
         let most = PER_CORE * std::thread::available_parallelism().map_or(1, |cores| cores.get());
         if asked > most {
-            output::note(&format!("ballast: --threads {asked}: {most} are used, {PER_CORE} for each core"));
+            self.warnings.add(&format!("--threads {asked} is too many; using {most} ({PER_CORE} per core)"));
         }
         Some(asked.min(most))
     }
@@ -174,12 +185,6 @@ impl PolicyArg {
 
 fn open(path: &Path) -> anyhow::Result<Arc<Checkpoint>> {
     Ok(Arc::new(Checkpoint::open_consistent(path)?))
-}
-
-/// Warns of keys in the config.json of `checkpoint` that change nothing here. A model that cannot be run has its own error.
-fn warn_of_config(checkpoint: &Checkpoint) {
-    let unknown = |config| Config::unknown_keys(config, &checkpoint.config_path()).ok();
-    output::warn_of_unknown_config_keys(checkpoint.config.as_ref().and_then(unknown).unwrap_or_default());
 }
 
 /// Where the sequences of a [B, T] batch begin and end: by `cu_seqlens`, else one per row.

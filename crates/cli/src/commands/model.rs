@@ -8,8 +8,9 @@ use ballast_model::{Model, Precision};
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser};
 
-use super::{open, warn_of_config};
-use crate::output::{bytes, clean};
+use super::open;
+use crate::output::bytes;
+use crate::warnings::Warnings;
 
 /// `--precision`.
 #[derive(Args)]
@@ -26,9 +27,9 @@ fn presets() -> PossibleValuesParser {
 impl PrecisionArg {
     /// The preset that was asked for, or that suits the checkpoint at `path`, which is looked at either way; warns of its
     /// config.json.
-    pub(crate) fn name(&self, path: &Path) -> anyhow::Result<String> {
+    pub(crate) fn name(&self, path: &Path, warnings: &Warnings) -> anyhow::Result<String> {
         let checkpoint = open(path)?;
-        warn_of_config(&checkpoint);
+        warnings.check_config(&checkpoint);
         Ok(self.precision.clone().unwrap_or_else(|| Precision::name_for(&checkpoint).into()))
     }
 }
@@ -42,21 +43,19 @@ pub(crate) struct AdapterArg {
 }
 
 /// A model with its adapters, and the seconds that it took to read.
-pub(crate) fn load(path: &Path, precision: &str, adapter: &AdapterArg) -> anyhow::Result<(Model, f64)> {
+pub(crate) fn load(
+    path: &Path,
+    precision: &str,
+    adapter: &AdapterArg,
+    warnings: &Warnings,
+) -> anyhow::Result<(Model, f64)> {
     let begun = Instant::now();
     let mut model = Model::load(path, |config| Precision::preset(precision, config))?;
-    warn(&model.warnings);
+    warnings.add_all(&model.warnings);
     if let Some(folder) = &adapter.adapter {
         model.read_adapters(folder)?;
     }
     Ok((model, begun.elapsed().as_secs_f64()))
-}
-
-/// Shows what the user should know about a checkpoint.
-pub(crate) fn warn(warnings: &[String]) {
-    for warning in warnings {
-        crate::output::note(&format!("warning: {}", clean(warning)));
-    }
 }
 
 /// `n` per second.

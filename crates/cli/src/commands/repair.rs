@@ -35,7 +35,7 @@ pub(crate) fn run(args: RepairArgs, global: &Global) -> anyhow::Result<Outcome> 
     let destination = (!args.dry_run).then_some(args.destination.as_path());
     let report = repair(&checkpoint, &original, destination, &policy, args.force, &global.progress())?;
     if global.json {
-        output::print_json("repair", &report);
+        global.print_json("repair", &report);
     } else {
         output::print(&text(&report));
         output::print(&if args.dry_run {

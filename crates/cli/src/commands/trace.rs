@@ -13,7 +13,6 @@ use clap::{Args, ValueEnum};
 use serde_json::json;
 
 use super::Global;
-use super::model::warn;
 use crate::compare::{Comparison, not_finite_words};
 use crate::exit::Outcome;
 use crate::output;
@@ -77,21 +76,16 @@ type Results = BTreeMap<String, Array<f32>>;
 pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
     let input = TensorFile::open(&args.ids)?;
     let expected = args.expect.as_ref().map(|path| TensorFile::open(path)).transpose()?;
-    super::warn_of_config(&*super::open(&args.model)?);
+    global.warnings.check_config(&*super::open(&args.model)?);
     let mut model = Model::load(&args.model, |config| Precision::preset(&args.precision, config))?;
-    warn(&model.warnings);
+    global.warnings.add_all(&model.warnings);
     model.set_ties(match args.topk_ties {
         TopkTies::Torch => Ties::Torch,
         TopkTies::Earliest => Ties::Earliest,
     });
     let (batch, rows) = read_batch(&input)?;
     let longest = batch.cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
-    if longest > model.config.max_positions {
-        let limit = model.config.max_positions;
-        output::note(&format!(
-            "ballast: a sequence has {longest} tokens, and the model was made for {limit}; going on"
-        ));
-    }
+    global.warnings.check_length("a sequence", longest, model.config.max_positions);
     let results = trace(&args, &model, &batch, &rows)?;
     if let Some(out) = &args.out {
         let named = results.iter().map(|(name, array)| (name.as_str(), &array.shape[..], &array.values[..]));
@@ -141,7 +135,7 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
             results["loss"].values[0]
         ));
     }
-    Ok(comparison.report("trace", notes, global.json))
+    Ok(comparison.report("trace", notes, global))
 }
 
 /// Where the tokens of a batch stand in the file's [B, T].

@@ -18,7 +18,6 @@ use serde_json::json;
 use toml::{Table, Value};
 
 use super::Global;
-use super::model::warn;
 use crate::exit::{self, Outcome, Usage};
 use crate::output::{self, bytes, clean, count, table};
 use crate::progress::Progress;
@@ -134,7 +133,7 @@ fn path(flag: &str, path: &Path) -> Result<Value, Usage> {
 
 pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
     if args.keys {
-        print_keys(global.json);
+        print_keys(global);
         return Ok(Outcome::Ok);
     }
     let _signals = Progress::new(true);
@@ -155,8 +154,8 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
             Trainer::new(config)?
         }
     };
-    warn(&trainer.model.warnings);
-    output::warn_of_unknown_config_keys(trainer.model.unknown_config_keys());
+    global.warnings.add_all(&trainer.model.warnings);
+    global.warnings.set_unknown_config_keys(trainer.model.unknown_config_keys());
     let terminal = Terminal::new(global, &trainer);
     if !global.json && !global.quiet {
         introduce(&trainer)?;
@@ -165,7 +164,7 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
     terminal.finish();
     let summary = summary?;
     if global.json {
-        print_json(&trainer, &summary);
+        print_json(&trainer, &summary, global);
     } else {
         conclude(&trainer, &summary);
     }
@@ -182,11 +181,11 @@ pub(super) fn free_name(out: &Path) -> PathBuf {
     (1..).map(numbered).find(|path| !path.exists()).unwrap_or_else(|| out.into())
 }
 
-fn print_keys(json: bool) {
-    if json {
+fn print_keys(global: &Global) {
+    if global.json {
         let keys: serde_json::Map<String, serde_json::Value> =
             KEYS.iter().map(|(key, meaning)| (key.to_string(), json!(meaning))).collect();
-        return output::print_json("train-keys", &keys);
+        return global.print_json("train-keys", &keys);
     }
     let mut rows = table(&["key", "meaning"]);
     for (key, meaning) in KEYS {
@@ -308,7 +307,7 @@ fn samples_table(samples: &[Sample]) -> String {
     rows.to_string()
 }
 
-fn print_json(trainer: &Trainer, summary: &Summary) {
+fn print_json(trainer: &Trainer, summary: &Summary, global: &Global) {
     let samples: Vec<_> = summary
         .samples
         .iter()
@@ -316,7 +315,7 @@ fn print_json(trainer: &Trainer, summary: &Summary) {
         .collect();
     // A path of bytes that are no text has no exact form in JSON.
     let shown = |path: Option<&PathBuf>| path.map(|path| path.display().to_string());
-    output::print_json(
+    global.print_json(
         "train",
         &json!({
             "out": trainer.config.out.display().to_string(),
@@ -347,8 +346,8 @@ fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
     let folder = tempfile::tempdir()?;
     let out = config.out.clone();
     let mut trainer = Trainer::new(TrainConfig { out: folder.path().into(), ..config })?;
-    warn(&trainer.model.warnings);
-    output::warn_of_unknown_config_keys(trainer.model.unknown_config_keys());
+    global.warnings.add_all(&trainer.model.warnings);
+    global.warnings.set_unknown_config_keys(trainer.model.unknown_config_keys());
     let batches = trainer.preview()?;
     let plan = trainer.memory_plan()?;
     let seconds = trainer.measure_step(&batches)?;
@@ -357,7 +356,7 @@ fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
     let trained: usize = batches.iter().map(|batch| batch.batch.counted()).sum();
     let all = seconds * trainer.config.steps as f64;
     if global.json {
-        output::print_json(
+        global.print_json(
             "train-dry-run",
             &json!({
                 "out": out.display().to_string(),

@@ -1,5 +1,6 @@
 //! The schema of a configuration: every key with what it means. A key that is not in it is an error that names the nearest one.
 
+use strsim::levenshtein;
 use toml::{Table, Value};
 
 use crate::error::{Error, Result};
@@ -113,26 +114,12 @@ fn first_leaf(path: &str, value: &Value) -> String {
 
 /// The known key with the fewest changes.
 fn nearest(path: &str) -> &'static str {
-    let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_string();
-    // A key in the wrong section is found by its last part.
-    let distance = |key: &str| changes(path, key).min(1 + changes(&last(path), &last(key)));
-    KEYS.iter().map(|(key, _)| *key).min_by_key(|key| distance(key)).unwrap_or("steps")
-}
-
-/// Insertions, deletions and replacements between two words.
-fn changes(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(x != *y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
+    fn last(key: &str) -> &str {
+        key.rsplit('.').next().unwrap_or_default()
     }
-    row[b.len()]
+    // A key in the wrong section is found by its last part.
+    let distance = |key: &str| levenshtein(path, key).min(1 + levenshtein(last(path), last(key)));
+    KEYS.iter().map(|(key, _)| *key).min_by_key(|key| distance(key)).unwrap_or("steps")
 }
 
 /// Puts `a.b=c` into the table; c is TOML, or a bare word.

@@ -147,7 +147,7 @@ fn finish(
     }
     match not_finite {
         Some(name) => Err(Error::NotFinite(name).into()),
-        None => Ok(comparison.report("oracle", notes, global.json)),
+        None => Ok(comparison.report("oracle", notes, global)),
     }
 }
 
