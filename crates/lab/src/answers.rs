@@ -3,7 +3,7 @@
 //! A choice "matters" by comparison: with what storing everything else in bf16 costs (the run `bf16`, which keeps the
 //! contract), since that is the price that was accepted already; and with the floor, the run in f32.
 
-use ballast_train::report::say::{bytes, counted, number, pattern, percent, share, signed};
+use ballast_report::format::{bytes, counted, number, pattern, percent, share, signed};
 
 use crate::findings::{Answer, DecayError, Findings, ProtectedTensor, Run};
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::{Batch, Config, LazyCheckpoint, Ties, memory};
-use ballast_train::report::say::counted;
+use ballast_report::format::counted;
 
 use crate::answers::answers;
 use crate::choices::Choice;

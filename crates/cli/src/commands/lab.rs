@@ -10,7 +10,7 @@ use ballast_lab::findings::{DecodingRun, Input, Kind, Run};
 use ballast_lab::input::{self, Length};
 use ballast_lab::{Choice, Findings, More, Study, Training, embedded, report};
 use ballast_model::{Batch, LazyCheckpoint};
-use ballast_train::report::say::{duration, number, share, signed};
+use ballast_report::format::{duration, number, share, signed};
 use clap::{Args, ValueEnum};
 use comfy_table::Table;
 

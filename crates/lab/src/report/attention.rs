@@ -4,8 +4,8 @@
 //! 128 on one, and twice as much with every power of two. A difference of logits below that may vanish, and with it the
 //! order of two keys. The largest number in f16 is 65504.
 
-use ballast_train::report::plot::{Axis, Bin, Binned, Scale, Zone, grid, legend};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, Bin, Binned, Scale, Zone, grid, legend};
 
 use super::table::{Column, Table};
 use super::words::{
@@ -46,7 +46,7 @@ fn says(ranges: &[LogitRange]) -> String {
     };
     let first = format!(
         "in the reference the largest |logit| is {}, in layer {}, where neighbours are {} apart in bf16{f16}",
-        say::number(widest.largest),
+        format::number(widest.largest),
         widest.layer,
         ulp(widest.bf16_ulp)
     );
@@ -57,7 +57,7 @@ fn says(ranges: &[LogitRange]) -> String {
         }
         _ => format!(
             "{} of {} stay below 64, where neighbours in bf16 are less than half a unit apart",
-            say::count(below as u64),
+            format::count(below as u64),
             counted(ranges.len(), "layer")
         ),
     };
@@ -66,7 +66,7 @@ fn says(ranges: &[LogitRange]) -> String {
 
 /// A power of two, whole where it is short.
 fn ulp(value: f64) -> String {
-    if (0.01..1e6).contains(&value) { value.to_string() } else { say::number(value) }
+    if (0.01..1e6).contains(&value) { value.to_string() } else { format::number(value) }
 }
 
 /// Shade, where it begins, and how far neighbours in bf16 are apart.
@@ -136,7 +136,7 @@ fn histogram(range: &LogitRange, x_axis: Option<Axis>) -> Binned {
     let limits = vec![("f16's least number".into(), -F16_MAX), ("f16's largest number".into(), F16_MAX)];
     Binned {
         title: format!("Layer {}", range.layer),
-        says: format!("{} to {}.", say::number(range.min), say::number(range.max)),
+        says: format!("{} to {}.", format::number(range.min), format::number(range.max)),
         noun: "logit".into(),
         bins: bins.collect(),
         scale: Scale::Log,
@@ -166,7 +166,7 @@ fn range_table(ranges: &[LogitRange]) -> String {
             cell(range.largest),
             ulp(range.bf16_ulp),
             range.f16_ulp.map_or("<span class=\"bad\">out of range</span>".into(), ulp),
-            say::count(range.rows as u64),
+            format::count(range.rows as u64),
         ]);
     }
     if ranges.is_empty() {

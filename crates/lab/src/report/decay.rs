@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series, grid};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series, grid};
 
 use super::table::{Column, Table};
 use super::words::{badness, cell, code, counted, enumerate, floor, heading, largest, mean, policies, soft};
@@ -68,9 +68,9 @@ fn half_lives_say(findings: &Findings) -> String {
     let spread = format!(
         "{}: from {} to {} tokens, the median {}; the longest is head {} of layer {}",
         counted(findings.decays.len(), "head"),
-        say::number(least.half_life),
-        say::number(most.half_life),
-        say::number(sorted[sorted.len() / 2].half_life),
+        format::number(least.half_life),
+        format::number(most.half_life),
+        format::number(sorted[sorted.len() / 2].half_life),
         most.head,
         most.layer
     );
@@ -90,7 +90,7 @@ fn share_of(part: usize, whole: usize) -> String {
     match part {
         0 => "none is".into(),
         1 => format!("one of {whole} is"),
-        _ => format!("{} of {} are", say::count(part as u64), say::count(whole as u64)),
+        _ => format!("{} of {} are", format::count(part as u64), format::count(whole as u64)),
     }
 }
 
@@ -108,7 +108,7 @@ fn rates(findings: &Findings) -> String {
     }
     let most = largest(policies(findings).flat_map(|run| run.decay.iter().map(|head| head.rate_error)));
     let text = match alike.len() {
-        0 => format!("no policy changes the rate of a head by more than {} of it", say::number(most)),
+        0 => format!("no policy changes the rate of a head by more than {} of it", format::number(most)),
         _ if alike.len() == 1 => "each dot is a head".into(),
         _ => "each dot is a head; all on the same axes; policies that round alike share a plot".into(),
     };
@@ -144,8 +144,8 @@ fn rate_plot(runs: &[&Run], findings: &Findings, y_axis: Axis) -> LinePlot {
     let errors = || run.decay.iter().map(|head| head.rate_error);
     let off = format!(
         "at most {} %, {} % on average",
-        say::number(100.0 * largest(errors())),
-        say::number(100.0 * mean(errors().map(f64::abs)).unwrap_or(f64::NAN))
+        format::number(100.0 * largest(errors())),
+        format::number(100.0 * mean(errors().map(f64::abs)).unwrap_or(f64::NAN))
     );
     LinePlot {
         title: enumerate(&names, 4),
@@ -184,8 +184,8 @@ fn furthest_half_life(run: &Run, findings: &Findings) -> Option<String> {
         "the half-life of head {} in layer {} changes most, by {} of {} tokens",
         before.head,
         before.layer,
-        say::signed(change),
-        say::number(before.half_life)
+        format::signed(change),
+        format::number(before.half_life)
     ))
 }
 
@@ -213,7 +213,7 @@ fn table(findings: &Findings) -> String {
     let which = floor(findings).map(|_| {
         format!(
             "policies whose decay is off by more than twice what it is in f32 ({})",
-            say::number(of_floor)
+            format::number(of_floor)
         )
     });
     format!(
@@ -231,7 +231,7 @@ fn row(run: &Run, findings: &Findings) -> [String; 6] {
         cell(run.decay.iter().map(|head| badness(value(head))).fold(0.0, f64::max))
     };
     let half_life = furthest(run, findings).map_or(String::new(), |(before, after)| {
-        format!("{} by {}", cell(before.half_life), say::signed(after.half_life - before.half_life))
+        format!("{} by {}", cell(before.half_life), format::signed(after.half_life - before.half_life))
     });
     [
         code(&run.name),

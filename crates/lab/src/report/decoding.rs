@@ -1,7 +1,7 @@
 //! The input token by token: what rounding costs while a text is written.
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};
 use super::words::{cell, code, counted, heading, named, share_cell, times};
@@ -62,7 +62,7 @@ fn plot(runs: &[DecodingRun]) -> String {
 fn says(runs: &[DecodingRun], drawn: usize) -> String {
     let find = |name: &str| runs.iter().find(|run| run.name == name);
     let worst = runs.iter().find(|run| run.kl.mean.is_finite()).map(|run| {
-        format!("{} is furthest from f32 with a mean of {}", named(&run.name), say::number(run.kl.mean))
+        format!("{} is furthest from f32 with a mean of {}", named(&run.name), format::number(run.kl.mean))
     });
     let state = find("state").zip(find("bf16")).and_then(|(state, bf16)| {
         let ratio = bf16.kl.mean / state.kl.mean;

@@ -1,7 +1,7 @@
 //! How far gradients are from the reference's.
 
-use ballast_train::report::plot::{Rank, Ranking, Scale};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Rank, Ranking, Scale};
 
 use super::table::{Column, Table};
 use super::words::{FLOOR_COLOUR, badness, cell, code, floor, heading, is_floor, named, top};
@@ -52,7 +52,7 @@ fn says(runs: &[(&Run, f64)]) -> String {
     };
     let finite = || runs.iter().filter(|(run, value)| value.is_finite() && !is_floor(run));
     let worst =
-        finite().next().map(|(run, value)| format!("{} has {}", named(&run.name), say::number(*value)));
+        finite().next().map(|(run, value)| format!("{} has {}", named(&run.name), format::number(*value)));
     let order: Vec<&Run> = finite().map(|(run, _)| *run).collect();
     let by_damage = order.windows(2).all(|pair| badness(pair[0].kl.mean) >= badness(pair[1].kl.mean));
     let order = (order.len() > 2).then(|| match by_damage {

@@ -1,7 +1,7 @@
 //! Which keys sparse indexers choose, compared with the reference's choice.
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};
 use super::words::{
@@ -64,11 +64,11 @@ fn says(runs: &[&Run]) -> String {
         true => "every policy chooses the same keys in every layer".to_string(),
         false => format!(
             "the least is {} for {} in layer {}, where {} of {} queries choose exactly the same keys",
-            say::share(layer.overlap),
+            format::share(layer.overlap),
             named(&run.name),
             layer.layer,
-            say::share(layer.same),
-            say::count(layer.queries as u64)
+            format::share(layer.same),
+            format::count(layer.queries as u64)
         ),
     });
     let same = runs.iter().filter(|run| run.indexer.iter().all(|layer| layer.overlap == 1.0)).count();

@@ -1,7 +1,7 @@
 //! Error of the residual stream after each layer, one plot to a run, all on the same axes.
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series, grid, legend};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series, grid, legend};
 
 use super::words::{
     FLOOR_COLOUR, are, counted, floor, heading, is_broken, list, named, policies, soft, times_floor,
@@ -66,9 +66,9 @@ fn says(shown: &[&Run], of_floor: &[LayerError]) -> String {
     let text = format!(
         "{} has {} after layer {} and {} after layer {}{}",
         named(&run.name),
-        say::number(first.error),
+        format::number(first.error),
         first.layer,
-        say::number(last.error),
+        format::number(last.error),
         last.layer,
         floor.unwrap_or_default()
     );
@@ -113,7 +113,7 @@ fn plot_says(run: &Run, of_floor: &[LayerError]) -> String {
     let last = finite().next_back().map(|layer| {
         let of_last = of_floor.iter().find(|other| other.layer == layer.layer).map(|other| other.error);
         let floor = times_floor(layer.error, of_last).map_or(String::new(), |times| format!(", {times}"));
-        format!("{} after layer {}{floor}", say::number(layer.error), layer.layer)
+        format!("{} after layer {}{floor}", format::number(layer.error), layer.layer)
     });
     sentence(&[last, exact])
 }

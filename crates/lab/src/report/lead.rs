@@ -1,7 +1,7 @@
 //! What comes first and last: the model, the headline, the published questions, the notes.
 
-use ballast_train::report::page::{inline, prose};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::page::{inline, prose};
 
 use super::words::{
     are, counted, floor, is_broken, is_single, list, named, other, policies, soft, times_floor,
@@ -91,9 +91,9 @@ fn outputs(other: &Run) -> String {
     format!(
         "the outputs are apart by a mean KL divergence of {} nats, the loss differs by {}, and {} of the tokens have the same \
          likeliest next one",
-        say::number(other.kl.mean),
-        say::signed(other.loss_difference),
-        say::share(other.top1_agreement)
+        format::number(other.kl.mean),
+        format::signed(other.loss_difference),
+        format::share(other.top1_agreement)
     )
 }
 
@@ -120,10 +120,10 @@ fn worst(findings: &Findings) -> Option<String> {
          of the tokens",
         named(&run.name),
         if policies(findings).any(is_broken) { " of the others" } else { "" },
-        say::number(run.kl.mean),
-        say::number(run.loss),
-        say::signed(run.loss_difference),
-        say::share(1.0 - run.top1_agreement)
+        format::number(run.kl.mean),
+        format::number(run.loss),
+        format::signed(run.loss_difference),
+        format::share(1.0 - run.top1_agreement)
     ))
 }
 
@@ -133,11 +133,11 @@ fn worst_single(findings: &Findings) -> Option<String> {
     let floor = times_floor(run.kl.mean, floor(findings).map(|floor| floor.kl.mean));
     let then = singles
         .next()
-        .map(|next| format!("; {} comes next, {}", named(&next.name), say::number(next.kl.mean)));
+        .map(|next| format!("; {} comes next, {}", named(&next.name), format::number(next.kl.mean)));
     Some(format!(
         "of single choices {} matters most: a mean KL divergence of {} nats{}{}",
         named(&run.name),
-        say::number(run.kl.mean),
+        format::number(run.kl.mean),
         floor.map_or(String::new(), |floor| format!(", {floor} of f32")),
         then.unwrap_or_default()
     ))
@@ -170,8 +170,8 @@ fn facts(findings: &Findings) -> String {
     let mut facts = vec![
         ("Model", findings.model.clone()),
         ("Type", findings.model_type.clone()),
-        ("Parameters", say::count(findings.parameters)),
-        ("Layers", say::count(findings.layers as u64)),
+        ("Parameters", format::count(findings.parameters)),
+        ("Layers", format::count(findings.layers as u64)),
         ("Input", input.source.clone()),
         (
             "Read",
@@ -179,18 +179,22 @@ fn facts(findings: &Findings) -> String {
                 "{} in {}, the longest {}",
                 counted(input.tokens, "token"),
                 counted(input.sequences, "sequence"),
-                say::count(input.longest as u64)
+                format::count(input.longest as u64)
             ),
         ),
         ("Predicted", counted(input.predicted, "token")),
         ("Reference", reference.arithmetic.clone()),
         (
             "Its loss",
-            format!("{}, perplexity {}", say::number(reference.loss), say::number(reference.perplexity)),
+            format!(
+                "{}, perplexity {}",
+                format::number(reference.loss),
+                format::number(reference.perplexity)
+            ),
         ),
-        ("Time", say::duration(findings.seconds)),
+        ("Time", format::duration(findings.seconds)),
     ];
-    facts.extend(findings.peak_memory_bytes.map(|bytes| ("Peak memory", say::bytes(bytes))));
+    facts.extend(findings.peak_memory_bytes.map(|bytes| ("Peak memory", format::bytes(bytes))));
     let facts: String = (facts.iter())
         .filter(|(_, value)| !value.is_empty())
         .map(|(name, value)| format!("<div><dt>{name}</dt><dd>{}</dd></div>", inline(value)))

@@ -4,8 +4,8 @@
 //! the last stretch is compared with the first third of them, each position having the same weight; the first few tokens are
 //! left out if there are more, since their states have hardly anything to lose.
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::words::{counted, floor, heading, is_single, named, other, policies, times};
 use crate::Findings;
@@ -156,8 +156,8 @@ fn growth(run: &Run, measure: &Measure) -> Option<Growth> {
 impl Growth {
     fn text(&self) -> String {
         let tokens = |(from, to): (usize, usize)| match to.saturating_sub(from) {
-            0 | 1 => format!("token {}", say::count(to as u64)),
-            _ => format!("tokens {} to {}", say::count(from as u64 + 1), say::count(to as u64)),
+            0 | 1 => format!("token {}", format::count(to as u64)),
+            _ => format!("tokens {} to {}", format::count(from as u64 + 1), format::count(to as u64)),
         };
         let verb = match self.ratio {
             ratio if ratio > GROWS => "grows",

@@ -1,8 +1,8 @@
 //! Every run in a line: how far its outputs are from the reference's, and where that begins.
 
-use ballast_train::report::page::inline;
-use ballast_train::report::plot::{Rank, Ranking, Scale};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::page::inline;
+use ballast_report::plot::{Rank, Ranking, Scale};
 
 use super::table::{Column, Table};
 use super::words::{
@@ -60,12 +60,12 @@ fn ranking_says(findings: &Findings) -> String {
         return "No policy has a divergence that can be drawn.".into();
     };
     let spread = match finite.len() {
-        1 => format!("{} has {}", named(&most.name), say::number(most.kl.mean)),
+        1 => format!("{} has {}", named(&most.name), format::number(most.kl.mean)),
         _ => format!(
             "from {} for {} down to {} for {}",
-            say::number(most.kl.mean),
+            format::number(most.kl.mean),
             named(&most.name),
-            say::number(least.kl.mean),
+            format::number(least.kl.mean),
             named(&least.name)
         ),
     };
@@ -74,7 +74,7 @@ fn ranking_says(findings: &Findings) -> String {
         1 => Some("one policy is not finite".to_string()),
         number => Some(format!("{number} policies are not finite")),
     };
-    let floor = floor(findings).map(|floor| format!("f32 itself has {}", say::number(floor.kl.mean)));
+    let floor = floor(findings).map(|floor| format!("f32 itself has {}", format::number(floor.kl.mean)));
     sentence(&[Some(spread), broken, floor])
 }
 

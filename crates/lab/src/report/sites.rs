@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use ballast_train::report::page::inline;
-use ballast_train::report::say::{self, pattern};
+use ballast_report::format::{self, pattern};
+use ballast_report::page::inline;
 
 use super::table::{Column, Table};
 use super::words::{badness, cell, code, floor, heading, in_layer, named, top};
@@ -68,26 +68,26 @@ fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String
                 if is_worst { format!("<strong>{name}</strong>") } else { name },
                 inline(&group.largest.dtype)
             ),
-            say::count(group.tensors as u64),
+            format::count(group.tensors as u64),
             error(group.first),
             error(group.largest),
             cell(group.largest.max_abs),
         ];
         let ratio = floor.filter(|ratio| ratio.is_finite());
-        let ratio = ratio.map_or(String::new(), |ratio| format!("{} ×", say::number(ratio)));
+        let ratio = ratio.map_or(String::new(), |ratio| format!("{} ×", format::number(ratio)));
         cells.extend((!of_floor.is_empty()).then_some(ratio));
         table.row(&cells);
     }
     let more = match groups.len().saturating_sub(ROWS) {
         0 => String::new(),
-        more => format!("; {} more kinds are in lab.json", say::count(more as u64)),
+        more => format!("; {} more kinds are in lab.json", format::count(more as u64)),
     };
     let says = match &run.first_difference {
         None if of_floor.is_empty() => "no tensor differs".to_string(),
         None => "no tensor differs from f32".to_string(),
         Some(first) => {
             let largest = worst.map_or(String::new(), |worst| {
-                format!(", largest error {} at {}", say::number(worst.error), named(&worst.site))
+                format!(", largest error {} at {}", format::number(worst.error), named(&worst.site))
             });
             format!("differs first at {}{largest}{more}", named(first))
         }

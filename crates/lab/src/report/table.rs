@@ -1,6 +1,6 @@
 //! Tables, in a box of their own that scrolls where they are too wide.
 
-use ballast_train::report::page::{inline, prose};
+use ballast_report::page::{inline, prose};
 
 /// A column by its heading.
 #[derive(Clone, Copy)]

@@ -1,7 +1,7 @@
 //! The same few training steps in f32 and under each policy.
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};
 use super::words::{FLOOR_COLOUR, cell, code, counted, heading, named, signed_cell, soft};
@@ -19,7 +19,7 @@ pub(super) fn section(findings: &Findings) -> String {
     let about = format!(
         "{} of AdamW on the same input, learning rate {}, in f32 and under each policy.",
         counted(training.steps, "step"),
-        say::number(training.learning_rate)
+        format::number(training.learning_rate)
     );
     heading("training", "Training steps", &about)
         + &losses(training)
@@ -48,7 +48,7 @@ fn losses(training: &Training) -> String {
     }));
     let fall = training.reference.first().zip(training.reference.last());
     let fall = fall.map(|(first, last)| {
-        format!("in f32 the loss goes from {} to {}", say::number(*first), say::number(*last))
+        format!("in f32 the loss goes from {} to {}", format::number(*first), format::number(*last))
     });
     let left_out = training.runs.len() - drawn(training).len();
     let left_out = (left_out > 0).then(|| format!("{} with less damage not drawn", counted(left_out, "run")));
@@ -68,7 +68,7 @@ fn furthest(training: &Training) -> Option<String> {
     let runs = training.runs.iter().filter_map(|run| Some((run, last_difference(run, training)?)));
     let (run, difference) =
         runs.filter(|run| run.1.is_finite()).max_by(|a, b| a.1.abs().total_cmp(&b.1.abs()))?;
-    Some(format!("{} is furthest from it at the end, by {}", named(&run.name), say::signed(difference)))
+    Some(format!("{} is furthest from it at the end, by {}", named(&run.name), format::signed(difference)))
 }
 
 /// Of a run that came to the last step.
@@ -163,7 +163,7 @@ fn table(training: &Training) -> String {
     }
     let finite = training.runs.iter().filter(|run| run.drift.is_finite());
     let most = finite.max_by(|a, b| a.drift.total_cmp(&b.drift));
-    let most = most.map(|run| format!("{} drifts most: {}", named(&run.name), say::number(run.drift)));
+    let most = most.map(|run| format!("{} drifts most: {}", named(&run.name), format::number(run.drift)));
     let about = "how far parameters are from those of the reference, for how far those moved".to_string();
     format!("<h3>Drift</h3>\n{}{}", soft(&sentence(&[Some(about), most])), table.html())
 }

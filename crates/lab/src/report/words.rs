@@ -1,7 +1,7 @@
 //! Which run is which, and how figures are written.
 
-use ballast_train::report::page::{inline, prose};
-use ballast_train::report::say;
+use ballast_report::format;
+use ballast_report::page::{inline, prose};
 
 use crate::Findings;
 use crate::findings::{Kind, Run};
@@ -82,7 +82,7 @@ pub(super) fn enumerate(names: &[&str], most: usize) -> String {
         (0, []) => return String::new(),
         (0, [one]) => return one.to_string(),
         (0, [shown @ .., last]) => (shown, last.to_string()),
-        _ => (&names[..most], format!("{} more", say::count(more as u64))),
+        _ => (&names[..most], format!("{} more", format::count(more as u64))),
     };
     format!("{} and {last}", shown.join(", "))
 }
@@ -94,12 +94,12 @@ pub(super) fn are(number: usize) -> &'static str {
 
 /// `2 layers`.
 pub(super) fn counted(number: usize, noun: &str) -> String {
-    say::counted(number as u64, noun)
+    format::counted(number as u64, noun)
 }
 
 /// `12.3 times`.
 pub(super) fn times(ratio: f64) -> String {
-    if ratio > 1e6 { "over a million times".into() } else { format!("{} times", say::number(ratio)) }
+    if ratio > 1e6 { "over a million times".into() } else { format!("{} times", format::number(ratio)) }
 }
 
 /// The ratio of two errors in words, where there is one.
@@ -110,17 +110,17 @@ pub(super) fn times_floor(error: f64, floor: Option<f64>) -> Option<String> {
 
 /// A figure in a table.
 pub(super) fn cell(value: f64) -> String {
-    mark_lost(value, say::number(value))
+    mark_lost(value, format::number(value))
 }
 
 /// A difference in a table.
 pub(super) fn signed_cell(value: f64) -> String {
-    mark_lost(value, say::signed(value))
+    mark_lost(value, format::signed(value))
 }
 
 /// A share in a table.
 pub(super) fn share_cell(value: f64) -> String {
-    mark_lost(value, say::share(value).replace(' ', "\u{a0}"))
+    mark_lost(value, format::share(value).replace(' ', "\u{a0}"))
 }
 
 fn mark_lost(value: f64, text: String) -> String {

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use super::plot::{Axis, Band, Histogram, Level, LinePlot, Look, Marker, Scale, Series, grid};
-use super::say::{self, sentence};
 use super::{Report, events};
 use crate::metrics::{Evaluation, MetricsEntry, Step};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, Band, Histogram, Level, LinePlot, Look, Marker, Scale, Series, grid};
 
 /// Fewer steps than this are not smoothed.
 const SMOOTHED_FROM: usize = 20;
@@ -25,16 +25,16 @@ pub(super) fn lead(report: &Report<'_>) -> String {
     let seconds: f64 = steps.iter().map(|step| step.seconds).filter(|seconds| seconds.is_finite()).sum();
     let mut says = format!(
         "{} on {} in {}",
-        say::counted(steps.len() as u64, "step"),
-        say::counted(tokens, "token"),
-        say::duration(seconds)
+        format::counted(steps.len() as u64, "step"),
+        format::counted(tokens, "token"),
+        format::duration(seconds)
     );
     says += &match last.loss.is_finite() {
-        true => format!("; the last loss is {}", say::number(last.loss)),
+        true => format!("; the last loss is {}", format::number(last.loss)),
         false => "; <span class=\"bad\">the last loss is not finite</span>".into(),
     };
     if let Some(best) = best_evaluation(report) {
-        says += &format!(", the lowest validation loss {}", say::number(best.loss));
+        says += &format!(", the lowest validation loss {}", format::number(best.loss));
     }
     format!("<p class=\"lead\">{says}.</p>\n")
 }
@@ -78,8 +78,8 @@ fn accuracy(report: &Report<'_>) -> String {
     let says = best.map(|best| {
         format!(
             "At best {} of the validation tokens were predicted, at step {}",
-            say::percent(best.accuracy),
-            say::count(best.step)
+            format::percent(best.accuracy),
+            format::count(best.step)
         )
     });
     LinePlot {
@@ -96,9 +96,9 @@ fn learning_rate(report: &Report<'_>) -> String {
     let says = extreme(&points, f64::gt).zip(points.last().copied()).map(|(top, last)| {
         format!(
             "Highest at step {}, {}; {} at the end",
-            say::count(top.0 as u64),
-            say::number(top.1),
-            say::number(last.1)
+            format::count(top.0 as u64),
+            format::number(top.1),
+            format::number(last.1)
         )
     });
     LinePlot {
@@ -141,9 +141,9 @@ pub(super) fn gradients(report: &Report<'_>) -> String {
     let says = median(total.iter().map(|point| point.1)).zip(top).map(|(median, top)| {
         format!(
             "The median norm is {}; the largest, {}, is at step {}",
-            say::number(median),
-            say::number(top.1),
-            say::count(top.0 as u64)
+            format::number(median),
+            format::number(top.1),
+            format::count(top.0 as u64)
         )
     });
     let all = LinePlot {
@@ -179,7 +179,7 @@ fn group_norms(report: &Report<'_>) -> String {
         })
         .collect();
     let more = match names.len().checked_sub(GROUPS + 1) {
-        Some(more) => format!(" {} more are in metrics.jsonl.", say::count(more as u64 + 1)),
+        Some(more) => format!(" {} more are in metrics.jsonl.", format::count(more as u64 + 1)),
         None => String::new(),
     };
     format!(
@@ -196,13 +196,13 @@ pub(super) fn speed(report: &Report<'_>) -> String {
     let Some(typical) = median(rate.iter().map(|point| point.1)) else { return String::new() };
     let seconds: Points = points(report, |step| step.seconds);
     let slowest = extreme(&seconds, f64::gt).zip(median(seconds.iter().map(|point| point.1)));
-    let says = format!("The median speed is {} tokens per second", say::number(typical));
+    let says = format!("The median speed is {} tokens per second", format::number(typical));
     let says_slowest = slowest.map(|(slowest, typical)| {
         format!(
             "The median step took {}, the slowest, step {}, {}",
-            say::duration(typical),
-            say::count(slowest.0 as u64),
-            say::duration(slowest.1)
+            format::duration(typical),
+            format::count(slowest.0 as u64),
+            format::duration(slowest.1)
         )
     });
     let (band, middle) = spread(&rate);
@@ -234,10 +234,10 @@ pub(super) fn memory_over_time(report: &Report<'_>) -> String {
         return String::new();
     }
     let planned: u64 = report.plan.iter().map(|row| row.bytes).sum();
-    let (unit, name) = say::byte_unit(most.max(planned));
+    let (unit, name) = format::byte_unit(most.max(planned));
     let points: Points = points(report, |step| step.peak_memory as f64 / unit);
     let reached = (steps(report).find(|step| step.peak_memory == most)).map_or(0, |step| step.step);
-    let says = format!("The peak of {} was reached at step {}", say::bytes(most), say::count(reached));
+    let says = format!("The peak of {} was reached at step {}", format::bytes(most), format::count(reached));
     let levels = (planned > 0).then(|| Level { y: planned as f64 / unit, name: "plan".into() });
     LinePlot {
         unit: name.into(),
@@ -298,8 +298,8 @@ fn lowest_validation(report: &Report<'_>) -> Option<String> {
     let best = best_evaluation(report)?;
     Some(format!(
         "the lowest validation loss, {}, is at step {}",
-        say::number(best.loss),
-        say::count(best.step)
+        format::number(best.loss),
+        format::count(best.step)
     ))
 }
 
@@ -311,20 +311,22 @@ fn change(name: &str, points: &[(f64, f64)]) -> Option<String> {
     let (Some(first), Some(last)) = (first, last) else {
         return points.first().map(|_| format!("{name} was never finite"));
     };
-    let over = say::counted((last.0 - first.0).abs() as u64, "step");
+    let over = format::counted((last.0 - first.0).abs() as u64, "step");
     let mut says = match last.1.total_cmp(&first.1) {
-        _ if first.0 == last.0 => format!("{name} is {} at step {}", say::number(first.1), first.0),
-        std::cmp::Ordering::Equal => format!("{name} was {} before and after {over}", say::number(first.1)),
+        _ if first.0 == last.0 => format!("{name} is {} at step {}", format::number(first.1), first.0),
+        std::cmp::Ordering::Equal => {
+            format!("{name} was {} before and after {over}", format::number(first.1))
+        }
         order => format!(
             "{name} {} from {} to {} over {over}",
             if order.is_lt() { "fell" } else { "rose" },
-            say::number(first.1),
-            say::number(last.1)
+            format::number(first.1),
+            format::number(last.1)
         ),
     };
     let ended = points.iter().rposition(|point| point.1.is_finite()).map_or(0, |last| last + 1);
     if let Some(point) = points.get(ended) {
-        says += &format!(" and is not finite from step {} on", say::count(point.0 as u64));
+        says += &format!(" and is not finite from step {} on", format::count(point.0 as u64));
     }
     Some(says)
 }

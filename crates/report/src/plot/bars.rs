@@ -2,8 +2,8 @@
 
 use super::axis::{Axis, Scale};
 use super::{COLOURS, Figure, at, frame};
-use crate::report::page::inline;
-use crate::report::say;
+use crate::format;
+use crate::page::inline;
 
 /// How often values lie where.
 #[derive(Clone, Debug, Default)]
@@ -47,7 +47,7 @@ impl Histogram {
         }
         let y = Axis::airy(Scale::Linear, counts.iter().map(|count| *count as f64).chain([0.0])).whole();
         let notes =
-            (lost > 0).then(|| format!("{} without a place on this axis.", say::counted(lost, "value")));
+            (lost > 0).then(|| format!("{} without a place on this axis.", format::counted(lost, "value")));
         let drawing = if lost as usize == self.values.len() {
             "<p class=\"empty\">Nothing to draw.</p>".into()
         } else {
@@ -82,9 +82,9 @@ impl Histogram {
                 at(1.0 - height),
                 at(0.88 * width),
                 at(height),
-                say::counted(*count, &inline(&self.noun)),
-                say::number(*low),
-                say::number(*high)
+                format::counted(*count, &inline(&self.noun)),
+                format::number(*low),
+                format::number(*high)
             );
         }
         svg + "</svg></div>"

@@ -21,7 +21,7 @@ pub use line::{Band, Level, LinePlot, Look, Marker, Series};
 pub use ranking::{Rank, Ranking};
 pub use thin::{Place, thin};
 
-use super::page::{inline, prose};
+use crate::page::{inline, prose};
 
 /// How many colours there are before they come again.
 pub const COLOURS: usize = 8;

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use super::axis::{Axis, Scale};
 use super::thin::thin;
 use super::{COLOURS, Figure, at, frame, legend};
-use crate::report::page::inline;
-use crate::report::say;
+use crate::format;
+use crate::page::inline;
 
 /// Columns that are told apart at full width, and in a small plot.
 const COLUMNS: usize = 800;
@@ -189,7 +189,7 @@ impl LinePlot {
                     0 => format!("{name}: the value at {at} is {why}; {one}."),
                     _ => format!(
                         "{name}: {} values are {why}, the first at {at}; {several}.",
-                        say::count(more as u64 + 1)
+                        format::count(more as u64 + 1)
                     ),
                 })
             })
@@ -321,8 +321,8 @@ impl Extent {
 
     fn y_text(&self) -> String {
         match (self.y, self.lost) {
-            (Some(y), false) => range_text(y, say::number),
-            (Some(y), true) => format!("{}, and gaps", range_text(y, say::number)),
+            (Some(y), false) => range_text(y, format::number),
+            (Some(y), true) => format!("{}, and gaps", range_text(y, format::number)),
             (None, _) => "a gap".into(),
         }
     }
@@ -338,7 +338,7 @@ fn range_text((low, high): (f64, f64), text: impl Fn(f64) -> String) -> String {
 }
 
 fn x_text(x: f64) -> String {
-    if x >= 0.0 && x.fract() == 0.0 && x < 1e15 { say::count(x as u64) } else { say::number(x) }
+    if x >= 0.0 && x.fract() == 0.0 && x < 1e15 { format::count(x as u64) } else { format::number(x) }
 }
 
 fn series_path(series: &Series, x: &Axis, y: &Axis, columns: usize) -> String {

@@ -2,8 +2,8 @@
 
 use super::axis::{Axis, Scale};
 use super::{COLOURS, Figure, at, frame};
-use crate::report::page::inline;
-use crate::report::say;
+use crate::format;
+use crate::page::inline;
 
 /// How many values lie in `from..to`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -96,8 +96,8 @@ impl Binned {
         }
         for bin in self.bins.iter().filter(|bin| bin.count > 0) {
             let height = y.place(bin.count as f64).unwrap_or(0.0);
-            let (count, from, to) = (bin.count, say::number(bin.from), say::number(bin.to));
-            let title = format!("{}\n{from} to {to}", say::counted(count, &inline(&self.noun)));
+            let (count, from, to) = (bin.count, format::number(bin.from), format::number(bin.to));
+            let title = format!("{}\n{from} to {to}", format::counted(count, &inline(&self.noun)));
             let class = format!("bar c{}", self.colour % COLOURS);
             svg += &rect(x, (bin.from, bin.to), height, &class, &title);
         }

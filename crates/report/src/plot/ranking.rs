@@ -2,8 +2,8 @@
 
 use super::axis::{Axis, Scale};
 use super::{COLOURS, Figure, at};
-use crate::report::page::inline;
-use crate::report::say;
+use crate::format;
+use crate::page::inline;
 
 /// A name and its value.
 #[derive(Clone, Debug, Default)]
@@ -96,7 +96,7 @@ impl Rank {
             None => (1.0, "dot bad".into()),
         };
         let text = match self.value.is_finite() {
-            true => say::number(self.value),
+            true => format::number(self.value),
             false => "<span class=\"bad\">not finite</span>".into(),
         };
         format!(

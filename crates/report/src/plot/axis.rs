@@ -1,6 +1,6 @@
 //! From values to places: ranges, scales, and ticks at round numbers.
 
-use crate::report::say;
+use crate::format;
 
 /// Values beyond this are drawn like infinities: differences of larger ones overflow.
 const LARGEST: f64 = 1e300;
@@ -126,7 +126,7 @@ impl Axis {
             .map(|index| {
                 let value = (first + index as f64) * step;
                 let stays = (first + index as f64) % 2.0 == 0.0;
-                Tick { value, label: say::tick(value, step), stays }
+                Tick { value, label: format::tick(value, step), stays }
             })
             .collect()
     }
@@ -144,7 +144,7 @@ impl Axis {
             .flat_map(|decade| factors.iter().map(move |factor| (decade, *factor)))
             .map(|(decade, factor)| {
                 let value = factor * 10f64.powi(decade);
-                Tick { value, label: say::tick(value, value), stays: factor == 1.0 }
+                Tick { value, label: format::tick(value, value), stays: factor == 1.0 }
             })
             .filter(|tick| tick.value >= self.low * (1.0 - 1e-9) && tick.value <= self.high * (1.0 + 1e-9))
             .collect()
