@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::{Batch, Config, LazyCheckpoint, Ties, memory};
-use ballast_report::format::counted;
+use ballast_report::format::plural;
 
 use crate::answers::answers;
 use crate::choices::Choice;
@@ -135,7 +135,7 @@ impl<'a> Study<'a> {
         let few = others.iter().take(5).copied().collect::<Vec<_>>().join(", ");
         let more = if others.len() > 5 { ", ..." } else { "" };
         (!others.is_empty()).then(|| {
-            format!("Compared with nothing: {} ({few}{more}).", counted(others.len() as u64, "tensor"))
+            format!("Compared with nothing: {} ({few}{more}).", plural(others.len() as u64, "tensor"))
         })
     }
 

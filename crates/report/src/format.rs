@@ -1,10 +1,73 @@
-//! Numbers as a person reads them.
+//! Formatters for counts, bytes, durations, numbers and percentages, for terminals and pages alike.
+//!
+//! They are our own because crates for sizes or durations (humansize, indicatif's `HumanBytes`) format one kind each,
+//! with other digits, and would be the only dependency of this crate.
 
-/// Three digits: `5.55`, `0.123`, `1,234`, `1.2e-5`.
+/// Formats a whole number with thousands separators: `1,234,567`. A value beyond `u64` is shown as `u64::MAX`.
+pub fn count(value: impl TryInto<u64>) -> String {
+    let digits = value.try_into().unwrap_or(u64::MAX).to_string();
+    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// Formats a count with its noun: `1 step`, `2,000 steps`.
+pub fn plural(value: impl TryInto<u64>, noun: &str) -> String {
+    let value = value.try_into().unwrap_or(u64::MAX);
+    format!("{} {noun}{}", count(value), if value == 1 { "" } else { "s" })
+}
+
+/// Formats a number of bytes in binary units: `17 B`, `353.1 KiB`, `1.5 GiB`.
+pub fn bytes(value: u64) -> String {
+    let (unit, name) = byte_unit(value);
+    if unit == 1.0 { format!("{value} B") } else { format!("{:.1} {name}", value as f64 / unit) }
+}
+
+/// Returns the largest binary unit in which a number of bytes, rounded to one decimal, is at least 1.
+pub fn byte_unit(value: u64) -> (f64, &'static str) {
+    let mut unit = 1.0;
+    for name in ["B", "KiB", "MiB", "GiB"] {
+        // 1023.95 and more is written as 1024.0.
+        if (value as f64) < if unit == 1.0 { 1024.0 } else { 1023.95 * unit } {
+            return (unit, name);
+        }
+        unit *= 1024.0;
+    }
+    (unit, "TiB")
+}
+
+/// Formats a measured duration: `0.52 s`, `31.5 s`, `2 min 5 s`, `3 h 12 min`.
+pub fn duration(seconds: f64) -> String {
+    match seconds {
+        _ if seconds >= 59.95 => minutes(seconds),
+        _ if seconds >= 9.995 => format!("{seconds:.1} s"),
+        _ => format!("{seconds:.2} s"),
+    }
+}
+
+/// Formats an estimated duration in whole seconds or more: `5 s`, `2 min 5 s`, `3 h 12 min`.
+pub fn estimate(seconds: f64) -> String {
+    if seconds >= 59.5 { minutes(seconds) } else { format!("{seconds:.0} s") }
+}
+
+fn minutes(seconds: f64) -> String {
+    let whole = seconds.round() as u64;
+    match (whole / 3600, whole / 60 % 60, whole % 60) {
+        (0, minutes, seconds) => format!("{minutes} min {seconds} s"),
+        (hours, minutes, _) => format!("{} h {minutes} min", count(hours)),
+    }
+}
+
+/// Formats a number with three significant digits: `5.55`, `0.123`, `1,234`, `1.2e-5`.
 pub fn number(value: f64) -> String {
     let size = value.abs();
     match size {
-        _ if !value.is_finite() => "not finite".into(),
+        _ if !value.is_finite() => NON_FINITE.into(),
         0.0 => "0".into(),
         _ if size <= 1e-3 || size >= 1e7 => exponent(value),
         _ if size >= 1000.0 => {
@@ -14,14 +77,17 @@ pub fn number(value: f64) -> String {
     }
 }
 
-/// A difference, with its sign.
+/// NaN and infinities in words.
+const NON_FINITE: &str = "non-finite";
+
+/// Formats a difference with its sign: `+0.500`, `-0.500`.
 pub fn signed(value: f64) -> String {
     let sign = if value > 0.0 && value.is_finite() { "+" } else { "" };
     format!("{sign}{}", number(value))
 }
 
-/// The label of a tick that lies on multiples of `step`.
-pub fn tick(value: f64, step: f64) -> String {
+/// Formats the label of an axis tick at a multiple of `step`, with the decimals that tell it from its neighbors.
+pub(crate) fn tick(value: f64, step: f64) -> String {
     let size = value.abs();
     let decimals = |step: f64| (-(step * 1.0001).log10().floor()).clamp(0.0, 9.0) as usize;
     match size {
@@ -47,85 +113,43 @@ fn exponent(value: f64) -> String {
     format!("{digits}e{exponent}")
 }
 
-/// `1,234,567`.
-pub fn count(value: u64) -> String {
-    let digits = value.to_string();
-    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+/// Formats a fraction as a percentage with one decimal: `12.3 %`.
+pub fn percent(fraction: f64) -> String {
+    format!("{:.1} %", 100.0 * fraction)
 }
 
-/// `1 step`, `2 steps`.
-pub fn counted(value: u64, noun: &str) -> String {
-    format!("{} {noun}{}", count(value), if value == 1 { "" } else { "s" })
-}
-
-/// `1.25 GiB`.
-pub fn bytes(value: u64) -> String {
-    let (unit, name) = byte_unit(value);
-    if unit == 1.0 { format!("{value} B") } else { format!("{:.2} {name}", value as f64 / unit) }
-}
-
-/// The largest unit that a number of bytes has at least one of.
-pub fn byte_unit(value: u64) -> (f64, &'static str) {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let power = (value.max(1).ilog2() / 10).min(units.len() as u32 - 1);
-    ((1_u64 << (10 * power)) as f64, units[power as usize])
-}
-
-/// `12.3 %`.
-pub fn percent(share: f64) -> String {
-    format!("{:.1} %", 100.0 * share)
-}
-
-/// A share with as many decimals as tell it from nothing and from everything: `12.3 %`, `99.97 %`, `0.004 %`, `100 %`.
-pub fn share(share: f64) -> String {
-    let from_end = 100.0 * share.min(1.0 - share);
+/// Formats a fraction as a percentage with the decimals that tell it from 0 and from 100 %: `12.3 %`, `99.97 %`,
+/// `0.004 %`, `100 %`.
+pub fn exact_percent(fraction: f64) -> String {
+    let from_end = 100.0 * fraction.min(1.0 - fraction);
     match from_end {
-        _ if !share.is_finite() => "not finite".into(),
-        0.0 => format!("{:.0} %", 100.0 * share),
-        _ if from_end < 0.0 => percent(share),
-        _ => format!("{:.*} %", (-from_end.log10().floor()).clamp(1.0, 9.0) as usize, 100.0 * share),
+        _ if !fraction.is_finite() => NON_FINITE.into(),
+        0.0 => format!("{:.0} %", 100.0 * fraction),
+        _ if from_end < 0.0 => percent(fraction),
+        _ => format!("{:.*} %", (-from_end.log10().floor()).clamp(1.0, 9.0) as usize, 100.0 * fraction),
     }
 }
 
-/// The name with a star for every part that is a number: `layers.*.mlp.router`.
-pub fn pattern(name: &str) -> String {
-    let star = |part| match part {
-        "" => part,
-        part if part.bytes().all(|byte| byte.is_ascii_digit()) => "*",
-        part => part,
-    };
+/// Replaces every part of a dotted name that is a number by a star: `layers.*.mlp.router`.
+pub fn name_pattern(name: &str) -> String {
+    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    let star = |part| if is_number(part) { "*" } else { part };
     name.split('.').map(star).collect::<Vec<_>>().join(".")
 }
 
-/// What there is to say, as one sentence.
-pub fn sentence(parts: &[Option<String>]) -> String {
-    let parts: Vec<&str> = parts.iter().flatten().map(|part| &part[..]).collect();
-    if parts.is_empty() {
+/// Joins clauses with semicolons into a sentence with a capital letter and a full stop; empty without clauses.
+pub fn sentence(clauses: &[Option<String>]) -> String {
+    let clauses: Vec<&str> = clauses.iter().flatten().map(|clause| &clause[..]).collect();
+    if clauses.is_empty() {
         return String::new();
     }
-    let text = parts.join("; ");
-    let mut characters = text.chars();
-    let first: String = characters.next().into_iter().flat_map(char::to_uppercase).collect();
-    format!("{first}{}.", characters.as_str())
+    capitalized(&clauses.join("; ")) + "."
 }
 
-/// `0.52 s`, `2 min 5 s`, `3 h 12 min`.
-pub fn duration(seconds: f64) -> String {
-    if seconds.is_nan() || seconds < 59.95 {
-        return if seconds < 9.995 { format!("{seconds:.2} s") } else { format!("{seconds:.1} s") };
-    }
-    let whole = seconds.round() as u64;
-    match (whole / 3600, whole / 60 % 60, whole % 60) {
-        (0, minutes, seconds) => format!("{minutes} min {seconds} s"),
-        (hours, minutes, _) => format!("{} h {minutes} min", count(hours)),
-    }
+/// Returns the text with its first letter in upper case.
+pub fn capitalized(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or(String::new(), |first| first.to_uppercase().chain(letters).collect())
 }
 
 #[cfg(test)]
@@ -148,10 +172,10 @@ mod tests {
         for (value, text) in cases {
             assert_eq!(number(value), text);
         }
-        assert_eq!(number(f64::NAN), "not finite");
+        assert_eq!(number(f64::NAN), "non-finite");
         assert_eq!(
             (bytes(0), bytes(1023), bytes(3 << 29)),
-            ("0 B".into(), "1023 B".into(), "1.50 GiB".into())
+            ("0 B".into(), "1023 B".into(), "1.5 GiB".into())
         );
         assert_eq!(
             (count(999), count(1000), count(1234567)),
@@ -161,7 +185,18 @@ mod tests {
             (duration(0.5), duration(125.0), duration(11520.0)),
             ("0.50 s".into(), "2 min 5 s".into(), "3 h 12 min".into())
         );
-        assert_eq!((counted(1, "step"), counted(2000, "step")), ("1 step".into(), "2,000 steps".into()));
+        assert_eq!((plural(1, "step"), plural(2000, "step")), ("1 step".into(), "2,000 steps".into()));
+    }
+
+    #[test]
+    fn bytes_never_read_1024_of_a_unit_and_estimates_have_no_fractions() {
+        assert_eq!([361_574, (1 << 20) - 1, u64::MAX].map(bytes), ["353.1 KiB", "1.0 MiB", "16777216.0 TiB"]);
+        assert_eq!(
+            [0.4, 59.6, 125.4, 11_520.0].map(estimate),
+            ["0 s", "1 min 0 s", "2 min 5 s", "3 h 12 min"]
+        );
+        assert_eq!(sentence(&[Some("a is b".into()), None, Some("c".into())]), "A is b; c.");
+        assert_eq!(sentence(&[None]), "");
     }
 
     #[test]
@@ -174,17 +209,17 @@ mod tests {
             (0.999_997, "99.9997 %"),
             (4e-5, "0.004 %"),
             (1.5, "150.0 %"),
-            (f64::NAN, "not finite"),
+            (f64::NAN, "non-finite"),
         ];
         for (value, text) in cases {
-            assert_eq!(share(value), text);
+            assert_eq!(exact_percent(value), text);
         }
     }
 
     #[test]
     fn numbers_in_names_fold_into_stars() {
-        assert_eq!(pattern("layers.12.mlp.experts.3.up"), "layers.*.mlp.experts.*.up");
-        assert_eq!(pattern("conv1d.a2"), "conv1d.a2");
-        assert_eq!(pattern(".."), "..");
+        assert_eq!(name_pattern("layers.12.mlp.experts.3.up"), "layers.*.mlp.experts.*.up");
+        assert_eq!(name_pattern("conv1d.a2"), "conv1d.a2");
+        assert_eq!(name_pattern(".."), "..");
     }
 }

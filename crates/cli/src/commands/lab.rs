@@ -10,7 +10,7 @@ use ballast_lab::findings::{DecodingRun, Input, Kind, Run};
 use ballast_lab::input::{self, Length};
 use ballast_lab::{Choice, Findings, More, Study, Training, embedded, report};
 use ballast_model::{Batch, LazyCheckpoint};
-use ballast_report::format::{duration, number, share, signed};
+use ballast_report::format::{duration, exact_percent, number, signed};
 use clap::{Args, ValueEnum};
 use comfy_table::Table;
 
@@ -303,12 +303,12 @@ fn runs_table(findings: &Findings) -> Table {
         ">max",
         ">top-1",
         ">gradients",
-        "first change, or not finite",
+        "first change, or non-finite",
     ];
     let mut rows = table(&headings);
     for run in &findings.runs {
         let place = match (&run.not_finite, &run.first_difference) {
-            (Some(bad), _) => format!("{}: {} not finite", bad.site, count(bad.count as u64)),
+            (Some(bad), _) => format!("{}: {} non-finite", bad.site, count(bad.count as u64)),
             (None, Some(site)) => site.clone(),
             (None, None) if run.name == "f32" => "the floor".into(),
             (None, None) => "none: same bits as f32".into(),
@@ -319,7 +319,7 @@ fn runs_table(findings: &Findings) -> Table {
             number(run.kl.mean),
             number(run.kl.p99),
             number(run.kl.max),
-            share(run.top1_agreement),
+            exact_percent(run.top1_agreement),
             run.gradient_error.map_or_else(|| "-".into(), number),
             clean(&place),
         ]);
@@ -328,7 +328,7 @@ fn runs_table(findings: &Findings) -> Table {
 }
 
 fn training_table(training: &ballast_lab::findings::Training) -> Table {
-    let mut rows = table(&["training", ">first loss", ">last loss", ">drift", ">protected", "not finite"]);
+    let mut rows = table(&["training", ">first loss", ">last loss", ">drift", ">protected", "non-finite"]);
     for run in &training.runs {
         let loss = |loss: Option<&f64>| loss.map_or_else(|| "-".into(), |loss| format!("{loss:.5}"));
         rows.add_row([
@@ -351,7 +351,7 @@ fn decoding_table(runs: &[DecodingRun]) -> Table {
             number(run.kl.mean),
             number(run.kl.p99),
             number(run.kl.max),
-            share(run.top1_agreement),
+            exact_percent(run.top1_agreement),
         ]);
     }
     rows
@@ -392,7 +392,7 @@ fn parting(run: &Run, notes: &[String], args: &LabArgs) -> String {
             number(run.kl.mean),
             number(run.kl.p99),
             number(run.kl.max),
-            share(run.top1_agreement)
+            exact_percent(run.top1_agreement)
         );
     }
     if let Some(error) = run.gradient_error {

@@ -9,7 +9,7 @@ use ballast_report::plot::{Axis, Bin, Binned, Scale, Zone, grid, legend};
 
 use super::table::{Column, Table};
 use super::words::{
-    badness, cell, code, counted, heading, in_layer, largest, mean, policies, share_cell, soft,
+    badness, cell, code, heading, in_layer, largest, mean, plural, policies, share_cell, soft,
 };
 use crate::Findings;
 use crate::findings::{AttentionError, LogitRange, Run};
@@ -57,8 +57,8 @@ fn says(ranges: &[LogitRange]) -> String {
         }
         _ => format!(
             "{} of {} stay below 64, where neighbours in bf16 are less than half a unit apart",
-            format::count(below as u64),
-            counted(ranges.len(), "layer")
+            format::count(below),
+            plural(ranges.len(), "layer")
         ),
     };
     sentence(&[Some(first), Some(below)])
@@ -112,7 +112,7 @@ fn histograms(ranges: &[LogitRange]) -> String {
     };
     let left_out = match left_out {
         0 => String::new(),
-        number => format!(" {} with smaller logits left out.", counted(number, "layer")),
+        number => format!(" {} with smaller logits left out.", plural(number, "layer")),
     };
     let about = format!("How many logits lie where, by layer; counts on a log scale. {axes}{left_out}");
     soft(&about) + &if keys.is_empty() { String::new() } else { legend(&keys) } + &grid(&plots)
@@ -166,13 +166,13 @@ fn range_table(ranges: &[LogitRange]) -> String {
             cell(range.largest),
             ulp(range.bf16_ulp),
             range.f16_ulp.map_or("<span class=\"bad\">out of range</span>".into(), ulp),
-            format::count(range.rows as u64),
+            format::count(range.rows),
         ]);
     }
     if ranges.is_empty() {
         return String::new();
     }
-    table.folded("Ranges by layer", &counted(ranges.len(), "layer"), ranges.len() <= OPEN_ROWS)
+    table.folded("Ranges by layer", &plural(ranges.len(), "layer"), ranges.len() <= OPEN_ROWS)
 }
 
 /// Policies under which some query looks at another key.

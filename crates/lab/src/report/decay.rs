@@ -9,7 +9,7 @@ use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series, grid};
 
 use super::table::{Column, Table};
-use super::words::{badness, cell, code, counted, enumerate, floor, heading, largest, mean, policies, soft};
+use super::words::{badness, cell, code, enumerate, floor, heading, largest, mean, plural, policies, soft};
 use crate::Findings;
 use crate::findings::{Decay, DecayError, Run};
 
@@ -67,7 +67,7 @@ fn half_lives_say(findings: &Findings) -> String {
     };
     let spread = format!(
         "{}: from {} to {} tokens, the median {}; the longest is head {} of layer {}",
-        counted(findings.decays.len(), "head"),
+        plural(findings.decays.len(), "head"),
         format::number(least.half_life),
         format::number(most.half_life),
         format::number(sorted[sorted.len() / 2].half_life),
@@ -80,7 +80,7 @@ fn half_lives_say(findings: &Findings) -> String {
         format!(
             "{} longer than the longest sequence, {}",
             share_of(beyond, sorted.len()),
-            counted(longest, "token")
+            plural(longest, "token")
         )
     });
     sentence(&[Some(spread), beyond])
@@ -90,7 +90,7 @@ fn share_of(part: usize, whole: usize) -> String {
     match part {
         0 => "none is".into(),
         1 => format!("one of {whole} is"),
-        _ => format!("{} of {} are", format::count(part as u64), format::count(whole as u64)),
+        _ => format!("{} of {} are", format::count(part), format::count(whole)),
     }
 }
 
@@ -208,7 +208,7 @@ fn table(findings: &Findings) -> String {
     ]);
     all.iter().take(ROWS).for_each(|run| table.row(&row(run, findings)));
     let left_out = all.len().saturating_sub(ROWS);
-    let left_out = (left_out > 0).then(|| format!("{} less far off left out", counted(left_out, "run")));
+    let left_out = (left_out > 0).then(|| format!("{} less far off left out", plural(left_out, "run")));
     let about = "relative errors of exp(A_log) and of the mean of -g, by head".to_string();
     let which = floor(findings).map(|_| {
         format!(

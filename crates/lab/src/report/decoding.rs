@@ -4,7 +4,7 @@ use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};
-use super::words::{cell, code, counted, heading, named, share_cell, times};
+use super::words::{cell, code, heading, named, plural, share_cell, times};
 use crate::Findings;
 use crate::findings::DecodingRun;
 
@@ -71,7 +71,7 @@ fn says(runs: &[DecodingRun], drawn: usize) -> String {
         (ratio.is_finite() && ratio > 0.0).then_some(text)
     });
     let left_out = runs.len() - drawn;
-    let left_out = (left_out > 0).then(|| format!("{} not drawn", counted(left_out, "more run")));
+    let left_out = (left_out > 0).then(|| format!("{} not drawn", plural(left_out, "more run")));
     sentence(&[worst, state, left_out])
 }
 

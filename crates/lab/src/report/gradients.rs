@@ -47,8 +47,8 @@ fn says(runs: &[(&Run, f64)]) -> String {
     let lost = runs.iter().filter(|(_, value)| !value.is_finite()).count();
     let lost = match lost {
         0 => None,
-        1 => Some("those of one policy are not finite".into()),
-        number => Some(format!("those of {number} policies are not finite")),
+        1 => Some("those of one policy are non-finite".into()),
+        number => Some(format!("those of {number} policies are non-finite")),
     };
     let finite = || runs.iter().filter(|(run, value)| value.is_finite() && !is_floor(run));
     let worst =
@@ -108,6 +108,6 @@ mod tests {
         assert_eq!(cosine(0.5), "0.500");
         assert_eq!(cosine(0.999_999_7), "0.99999970");
         assert_eq!(cosine(-0.95), "-0.950");
-        assert!(cosine(f64::NAN).contains("not finite"));
+        assert!(cosine(f64::NAN).contains("non-finite"));
     }
 }

@@ -5,7 +5,7 @@ use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};
 use super::words::{
-    FLOOR_COLOUR, badness, cell, code, counted, floor, heading, in_layer, is_floor, mean, named, share_cell,
+    FLOOR_COLOUR, badness, cell, code, floor, heading, in_layer, is_floor, mean, named, plural, share_cell,
 };
 use crate::Findings;
 use crate::findings::Run;
@@ -64,11 +64,11 @@ fn says(runs: &[&Run]) -> String {
         true => "every policy chooses the same keys in every layer".to_string(),
         false => format!(
             "the least is {} for {} in layer {}, where {} of {} queries choose exactly the same keys",
-            format::share(layer.overlap),
+            format::exact_percent(layer.overlap),
             named(&run.name),
             layer.layer,
-            format::share(layer.same),
-            format::count(layer.queries as u64)
+            format::exact_percent(layer.same),
+            format::count(layer.queries)
         ),
     });
     let same = runs.iter().filter(|run| run.indexer.iter().all(|layer| layer.overlap == 1.0)).count();
@@ -76,7 +76,7 @@ fn says(runs: &[&Run]) -> String {
         .then(|| format!("{same} of {} policies choose the same keys everywhere", runs.len()));
     let left_out = runs.len().saturating_sub(CURVES);
     let left_out =
-        (left_out > 0).then(|| format!("{} that lose less are not drawn", counted(left_out, "run")));
+        (left_out > 0).then(|| format!("{} that lose less are not drawn", plural(left_out, "run")));
     sentence(&[text, same, left_out])
 }
 

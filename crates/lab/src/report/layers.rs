@@ -4,7 +4,7 @@ use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series, grid, legend};
 
 use super::words::{
-    FLOOR_COLOUR, are, counted, floor, heading, is_broken, list, named, policies, soft, times_floor,
+    FLOOR_COLOUR, are, floor, heading, is_broken, list, named, plural, policies, soft, times_floor,
 };
 use crate::Findings;
 use crate::findings::{LayerError, Run};
@@ -40,7 +40,7 @@ pub(super) fn section(findings: &Findings) -> String {
         html += &grid(&plots);
     }
     if drawn.len() > PLOTS {
-        html += &soft(&format!("{} with less damage are left out.", counted(drawn.len() - PLOTS, "run")));
+        html += &soft(&format!("{} with less damage are left out.", plural(drawn.len() - PLOTS, "run")));
     }
     if !same.is_empty() {
         let names: Vec<&str> = same.iter().map(|run| &run.name[..]).collect();
@@ -109,7 +109,7 @@ fn points(by_layer: &[LayerError]) -> Vec<(f64, f64)> {
 fn plot_says(run: &Run, of_floor: &[LayerError]) -> String {
     let finite = || run.by_layer.iter().filter(|layer| layer.error.is_finite());
     let exact = finite().filter(|layer| layer.error == 0.0).count();
-    let exact = (exact > 0).then(|| format!("none after {}", counted(exact, "layer")));
+    let exact = (exact > 0).then(|| format!("none after {}", plural(exact, "layer")));
     let last = finite().next_back().map(|layer| {
         let of_last = of_floor.iter().find(|other| other.layer == layer.layer).map(|other| other.error);
         let floor = times_floor(layer.error, of_last).map_or(String::new(), |times| format!(", {times}"));

@@ -4,7 +4,7 @@ use ballast_report::format::{self, sentence};
 use ballast_report::page::{inline, prose};
 
 use super::words::{
-    are, counted, floor, is_broken, is_single, list, named, other, policies, soft, times_floor,
+    are, floor, is_broken, is_single, list, named, other, plural, policies, soft, times_floor,
 };
 use crate::Findings;
 use crate::findings::{Kind, Run};
@@ -38,7 +38,7 @@ fn opening(findings: &Findings) -> String {
     if let Some(other) = other(findings) {
         let read = format!(
             "read {} of {} in {}",
-            counted(findings.input.tokens, "token"),
+            plural(findings.input.tokens, "token"),
             findings.input.source,
             findings.reference.arithmetic
         );
@@ -51,7 +51,7 @@ fn opening(findings: &Findings) -> String {
     }
     format!(
         "The model read {} of {}: once in {}, which all else is compared with, and once under {}.",
-        counted(findings.input.tokens, "token"),
+        plural(findings.input.tokens, "token"),
         findings.input.source,
         findings.reference.arithmetic,
         match policies(findings).count() {
@@ -86,14 +86,14 @@ fn outputs(other: &Run) -> String {
         return "it has no logits, so outputs were not compared".into();
     }
     if is_broken(other) {
-        return "its outputs are not finite".into();
+        return "its outputs are non-finite".into();
     }
     format!(
         "the outputs are apart by a mean KL divergence of {} nats, the loss differs by {}, and {} of the tokens have the same \
          likeliest next one",
         format::number(other.kl.mean),
         format::signed(other.loss_difference),
-        format::share(other.top1_agreement)
+        format::exact_percent(other.top1_agreement)
     )
 }
 
@@ -106,7 +106,7 @@ fn broken(findings: &Findings) -> Option<String> {
         Some(lost) => format!(", {} first at {}", named(&first.name), named(&lost.site)),
         None => String::new(),
     };
-    Some(format!("{} {} not finite{at}", list(&names, NAMES), are(names.len())))
+    Some(format!("{} {} non-finite{at}", list(&names, NAMES), are(names.len())))
 }
 
 /// The finite one with most damage.
@@ -123,7 +123,7 @@ fn worst(findings: &Findings) -> Option<String> {
         format::number(run.kl.mean),
         format::number(run.loss),
         format::signed(run.loss_difference),
-        format::share(1.0 - run.top1_agreement)
+        format::exact_percent(1.0 - run.top1_agreement)
     ))
 }
 
@@ -171,18 +171,18 @@ fn facts(findings: &Findings) -> String {
         ("Model", findings.model.clone()),
         ("Type", findings.model_type.clone()),
         ("Parameters", format::count(findings.parameters)),
-        ("Layers", format::count(findings.layers as u64)),
+        ("Layers", format::count(findings.layers)),
         ("Input", input.source.clone()),
         (
             "Read",
             format!(
                 "{} in {}, the longest {}",
-                counted(input.tokens, "token"),
-                counted(input.sequences, "sequence"),
-                format::count(input.longest as u64)
+                plural(input.tokens, "token"),
+                plural(input.sequences, "sequence"),
+                format::count(input.longest)
             ),
         ),
-        ("Predicted", counted(input.predicted, "token")),
+        ("Predicted", plural(input.predicted, "token")),
         ("Reference", reference.arithmetic.clone()),
         (
             "Its loss",

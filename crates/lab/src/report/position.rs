@@ -1,13 +1,13 @@
 //! Error by position in the sequence: does it grow?
 //!
-//! Positions are taken together in stretches that become longer; a stretch is drawn at its last token, counted from one. For growth
+//! Positions are taken together in stretches that become longer; a stretch is drawn at its last token, plural from one. For growth
 //! the last stretch is compared with the first third of them, each position having the same weight; the first few tokens are
 //! left out if there are more, since their states have hardly anything to lose.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
-use super::words::{counted, floor, heading, is_single, named, other, policies, times};
+use super::words::{floor, heading, is_single, named, other, plural, policies, times};
 use crate::Findings;
 use crate::findings::{PositionError, Run};
 
@@ -121,7 +121,7 @@ fn says(drawn: &[&Run], floor: Option<&Run>, left_out: usize, measure: &Measure)
         format!("rising by more than half: {up} of the {drawn} drawn, falling by more than a third: {down}")
     });
     let left_out =
-        (left_out > 0).then(|| format!("{} with less damage left out", counted(left_out, "more run")));
+        (left_out > 0).then(|| format!("{} with less damage left out", plural(left_out, "more run")));
     sentence(&[one, all, left_out])
 }
 
@@ -156,8 +156,8 @@ fn growth(run: &Run, measure: &Measure) -> Option<Growth> {
 impl Growth {
     fn text(&self) -> String {
         let tokens = |(from, to): (usize, usize)| match to.saturating_sub(from) {
-            0 | 1 => format!("token {}", format::count(to as u64)),
-            _ => format!("tokens {} to {}", format::count(from as u64 + 1), format::count(to as u64)),
+            0 | 1 => format!("token {}", format::count(to)),
+            _ => format!("tokens {} to {}", format::count(from + 1), format::count(to)),
         };
         let verb = match self.ratio {
             ratio if ratio > GROWS => "grows",

@@ -6,7 +6,7 @@ use ballast_report::plot::{Rank, Ranking, Scale};
 
 use super::table::{Column, Table};
 use super::words::{
-    FLOOR_COLOUR, cell, code, counted, floor, heading, is_broken, is_floor, named, other, policies,
+    FLOOR_COLOUR, cell, code, floor, heading, is_broken, is_floor, named, other, plural, policies,
     share_cell, signed_cell,
 };
 use crate::Findings;
@@ -71,8 +71,8 @@ fn ranking_says(findings: &Findings) -> String {
     };
     let broken = match policies(findings).filter(|run| is_broken(run)).count() {
         0 => None,
-        1 => Some("one policy is not finite".to_string()),
-        number => Some(format!("{number} policies are not finite")),
+        1 => Some("one policy is non-finite".to_string()),
+        number => Some(format!("{number} policies are non-finite")),
     };
     let floor = floor(findings).map(|floor| format!("f32 itself has {}", format::number(floor.kl.mean)));
     sentence(&[Some(spread), broken, floor])
@@ -118,7 +118,7 @@ fn table(findings: &Findings) -> String {
     }
     columns.extend(gradients.then_some(Column::Number("gradient error")));
     columns.push(Column::Text("differs first at"));
-    columns.extend(lost.then_some(Column::Text("not finite")));
+    columns.extend(lost.then_some(Column::Text("non-finite")));
     let mut table = Table::new(&columns);
     for run in &findings.runs {
         let mut cells = vec![name(run)];
@@ -154,7 +154,7 @@ fn not_finite(lost: &NotFinite) -> String {
     format!(
         "{}<span class=\"what\">{} in {}</span>",
         code(&lost.site),
-        counted(lost.count, "value"),
+        plural(lost.count, "value"),
         inline(&lost.dtype)
     )
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ballast_report::format::{self, pattern};
+use ballast_report::format::{self, name_pattern};
 use ballast_report::page::inline;
 
 use super::table::{Column, Table};
@@ -12,7 +12,7 @@ use crate::findings::{Run, SiteError};
 
 /// Whole policies, and as many single choices.
 const RUNS: usize = 3;
-/// Kinds of a run beyond this many are counted, not shown.
+/// Kinds of a run beyond this many are plural, not shown.
 const ROWS: usize = 40;
 
 /// All tensors of a kind that are not as in f32.
@@ -68,7 +68,7 @@ fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String
                 if is_worst { format!("<strong>{name}</strong>") } else { name },
                 inline(&group.largest.dtype)
             ),
-            format::count(group.tensors as u64),
+            format::count(group.tensors),
             error(group.first),
             error(group.largest),
             cell(group.largest.max_abs),
@@ -80,7 +80,7 @@ fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String
     }
     let more = match groups.len().saturating_sub(ROWS) {
         0 => String::new(),
-        more => format!("; {} more kinds are in lab.json", format::count(more as u64)),
+        more => format!("; {} more kinds are in lab.json", format::count(more)),
     };
     let says = match &run.first_difference {
         None if of_floor.is_empty() => "no tensor differs".to_string(),
@@ -123,7 +123,7 @@ fn groups<'a>(run: &'a Run, of_floor: &BTreeMap<&str, &SiteError>) -> Vec<Group<
         if !differs {
             continue;
         }
-        let pattern = pattern(&site.site);
+        let pattern = name_pattern(&site.site);
         match places.get(&pattern) {
             None => {
                 places.insert(pattern.clone(), groups.len());

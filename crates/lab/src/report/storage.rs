@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use ballast_report::format::{self, pattern, sentence};
+use ballast_report::format::{self, name_pattern, sentence};
 use ballast_report::page::inline;
 
 use super::table::{Column, Table};
-use super::words::{badness, cell, code, counted, heading, named, share_cell};
+use super::words::{badness, cell, code, heading, named, plural, share_cell};
 use crate::Findings;
 use crate::findings::ProtectedTensor;
 
@@ -17,7 +17,7 @@ pub(super) fn protected(findings: &Findings) -> String {
     }
     let mut groups: BTreeMap<(String, &str), Vec<&ProtectedTensor>> = BTreeMap::new();
     for tensor in &findings.protected {
-        groups.entry((pattern(&tensor.name), &tensor.dtype)).or_default().push(tensor);
+        groups.entry((name_pattern(&tensor.name), &tensor.dtype)).or_default().push(tensor);
     }
     let mut table = Table::new(&[
         Column::Text("tensor"),
@@ -34,7 +34,7 @@ pub(super) fn protected(findings: &Findings) -> String {
         let most = tensors.iter().map(|tensor| badness(tensor.bf16_error)).fold(0.0, f64::max);
         table.row(&[
             code(pattern),
-            format::count(tensors.len() as u64),
+            format::count(tensors.len()),
             inline(dtype),
             format::count(elements),
             format::count(beyond),
@@ -65,7 +65,7 @@ fn protected_says(tensors: &[ProtectedTensor]) -> String {
             named(&tensor.name)
         )
     });
-    sentence(&[Some(format!("{}: {carry}", counted(tensors.len(), "tensor"))), worst])
+    sentence(&[Some(format!("{}: {carry}", plural(tensors.len(), "tensor"))), worst])
 }
 
 /// Bytes that are kept for backward, with the q/k norm inside the kernel and outside.
@@ -85,7 +85,7 @@ pub(super) fn l2norm(findings: &Findings) -> String {
     ]);
     for row in &findings.l2norm {
         table.row(&[
-            format::count(row.tokens as u64),
+            format::count(row.tokens),
             format::bytes(row.inside),
             format::bytes(row.outside),
             saved(row.inside, row.outside),
@@ -95,7 +95,7 @@ pub(super) fn l2norm(findings: &Findings) -> String {
     let says = format!(
         "What is kept for backward of q, k and their norm, over all layers with linear attention: at {} the norm \
          inside the kernel saves {}.",
-        counted(longest.tokens, "token"),
+        plural(longest.tokens, "token"),
         saved(longest.inside, longest.outside)
     );
     heading("l2norm", "The norm of q and k inside the kernel", &says) + &table.html()

@@ -4,7 +4,7 @@ use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};
-use super::words::{FLOOR_COLOUR, cell, code, counted, heading, named, signed_cell, soft};
+use super::words::{FLOOR_COLOUR, cell, code, heading, named, plural, signed_cell, soft};
 use crate::Findings;
 use crate::findings::{Training, TrainingRun};
 
@@ -18,7 +18,7 @@ pub(super) fn section(findings: &Findings) -> String {
     }
     let about = format!(
         "{} of AdamW on the same input, learning rate {}, in f32 and under each policy.",
-        counted(training.steps, "step"),
+        plural(training.steps, "step"),
         format::number(training.learning_rate)
     );
     heading("training", "Training steps", &about)
@@ -51,7 +51,7 @@ fn losses(training: &Training) -> String {
         format!("in f32 the loss goes from {} to {}", format::number(*first), format::number(*last))
     });
     let left_out = training.runs.len() - drawn(training).len();
-    let left_out = (left_out > 0).then(|| format!("{} with less damage not drawn", counted(left_out, "run")));
+    let left_out = (left_out > 0).then(|| format!("{} with less damage not drawn", plural(left_out, "run")));
     LinePlot {
         id: "training-loss".into(),
         title: "Loss before each step".into(),
@@ -143,7 +143,7 @@ fn table(training: &Training) -> String {
         Column::Number("drift"),
     ];
     columns.extend(protected.then_some(Column::Number("of protected tensors")));
-    columns.extend(lost.then_some(Column::Text("not finite")));
+    columns.extend(lost.then_some(Column::Text("non-finite")));
     let mut table = Table::new(&columns);
     for run in &training.runs {
         let mut cells = vec![

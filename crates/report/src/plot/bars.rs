@@ -47,7 +47,7 @@ impl Histogram {
         }
         let y = Axis::airy(Scale::Linear, counts.iter().map(|count| *count as f64).chain([0.0])).whole();
         let notes =
-            (lost > 0).then(|| format!("{} without a place on this axis.", format::counted(lost, "value")));
+            (lost > 0).then(|| format!("{} without a place on this axis.", format::plural(lost, "value")));
         let drawing = if lost as usize == self.values.len() {
             "<p class=\"empty\">Nothing to draw.</p>".into()
         } else {
@@ -82,7 +82,7 @@ impl Histogram {
                 at(1.0 - height),
                 at(0.88 * width),
                 at(height),
-                format::counted(*count, &inline(&self.noun)),
+                format::plural(*count, &inline(&self.noun)),
                 format::number(*low),
                 format::number(*high)
             );

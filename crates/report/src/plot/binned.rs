@@ -97,7 +97,7 @@ impl Binned {
         for bin in self.bins.iter().filter(|bin| bin.count > 0) {
             let height = y.place(bin.count as f64).unwrap_or(0.0);
             let (count, from, to) = (bin.count, format::number(bin.from), format::number(bin.to));
-            let title = format!("{}\n{from} to {to}", format::counted(count, &inline(&self.noun)));
+            let title = format!("{}\n{from} to {to}", format::plural(count, &inline(&self.noun)));
             let class = format!("bar c{}", self.colour % COLOURS);
             svg += &rect(x, (bin.from, bin.to), height, &class, &title);
         }

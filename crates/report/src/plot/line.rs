@@ -177,7 +177,7 @@ impl LinePlot {
                 named.push((first.0, more));
                 let why = match series.points.iter().all(|point| Scale::Linear.has_place_for(point.1)) {
                     true => "not positive",
-                    false => "not finite",
+                    false => "non-finite",
                 };
                 let (one, several) = match series.look {
                     Look::Cloud => ("it is not drawn", "they are not drawn"),
@@ -189,7 +189,7 @@ impl LinePlot {
                     0 => format!("{name}: the value at {at} is {why}; {one}."),
                     _ => format!(
                         "{name}: {} values are {why}, the first at {at}; {several}.",
-                        format::count(more as u64 + 1)
+                        format::count(more + 1)
                     ),
                 })
             })
@@ -433,7 +433,7 @@ mod tests {
         let single = plot(vec![(1.0, 2.0)]).html();
         assert!(single.contains("<svg") && single.contains("h0") && !single.contains("NaN"));
         let diverged = plot(vec![(1.0, 2.0), (2.0, f64::NAN), (3.0, f64::INFINITY), (4.0, 1.0)]).html();
-        assert!(diverged.contains("train: 2 values are not finite, the first at step 2"), "{diverged}");
+        assert!(diverged.contains("train: 2 values are non-finite, the first at step 2"), "{diverged}");
         assert!(
             diverged.contains("class=\"lost\"") && !diverged.contains("NaN") && !diverged.contains("inf")
         );
@@ -473,7 +473,7 @@ mod tests {
             (path.matches('M').count(), path.matches("h0").count(), path.matches('L').count()),
             (3, 3, 0)
         );
-        assert!(html.contains("train: the value at step 2 is not finite; it is not drawn."));
+        assert!(html.contains("train: the value at step 2 is non-finite; it is not drawn."));
         assert!(html.contains("train: 1.00 to 3.00"), "{html}");
     }
 

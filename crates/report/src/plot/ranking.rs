@@ -38,7 +38,7 @@ pub struct Ranking {
 }
 
 impl Ranking {
-    /// The figure. A value that is not finite has a red dot at the right end, one without a place (zero on a log axis) an
+    /// The figure. A value that is non-finite has a red dot at the right end, one without a place (zero on a log axis) an
     /// empty one at the left; both are written out beside it.
     pub fn html(&self) -> String {
         let level = self.level.iter().map(|level| level.1);
@@ -97,7 +97,7 @@ impl Rank {
         };
         let text = match self.value.is_finite() {
             true => format::number(self.value),
-            false => "<span class=\"bad\">not finite</span>".into(),
+            false => "<span class=\"bad\">non-finite</span>".into(),
         };
         format!(
             "<tr><td title=\"{0}\"><code>{0}</code></td><td><svg class=\"frame\" aria-hidden=\"true\">{behind}\
@@ -122,7 +122,7 @@ mod tests {
         assert_eq!(html.matches("<circle").count(), 4);
         assert!(html.contains("&lt;worst&gt;") && html.contains("class=\"dot bad\" cx=\"100%\""));
         assert!(html.contains("class=\"hollow c0\" cx=\"0%\""));
-        assert!(html.contains("<span class=\"bad\">not finite</span>") && html.contains(">1e-6</td>"));
+        assert!(html.contains("<span class=\"bad\">non-finite</span>") && html.contains(">1e-6</td>"));
         assert_eq!(html.matches("class=\"level\"").count(), 4);
         assert!(!html.contains("NaN") && html.contains("log scale") && html.contains("floor"));
     }
@@ -131,6 +131,6 @@ mod tests {
     fn no_rows_and_rows_without_a_place_make_a_figure() {
         assert!(Ranking::default().html().contains("Nothing to draw"));
         let rows = vec![Rank { name: "a".into(), value: f64::INFINITY, colour: 9 }];
-        assert!(Ranking { rows, scale: Scale::Log, ..Ranking::default() }.html().contains("not finite"));
+        assert!(Ranking { rows, scale: Scale::Log, ..Ranking::default() }.html().contains("non-finite"));
     }
 }

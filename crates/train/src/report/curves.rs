@@ -25,13 +25,13 @@ pub(super) fn lead(report: &Report<'_>) -> String {
     let seconds: f64 = steps.iter().map(|step| step.seconds).filter(|seconds| seconds.is_finite()).sum();
     let mut says = format!(
         "{} on {} in {}",
-        format::counted(steps.len() as u64, "step"),
-        format::counted(tokens, "token"),
+        format::plural(steps.len(), "step"),
+        format::plural(tokens, "token"),
         format::duration(seconds)
     );
     says += &match last.loss.is_finite() {
         true => format!("; the last loss is {}", format::number(last.loss)),
-        false => "; <span class=\"bad\">the last loss is not finite</span>".into(),
+        false => "; <span class=\"bad\">the last loss is non-finite</span>".into(),
     };
     if let Some(best) = best_evaluation(report) {
         says += &format!(", the lowest validation loss {}", format::number(best.loss));
@@ -179,7 +179,7 @@ fn group_norms(report: &Report<'_>) -> String {
         })
         .collect();
     let more = match names.len().checked_sub(GROUPS + 1) {
-        Some(more) => format!(" {} more are in metrics.jsonl.", format::count(more as u64 + 1)),
+        Some(more) => format!(" {} more are in metrics.jsonl.", format::count(more + 1)),
         None => String::new(),
     };
     format!(
@@ -311,7 +311,7 @@ fn change(name: &str, points: &[(f64, f64)]) -> Option<String> {
     let (Some(first), Some(last)) = (first, last) else {
         return points.first().map(|_| format!("{name} was never finite"));
     };
-    let over = format::counted((last.0 - first.0).abs() as u64, "step");
+    let over = format::plural((last.0 - first.0).abs() as u64, "step");
     let mut says = match last.1.total_cmp(&first.1) {
         _ if first.0 == last.0 => format!("{name} is {} at step {}", format::number(first.1), first.0),
         std::cmp::Ordering::Equal => {
@@ -326,7 +326,7 @@ fn change(name: &str, points: &[(f64, f64)]) -> Option<String> {
     };
     let ended = points.iter().rposition(|point| point.1.is_finite()).map_or(0, |last| last + 1);
     if let Some(point) = points.get(ended) {
-        says += &format!(" and is not finite from step {} on", format::count(point.0 as u64));
+        says += &format!(" and is non-finite from step {} on", format::count(point.0 as u64));
     }
     Some(says)
 }

@@ -31,14 +31,14 @@ pub(super) fn events(events: &[&Event]) -> String {
         })
         .collect();
     let more = match events.len().checked_sub(EVENTS + 1) {
-        Some(more) => format!("<p class=\"soft\">And {} more.</p>", format::count(more as u64 + 1)),
+        Some(more) => format!("<p class=\"soft\">And {} more.</p>", format::count(more + 1)),
         None => String::new(),
     };
     format!(
         "<h2 id=\"events\">Events</h2>\n<p class=\"soft\">{}: {}. The numbers are those of the flags above the plots.</p>\n\
          <div class=\"scroll\"><table class=\"events\"><thead><tr><th></th><th class=\"number\">step</th><th>what</th>\
          <th></th></tr></thead><tbody>{rows}</tbody></table></div>{more}\n",
-        format::counted(events.len() as u64, "event"),
+        format::plural(events.len(), "event"),
         inline(&kinds.join(", "))
     )
 }
@@ -146,10 +146,10 @@ pub(super) fn ledger(rows: &[LedgerRow]) -> String {
     let mut groups: BTreeMap<(bool, String, &str), Vec<&LedgerRow>> = BTreeMap::new();
     let mut faulty: BTreeMap<(String, &str), bool> = BTreeMap::new();
     for row in rows {
-        *faulty.entry((format::pattern(&row.name), &row.dtype)).or_default() |= !row.fine;
+        *faulty.entry((format::name_pattern(&row.name), &row.dtype)).or_default() |= !row.fine;
     }
     for row in rows {
-        let key = (format::pattern(&row.name), &row.dtype[..]);
+        let key = (format::name_pattern(&row.name), &row.dtype[..]);
         groups.entry((!faulty[&key], key.0, key.1)).or_default().push(row);
     }
     let groups: String = groups
@@ -160,14 +160,14 @@ pub(super) fn ledger(rows: &[LedgerRow]) -> String {
     let wrong = rows.iter().filter(|row| !row.fine).count() as u64;
     let verdict = match wrong {
         0 => "<span class=\"good\">every check found what it should</span>".to_string(),
-        _ => format!("<span class=\"bad\">{} not what it should be</span>", format::counted(wrong, "tensor")),
+        _ => format!("<span class=\"bad\">{} not what it should be</span>", format::plural(wrong, "tensor")),
     };
     format!(
         "<h2 id=\"ledger\">Ledger of types</h2>\n<p class=\"soft\">{}, {}: {verdict}. For {} of them a forward was \
          seen to read exactly these bits.</p>\n\
          {groups}",
-        format::counted(rows.len() as u64, "tensor"),
-        format::counted(checks, "check"),
+        format::plural(rows.len(), "tensor"),
+        format::plural(checks, "check"),
         format::count(rows.iter().filter(|row| row.live).count() as u64),
     )
 }
@@ -198,6 +198,6 @@ fn ledger_group(fine: bool, pattern: &str, dtype: &str, rows: &[&LedgerRow]) -> 
         if fine { "" } else { " open" },
         inline(pattern),
         inline(dtype),
-        format::counted(rows.len() as u64, "tensor")
+        format::plural(rows.len(), "tensor")
     )
 }
