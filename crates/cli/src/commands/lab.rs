@@ -108,11 +108,11 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
         (Some(path), _) => path,
         (None, embedded) => embedded.as_ref().map_or(Path::new("."), |folder| folder.path()),
     };
-    let stored = LazyCheckpoint::open(path)?;
-    warn(&stored.warnings);
+    let checkpoint = LazyCheckpoint::open(path)?;
+    warn(&checkpoint.warnings);
     super::warn_of_config(&*super::open(path)?);
     let (batch, input) = read_input(&args, path)?;
-    let limit = stored.config.max_positions;
+    let limit = checkpoint.config.max_positions;
     if input.longest > limit {
         output::note(&format!(
             "ballast: a sequence has {} tokens, and the model was made for {limit}; going on",
@@ -121,7 +121,7 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
     }
     let study = Study {
         path,
-        stored: &stored,
+        checkpoint: &checkpoint,
         batch: &batch,
         input,
         reference: match args.reference {
@@ -152,10 +152,10 @@ fn carry_out(args: &LabArgs, study: &Study<'_>) -> anyhow::Result<Findings> {
         return Ok(study.compare(&other.display().to_string(), &LazyCheckpoint::open(other)?)?);
     }
     if let Some(folder) = &args.dump {
-        let dump = Dump::open(folder, study.stored.config.vocabulary)?;
+        let dump = Dump::open(folder, study.checkpoint.config.vocabulary)?;
         return Ok(study.dump(&folder.display().to_string(), dump, args.tolerance)?);
     }
-    let (config, specs) = (&study.stored.config, &study.stored.specs);
+    let (config, specs) = (&study.checkpoint.config, &study.checkpoint.specs);
     let choices = if args.policies.is_empty() {
         Choice::defaults(config, specs)?
     } else {
