@@ -37,12 +37,12 @@ fn half_lives(findings: &Findings) -> String {
         return String::new();
     }
     let points = decays.iter().map(|decay| (decay.layer as f64, decay.half_life)).collect();
-    let series = vec![Series { name: "half-life".into(), points, look: Look::Cloud, colour: 0 }];
+    let series = vec![Series { name: "half-life".into(), points, look: Look::Cloud, color: 0 }];
     LinePlot {
         id: "half-lives".into(),
         title: "Half-life of each head".into(),
         unit: "tokens, by layer".into(),
-        says: half_lives_say(findings),
+        caption: half_lives_say(findings),
         x_name: "layer".into(),
         x_axis: Some(layer_axis(decays.iter().map(|decay| decay.layer))),
         series,
@@ -115,7 +115,7 @@ fn rates(findings: &Findings) -> String {
     let drawn = &alike[..alike.len().min(PLOTS)];
     let values = drawn.iter().flat_map(|runs| runs[0].decay.iter().map(|head| 100.0 * head.rate_error));
     let reach = largest(values);
-    let y_axis = Axis::airy(Scale::Linear, [-reach, reach]);
+    let y_axis = Axis::padded(Scale::Linear, [-reach, reach]);
     let plots: Vec<String> = drawn.iter().map(|runs| rate_plot(runs, findings, y_axis).html()).collect();
     let left_out = (alike.len() > PLOTS).then(|| format!("{} more are left out", alike.len() - PLOTS));
     format!(
@@ -150,13 +150,13 @@ fn rate_plot(runs: &[&Run], findings: &Findings, y_axis: Axis) -> LinePlot {
     LinePlot {
         title: enumerate(&names, 4),
         unit: "%, by layer".into(),
-        says: sentence(&[Some(off), furthest_half_life(run, findings)]),
+        caption: sentence(&[Some(off), furthest_half_life(run, findings)]),
         x_name: "layer".into(),
         series: vec![Series {
             name: "rate off by, %".into(),
             points: run.decay.iter().map(|head| (head.layer as f64, 100.0 * head.rate_error)).collect(),
             look: Look::Cloud,
-            colour: 1,
+            color: 1,
         }],
         x_axis: Some(layer_axis(run.decay.iter().map(|head| head.layer))),
         y_axis: Some(y_axis),

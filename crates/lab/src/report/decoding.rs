@@ -42,14 +42,14 @@ fn plot(runs: &[DecodingRun]) -> String {
     };
     let look = if drawn.iter().all(|run| points(run).len() < 2) { Look::Dots } else { Look::Line };
     let series: Vec<Series> = (drawn.iter().enumerate())
-        .map(|(colour, run)| Series { name: run.name.clone(), points: points(run), look, colour })
+        .map(|(color, run)| Series { name: run.name.clone(), points: points(run), look, color })
         .collect();
     let xs = series.iter().flat_map(|series| series.points.iter().map(|point| point.0));
     LinePlot {
         id: "decoding-kl".into(),
         title: "KL divergence while decoding".into(),
         unit: "nats by token".into(),
-        says: says(runs, drawn.len()),
+        caption: caption(runs, drawn.len()),
         x_name: "token".into(),
         x_axis: Some(Axis::tight(Scale::Log, xs).whole()),
         scale: Scale::Log,
@@ -59,7 +59,7 @@ fn plot(runs: &[DecodingRun]) -> String {
     .html()
 }
 
-fn says(runs: &[DecodingRun], drawn: usize) -> String {
+fn caption(runs: &[DecodingRun], drawn: usize) -> String {
     let find = |name: &str| runs.iter().find(|run| run.name == name);
     let worst = runs.iter().find(|run| run.kl.mean.is_finite()).map(|run| {
         format!("{} is furthest from f32 with a mean of {}", named(&run.name), format::number(run.kl.mean))

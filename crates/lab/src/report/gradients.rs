@@ -4,7 +4,7 @@ use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Rank, Ranking, Scale};
 
 use super::table::{Column, Table};
-use super::words::{FLOOR_COLOUR, badness, cell, code, floor, heading, is_floor, named, top};
+use super::words::{FLOOR_COLOR, badness, cell, code, floor, heading, is_floor, named, top};
 use crate::Findings;
 use crate::findings::{GradientError, Run};
 
@@ -28,13 +28,13 @@ fn ranking(findings: &Findings, runs: &[(&Run, f64)]) -> String {
     let row = |(run, value): &(&Run, f64)| Rank {
         name: run.name.clone(),
         value: *value,
-        colour: if is_floor(run) { FLOOR_COLOUR } else { 3 },
+        color: if is_floor(run) { FLOOR_COLOR } else { 3 },
     };
     let level = floor(findings).and_then(|floor| floor.gradient_error);
     Ranking {
         id: "gradient-error".into(),
         title: "Error of all gradients together".into(),
-        says: says(runs),
+        caption: caption(runs),
         rows: runs.iter().map(row).collect(),
         scale: Scale::Log,
         level: level.map(|value| ("the floor: f32".into(), value)),
@@ -43,7 +43,7 @@ fn ranking(findings: &Findings, runs: &[(&Run, f64)]) -> String {
     .html()
 }
 
-fn says(runs: &[(&Run, f64)]) -> String {
+fn caption(runs: &[(&Run, f64)]) -> String {
     let lost = runs.iter().filter(|(_, value)| !value.is_finite()).count();
     let lost = match lost {
         0 => None,

@@ -5,7 +5,7 @@ use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};
 use super::words::{
-    FLOOR_COLOUR, badness, cell, code, floor, heading, in_layer, is_floor, mean, named, plural, share_cell,
+    FLOOR_COLOR, badness, cell, code, floor, heading, in_layer, is_floor, mean, named, plural, share_cell,
 };
 use crate::Findings;
 use crate::findings::Run;
@@ -34,21 +34,21 @@ fn plot(findings: &Findings, runs: &[&Run]) -> String {
         run.indexer.iter().map(|layer| (layer.layer as f64, 100.0 * layer.overlap)).collect()
     };
     let mut series: Vec<Series> = (runs.iter().take(CURVES).enumerate())
-        .map(|(colour, run)| Series { name: run.name.clone(), points: points(run), look: Look::Dots, colour })
+        .map(|(color, run)| Series { name: run.name.clone(), points: points(run), look: Look::Dots, color })
         .collect();
     let floor = floor(findings).filter(|floor| !floor.indexer.is_empty());
     series.extend(floor.map(|floor| Series {
         name: "f32, the floor".into(),
         points: points(floor),
         look: Look::Pale,
-        colour: FLOOR_COLOUR,
+        color: FLOOR_COLOR,
     }));
     let layers = series.iter().flat_map(|series| series.points.iter().map(|point| point.0));
     LinePlot {
         id: "indexer-overlap".into(),
         title: "Keys that are chosen too".into(),
         unit: "% of the reference's, by layer".into(),
-        says: says(runs),
+        caption: caption(runs),
         x_name: "layer".into(),
         x_axis: Some(Axis::tight(Scale::Linear, layers).whole()),
         series,
@@ -57,7 +57,7 @@ fn plot(findings: &Findings, runs: &[&Run]) -> String {
     .html()
 }
 
-fn says(runs: &[&Run]) -> String {
+fn caption(runs: &[&Run]) -> String {
     let layers = runs.iter().flat_map(|run| run.indexer.iter().map(move |layer| (run, layer)));
     let worst = layers.max_by(|a, b| badness(1.0 - a.1.overlap).total_cmp(&badness(1.0 - b.1.overlap)));
     let text = worst.map(|(run, layer)| match layer.overlap == 1.0 {

@@ -4,7 +4,7 @@ use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series, grid, legend};
 
 use super::words::{
-    FLOOR_COLOUR, are, floor, heading, is_broken, list, named, plural, policies, soft, times_floor,
+    FLOOR_COLOR, are, floor, heading, is_broken, list, named, plural, policies, soft, times_floor,
 };
 use crate::Findings;
 use crate::findings::{LayerError, Run};
@@ -25,16 +25,15 @@ pub(super) fn section(findings: &Findings) -> String {
         return String::new();
     }
     let all = (shown.iter().map(|run| &run.by_layer[..]).chain([of_floor])).flatten();
-    let y_axis = Axis::airy(Scale::Log, all.map(|layer| layer.error));
+    let y_axis = Axis::padded(Scale::Log, all.map(|layer| layer.error));
     let layers = (shown.iter().map(|run| &run.by_layer[..]).chain([of_floor])).flatten();
     let x_axis = Axis::tight(Scale::Linear, layers.map(|layer| layer.layer as f64)).whole();
     let plots: Vec<String> = shown.iter().map(|run| plot(run, of_floor, x_axis, y_axis).html()).collect();
 
-    let mut html = heading("layers", "Error by layer", &says(shown, of_floor));
+    let mut html = heading("layers", "Error by layer", &caption(shown, of_floor));
     if !plots.is_empty() {
         if !of_floor.is_empty() {
-            let keys =
-                [("c0".to_string(), "the policy"), (format!("pale c{FLOOR_COLOUR}"), "f32, the floor")];
+            let keys = [("c0".to_string(), "the policy"), (format!("pale c{FLOOR_COLOR}"), "f32, the floor")];
             html += &legend(&keys);
         }
         html += &grid(&plots);
@@ -51,7 +50,7 @@ pub(super) fn section(findings: &Findings) -> String {
     html
 }
 
-fn says(shown: &[&Run], of_floor: &[LayerError]) -> String {
+fn caption(shown: &[&Run], of_floor: &[LayerError]) -> String {
     let axes = match shown.len() {
         1 => "Of the residual stream after each layer, RMS of the difference over RMS, on a log scale.",
         _ => {
@@ -80,16 +79,16 @@ fn plot(run: &Run, of_floor: &[LayerError], x_axis: Axis, y_axis: Axis) -> LineP
         name: run.name.clone(),
         points: points(&run.by_layer),
         look: if run.by_layer.len() < 2 { Look::Dots } else { Look::Line },
-        colour: 0,
+        color: 0,
     }];
     if !of_floor.is_empty() {
         let floor =
-            Series { name: "f32".into(), points: points(of_floor), look: Look::Pale, colour: FLOOR_COLOUR };
+            Series { name: "f32".into(), points: points(of_floor), look: Look::Pale, color: FLOOR_COLOR };
         series.insert(0, floor);
     }
     LinePlot {
         title: run.name.clone(),
-        says: plot_says(run, of_floor),
+        caption: plot_says(run, of_floor),
         x_name: "layer".into(),
         series,
         x_axis: Some(x_axis),

@@ -45,14 +45,14 @@ pub(super) fn section(findings: &Findings) -> String {
     if plots.is_empty() {
         return plots;
     }
-    let says = match other(findings) {
+    let caption = match other(findings) {
         Some(_) => "A stretch of positions is drawn at its last token.",
         None => {
             "A stretch of positions is drawn at its last token. An error that the recurrence compounds would rise from left to right, \
              and more steeply than that of f32."
         }
     };
-    heading("position", "Error by position", says) + &plots
+    heading("position", "Error by position", caption) + &plots
 }
 
 /// Of whole policies, or of single choices.
@@ -67,7 +67,7 @@ fn plot(findings: &Findings, measure: &Measure, single: bool) -> String {
     let drawn = &runs[..runs.len().min(CURVES)];
     let look = if drawn.iter().all(|run| curve(run).len() < 2) { Look::Dots } else { Look::Line };
     let series: Vec<Series> = (drawn.iter().enumerate())
-        .map(|(colour, run)| Series { name: run.name.clone(), points: curve(run), look, colour })
+        .map(|(color, run)| Series { name: run.name.clone(), points: curve(run), look, color })
         .collect();
     let xs = series.iter().flat_map(|series| series.points.iter().map(|point| point.0));
     let x_axis = Some(Axis::tight(Scale::Log, xs).whole());
@@ -80,7 +80,7 @@ fn plot(findings: &Findings, measure: &Measure, single: bool) -> String {
             format!("{}, {of}", measure.title)
         },
         unit: measure.unit.into(),
-        says: says(drawn, floor(findings), runs.len() - drawn.len(), measure),
+        caption: caption(drawn, floor(findings), runs.len() - drawn.len(), measure),
         x_name: "token".into(),
         series,
         scale: Scale::Log,
@@ -105,7 +105,7 @@ fn is_drawn(findings: &Findings, run: &Run, measure: &Measure) -> bool {
     !as_floor && points.iter().any(|point| point.1.is_finite())
 }
 
-fn says(drawn: &[&Run], floor: Option<&Run>, left_out: usize, measure: &Measure) -> String {
+fn caption(drawn: &[&Run], floor: Option<&Run>, left_out: usize, measure: &Measure) -> String {
     let grown: Vec<(&Run, Growth)> =
         drawn.iter().filter_map(|run| Some((*run, growth(run, measure)?))).collect();
     let spoken = grown.iter().find(|(run, _)| run.name == "A_log").or(grown.first());

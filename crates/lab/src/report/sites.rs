@@ -31,7 +31,7 @@ pub(super) fn section(findings: &Findings) -> String {
     let of_floor: BTreeMap<&str, &SiteError> = (floor(findings).iter())
         .flat_map(|floor| floor.sites.iter().map(|site| (&site.site[..], site)))
         .collect();
-    let says = match of_floor.is_empty() {
+    let caption = match of_floor.is_empty() {
         true => {
             "Tensors of one kind in all layers, in the order in which they are made. The error is RMS of the difference over RMS; \
              the first is that of the first layer in which the kind differs."
@@ -43,7 +43,7 @@ pub(super) fn section(findings: &Findings) -> String {
     };
     let tables: String =
         (runs.iter().enumerate()).map(|(index, run)| table(run, &of_floor, index == 0)).collect();
-    heading("sites", "Where the error enters", says) + &tables
+    heading("sites", "Where the error enters", caption) + &tables
 }
 
 fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String {
@@ -82,7 +82,7 @@ fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String
         0 => String::new(),
         more => format!("; {} more kinds are in lab.json", format::count(more)),
     };
-    let says = match &run.first_difference {
+    let caption = match &run.first_difference {
         None if of_floor.is_empty() => "no tensor differs".to_string(),
         None => "no tensor differs from f32".to_string(),
         Some(first) => {
@@ -92,7 +92,7 @@ fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String
             format!("differs first at {}{largest}{more}", named(first))
         }
     };
-    table.folded(&code(&run.name), &says, open)
+    table.folded(&code(&run.name), &caption, open)
 }
 
 /// The first of those with the largest error.

@@ -92,11 +92,11 @@ pub(super) fn l2norm(findings: &Findings) -> String {
             if row.outside > 0 { share_cell(share(row.inside, row.outside)) } else { String::new() },
         ]);
     }
-    let says = format!(
+    let caption = format!(
         "What is kept for backward of q, k and their norm, over all layers with linear attention: at {} the norm \
          inside the kernel saves {}.",
         plural(longest.tokens, "token"),
         saved(longest.inside, longest.outside)
     );
-    heading("l2norm", "The norm of q and k inside the kernel", &says) + &table.html()
+    heading("l2norm", "The norm of q and k inside the kernel", &caption) + &table.html()
 }

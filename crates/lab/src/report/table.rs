@@ -59,11 +59,11 @@ impl Table {
     }
 
     /// The same behind a line that opens it.
-    pub(super) fn folded(&self, summary: &str, says: &str, open: bool) -> String {
+    pub(super) fn folded(&self, summary: &str, caption: &str, open: bool) -> String {
         format!(
             "<details{}><summary>{summary}<span class=\"soft\">{}</span></summary>{}</details>\n",
             if open { " open" } else { "" },
-            prose(says),
+            prose(caption),
             self.html()
         )
     }

@@ -102,7 +102,7 @@ fn each_section_alone_makes_a_page() {
 #[test]
 fn each_plot_says_what_one_sees() {
     let html = html(&example::findings());
-    for says in [
+    for caption in [
         "The model read 8,192 tokens of the embedded text: once in f64, which all else is compared with, and once under \
          each of 20 policies.",
         "<code>logits=f16</code> is non-finite, first at <code>layers.7.self_attn.logits</code>. \
@@ -111,7 +111,7 @@ fn each_plot_says_what_one_sees() {
         "<code>out_norm</code> and <code>router</code> change no bit.",
         "<code>out_norm</code> and <code>router</code> are as f32 after every layer and not drawn",
         "<code>A_log</code> grows with position: at tokens 1,025 to 2,048 it is ",
-        "In the reference the largest |logit| is 306, in layer 11, where neighbours are 2 apart in bf16 and 0.25 in f16",
+        "In the reference the largest |logit| is 306, in layer 11, where neighbors are 2 apart in bf16 and 0.25 in f16",
         "144 heads: from 0.3",
         "hf-bf16, A_log=bf16,qk_product=bf16 and A_log",
         "27 tensors: 270 of 1,440 elements hold more than bf16 can",
@@ -119,7 +119,7 @@ fn each_plot_says_what_one_sees() {
         "<code>model.<wbr>layers.<wbr>*.<wbr>linear_attn.<wbr>A_log<wbr></code>",
         "the floor: everything in f32",
     ] {
-        assert!(body(&html).contains(says), "{says}");
+        assert!(body(&html).contains(caption), "{caption}");
     }
 }
 

@@ -4,7 +4,7 @@ use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};
-use super::words::{FLOOR_COLOUR, cell, code, heading, named, plural, signed_cell, soft};
+use super::words::{FLOOR_COLOR, cell, code, heading, named, plural, signed_cell, soft};
 use crate::Findings;
 use crate::findings::{Training, TrainingRun};
 
@@ -38,13 +38,13 @@ fn losses(training: &Training) -> String {
         name: "f32, the reference".into(),
         points: points(&training.reference),
         look: Look::Line,
-        colour: FLOOR_COLOUR,
+        color: FLOOR_COLOR,
     }];
-    series.extend(drawn(training).iter().enumerate().map(|(colour, run)| Series {
+    series.extend(drawn(training).iter().enumerate().map(|(color, run)| Series {
         name: run.name.clone(),
         points: points(&run.losses),
         look: Look::Line,
-        colour,
+        color,
     }));
     let fall = training.reference.first().zip(training.reference.last());
     let fall = fall.map(|(first, last)| {
@@ -55,7 +55,7 @@ fn losses(training: &Training) -> String {
     LinePlot {
         id: "training-loss".into(),
         title: "Loss before each step".into(),
-        says: sentence(&[fall, furthest(training), left_out]),
+        caption: sentence(&[fall, furthest(training), left_out]),
         scale: Scale::fitting(training.reference.iter().copied()),
         series,
         ..plot(training)
@@ -80,14 +80,14 @@ fn last_difference(run: &TrainingRun, training: &Training) -> Option<f64> {
 /// Curves that cannot be told apart above: their distance from the reference.
 fn differences(training: &Training) -> String {
     let series: Vec<Series> = (drawn(training).iter().enumerate())
-        .map(|(colour, run)| Series {
+        .map(|(color, run)| Series {
             name: run.name.clone(),
             points: (run.losses.iter().zip(&training.reference).enumerate())
                 .map(|(step, (loss, reference))| (step as f64 + 1.0, (loss - reference).abs()))
                 .filter(|point| point.1 != 0.0)
                 .collect(),
             look: Look::Line,
-            colour,
+            color,
         })
         .collect();
     if series.iter().all(|series| series.points.iter().all(|point| !point.1.is_finite())) {
@@ -96,7 +96,7 @@ fn differences(training: &Training) -> String {
     LinePlot {
         id: "training-difference".into(),
         title: "Distance from the reference's loss".into(),
-        says: growth(training),
+        caption: growth(training),
         scale: Scale::Log,
         series,
         ..plot(training)

@@ -7,8 +7,8 @@ use ballast_report::page::{inline, prose};
 use crate::Findings;
 use crate::findings::{Kind, Run};
 
-/// The colour of the floor in every plot.
-pub(super) const FLOOR_COLOUR: usize = 7;
+/// The color of the floor in every plot.
+pub(super) const FLOOR_COLOR: usize = 7;
 
 /// The run that shows what f32 arithmetic itself costs.
 pub(super) fn floor(findings: &Findings) -> Option<&Run> {
@@ -56,8 +56,8 @@ pub(super) fn top(findings: &Findings, each: usize, with: impl Fn(&Run) -> bool)
 }
 
 /// A heading with the sentence below it.
-pub(super) fn heading(id: &str, title: &str, says: &str) -> String {
-    format!("<h2 id=\"{id}\">{}</h2>\n{}", inline(title), soft(says))
+pub(super) fn heading(id: &str, title: &str, caption: &str) -> String {
+    format!("<h2 id=\"{id}\">{}</h2>\n{}", inline(title), soft(caption))
 }
 
 /// A paragraph beside the figures; nothing for nothing.

@@ -88,7 +88,7 @@ pub(super) fn memory(report: &Report<'_>, plot: &str) -> String {
     if planned == 0 && report.measured_peak == 0 {
         return plot.into();
     }
-    let says = match (planned, report.measured_peak) {
+    let caption = match (planned, report.measured_peak) {
         (0, peak) => format!("The process had at most {}.", format::bytes(peak)),
         (_, 0) => format!("The plan asks for {}.", format::bytes(planned)),
         (_, peak) => {
@@ -106,7 +106,7 @@ pub(super) fn memory(report: &Report<'_>, plot: &str) -> String {
         parts: report.plan.iter().map(|row| (row.what.clone(), row.bytes as f64)).collect(),
         mark: (report.measured_peak > 0).then(|| ("measured peak".into(), report.measured_peak as f64)),
     };
-    let mut html = format!("<h2 id=\"memory\">Memory</h2>\n<p class=\"soft\">{says}</p>\n");
+    let mut html = format!("<h2 id=\"memory\">Memory</h2>\n<p class=\"soft\">{caption}</p>\n");
     if planned > 0 {
         html += &bar.html(|size| format::bytes(size as u64));
         html += &plan_table(report, planned);

@@ -77,7 +77,7 @@ fn body(html: &str) -> &str {
 fn each_plot_says_what_one_sees() {
     let records = run(300, falling);
     let html = html(&report(&records));
-    for says in [
+    for caption in [
         "300 steps on 614,400 tokens in 31.5 s; the last loss is 0.0185, the lowest validation loss 0.0285.",
         "The loss fell from 5.55 to 0.0185 over 299 steps; the lowest validation loss, 0.0285, is at step 300.",
         "At best 100.0 % of the validation tokens were predicted, at step 300.",
@@ -88,7 +88,7 @@ fn each_plot_says_what_one_sees() {
         "<code>model.layers.*.linear_attn.A_log</code>",
         "0 of 1 right",
     ] {
-        assert!(html.contains(says), "{says}");
+        assert!(html.contains(caption), "{caption}");
     }
 }
 
