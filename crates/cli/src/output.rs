@@ -8,6 +8,8 @@ use std::collections::HashMap;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::sync::Mutex;
 
+use ballast_report::format;
+pub(crate) use ballast_report::format::{bytes, count, plural};
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
 use serde::Serialize;
 
@@ -111,38 +113,12 @@ pub(crate) fn clean_lines(text: &str) -> String {
     text.split('\n').map(clean).collect::<Vec<_>>().join("\n")
 }
 
-/// `1.5 GiB`.
-pub(crate) fn bytes(count: u64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = count as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < units.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", units[unit]) }
-}
-
-/// `1234567` as `1,234,567`.
-pub(crate) fn count(n: u64) -> String {
-    let digits = n.to_string();
-    let groups: Vec<&str> =
-        digits.as_bytes().rchunks(3).rev().map(|g| std::str::from_utf8(g).unwrap_or("")).collect();
-    groups.join(",")
-}
-
-/// `n thing` or `n things`.
-pub(crate) fn plural(n: usize, thing: &str) -> String {
-    format!("{} {thing}{}", count(n as u64), if n == 1 { "" } else { "s" })
-}
-
 /// Tensor names with their numbers replaced by `*`, each pattern once with how often it occurs.
 pub(crate) fn patterns<'a>(names: impl IntoIterator<Item = &'a String>) -> Vec<(String, usize)> {
     let mut found: Vec<(String, usize)> = Vec::new();
     let mut places: HashMap<String, usize> = HashMap::new();
     for name in names {
-        let star = |s: &'a str| if !s.is_empty() && s.bytes().all(|b| b.is_ascii_digit()) { "*" } else { s };
-        let pattern = clean(&name.split('.').map(star).collect::<Vec<_>>().join("."));
+        let pattern = clean(&format::name_pattern(name));
         let place = *places.entry(pattern.clone()).or_insert(found.len());
         match found.get_mut(place) {
             Some((_, n)) => *n += 1,

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_checkpoint::jobs::Observer;
+use ballast_report::format::estimate;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output;
@@ -138,17 +139,17 @@ impl Observer for Progress {
             phase.last_line = Instant::now();
             let seconds = phase.begun.elapsed().as_secs_f64();
             let rate = done as f64 / seconds;
-            let eta = phase.total.saturating_sub(done) as f64 / rate.max(1e-3);
+            let eta = estimate(phase.total.saturating_sub(done) as f64 / rate.max(1e-3));
             let percent = 100 * done / phase.total.max(1);
             let rate = match phase.unit {
                 Unit::Steps => {
-                    return output::note(&format!("{}: {percent} %, ETA {eta:.0} s", phase.name));
+                    return output::note(&format!("{}: {percent} %, ETA {eta}", phase.name));
                 }
                 Unit::Bytes => output::bytes(rate as u64),
                 Unit::Tokens => format!("{} tokens", output::count(rate as u64)),
                 Unit::Documents => format!("{} documents", output::count(rate as u64)),
             };
-            output::note(&format!("{}: {percent} %, {rate}/s, ETA {eta:.0} s", phase.name));
+            output::note(&format!("{}: {percent} %, {rate}/s, ETA {eta}", phase.name));
         }
     }
 

@@ -3,7 +3,9 @@
 //! A choice "matters" by comparison: with what storing everything else in bf16 costs (the run `bf16`, which keeps the
 //! contract), since that is the price that was accepted already; and with the floor, the run in f32.
 
-use ballast_train::report::say::{bytes, counted, number, pattern, percent, share, signed};
+use ballast_report::format::{
+    bytes, capitalized, exact_percent, name_pattern, number, percent, plural, signed,
+};
 
 use crate::findings::{Answer, DecayError, Findings, ProtectedTensor, Run};
 
@@ -23,14 +25,9 @@ pub fn answers(findings: &Findings) -> Vec<Answer> {
     answers.extend(l2norm(findings));
     answers.extend(stored(findings));
     for answer in &mut answers {
-        answer.short = capital(&answer.short);
+        answer.short = capitalized(&answer.short);
     }
     answers
-}
-
-fn capital(text: &str) -> String {
-    let mut letters = text.chars();
-    letters.next().map_or(String::new(), |first| first.to_uppercase().chain(letters).collect())
 }
 
 fn run<'f>(findings: &'f Findings, name: &str) -> Option<&'f Run> {
@@ -47,7 +44,7 @@ fn verdict(findings: &Findings, run: &Run) -> (&'static str, String) {
 fn judge(findings: &Findings, run: &Run) -> (&'static str, String, String) {
     if let Some(place) = &run.not_finite {
         let text =
-            format!("what comes out of it is not finite, first in {} ({} values)", place.site, place.count);
+            format!("what comes out of it is non-finite, first in {} ({} values)", place.site, place.count);
         return ("yes", text.clone(), text);
     }
     let own = run.kl.mean;
@@ -57,7 +54,7 @@ fn judge(findings: &Findings, run: &Run) -> (&'static str, String, String) {
         number(own),
         number(run.kl.max),
         signed(run.loss_difference),
-        share(run.top1_agreement)
+        exact_percent(run.top1_agreement)
     );
     let brief = format!("KL {}", number(own));
     let Some(bf16) = self::run(findings, "bf16").map(|run| run.kl.mean).filter(|kl| *kl > 0.0) else {
@@ -116,7 +113,7 @@ fn rounded_tensor(findings: &Findings, name: &str, end: &str) -> Option<Answer> 
             " The decay rate exp(A_log) is off by {} % on average and by {} % at most, over {}; half-lives change by as much.",
             number(100.0 * mean),
             number(100.0 * largest),
-            counted(run.decay.len() as u64, "head")
+            plural(run.decay.len(), "head")
         );
     }
     Some(Answer { question, short: word.into(), text })
@@ -135,7 +132,7 @@ fn compounding(findings: &Findings) -> Option<Answer> {
     }
     let ratio = b / a;
     let short = match ratio {
-        _ if !ratio.is_finite() => "not finite",
+        _ if !ratio.is_finite() => "non-finite",
         _ if ratio > 4.0 => "yes",
         _ if ratio > 1.25 => "a little",
         _ => "no",
@@ -176,7 +173,7 @@ fn decoded_state(findings: &Findings) -> Option<Answer> {
          likeliest token for {} of tokens",
         number(state.kl.mean),
         number(state.kl.max),
-        share(state.top1_agreement)
+        exact_percent(state.top1_agreement)
     );
     if let Some(run) = run(findings, "state").filter(|run| run.kl.mean > 0.0) {
         let ratio = state.kl.mean / run.kl.mean;
@@ -228,7 +225,7 @@ fn resolution(findings: &Findings) -> Option<Answer> {
             }
             text += &format!(
                 " {name}: {brief}; another key is the largest in up to {} of a layer's rows.",
-                share(changed(run))
+                exact_percent(changed(run))
             );
         }
     }
@@ -252,8 +249,8 @@ fn indexer(findings: &Findings) -> Option<Answer> {
     let (word, sentence) = verdict(findings, run);
     let text = format!(
         "In bf16, {} of the chosen keys are the reference's, and {} of queries choose exactly the same; {sentence}.{learning}",
-        share(mean),
-        share(same)
+        exact_percent(mean),
+        exact_percent(same)
     );
     Some(Answer { question, short: word.into(), text })
 }
@@ -274,7 +271,7 @@ fn l2norm(findings: &Findings) -> Option<Answer> {
     let saved = findings
         .l2norm
         .iter()
-        .map(|row| format!("{} at {}", bytes(row.outside - row.inside), counted(row.tokens as u64, "token")));
+        .map(|row| format!("{} at {}", bytes(row.outside - row.inside), plural(row.tokens, "token")));
     let mut text = format!(
         "Inside, in f32, nothing of q's and k's size is kept for backward: over all layers that saves {} in bf16, {} of what \
          the outside form keeps of q and k.",
@@ -309,7 +306,7 @@ fn stored(findings: &Findings) -> Option<Answer> {
     }
     let mut kinds: Vec<(String, &str, u64, u64, usize)> = Vec::new();
     for tensor in &findings.protected {
-        let kind = pattern(&tensor.name).trim_start_matches("layers.*.").to_string();
+        let kind = name_pattern(&tensor.name).trim_start_matches("layers.*.").to_string();
         match kinds.iter_mut().find(|(name, dtype, ..)| *name == kind && *dtype == tensor.dtype) {
             Some((_, _, beyond, all, count)) => {
                 *beyond += tensor.beyond_bf16;
@@ -325,7 +322,7 @@ fn stored(findings: &Findings) -> Option<Answer> {
         } else {
             format!("carries more than bf16 in {beyond} of {all} values")
         };
-        format!("{kind} is {dtype} in {} and {content}", counted(*count as u64, "layer"))
+        format!("{kind} is {dtype} in {} and {content}", plural(*count, "layer"))
     };
     let text = kinds.iter().map(sentence).collect::<Vec<_>>().join("; ") + ".";
     let beyond = findings.protected.iter().any(|tensor| tensor.beyond_bf16 > 0);

@@ -91,10 +91,10 @@ impl Dump {
     }
 
     /// Gradients of the parameters of a part; that of a tied head is whole in the file, and counted with the embedding.
-    pub fn gradients(&self, part: Part, stored: &LazyCheckpoint) -> Result<Vec<Gradient>> {
+    pub fn gradients(&self, part: Part, checkpoint: &LazyCheckpoint) -> Result<Vec<Gradient>> {
         let mut found = Vec::new();
-        for spec in stored.specs.all().filter(|spec| part.has(spec, false)) {
-            for name in [stored.full_name(spec), spec.name.clone()] {
+        for spec in checkpoint.specs.all().filter(|spec| part.has(spec, false)) {
+            for name in [checkpoint.full_name(spec), spec.name.clone()] {
                 if let Some(values) = self.tensor(&format!("grad.{name}"))? {
                     found.push((spec.name.clone(), values));
                     break;

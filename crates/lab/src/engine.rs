@@ -74,34 +74,34 @@ pub struct Running<'b> {
 impl<'b> Engine<'b> {
     /// The reference in f64.
     pub fn exact(
-        stored: &LazyCheckpoint,
+        checkpoint: &LazyCheckpoint,
         batch: &Batch,
         ties: Ties,
         backward: Backward,
     ) -> Result<Engine<'b>> {
-        Ok(Engine::Exact(Box::new(Reference::new(&stored.config, batch, ties, backward)?)))
+        Ok(Engine::Exact(Box::new(Reference::new(&checkpoint.config, batch, ties, backward)?)))
     }
 
     /// A model in this precision.
     pub fn model(
-        stored: &LazyCheckpoint,
+        checkpoint: &LazyCheckpoint,
         batch: &'b Batch,
         ties: Ties,
         precision: Precision,
         backward: Backward,
     ) -> Result<Engine<'b>> {
-        let mut model = stored.model(precision)?;
+        let mut model = checkpoint.model(precision)?;
         model.set_ties(ties);
         Ok(Engine::Model(Box::new(Running { model, pass: None, batch, backward })))
     }
 
     /// One part forward, up to the last norm: the embedding, then every layer, then the head's.
-    pub fn forward(&mut self, part: Part, stored: &LazyCheckpoint, values: &Params) -> Result<Vec<Site>> {
+    pub fn forward(&mut self, part: Part, checkpoint: &LazyCheckpoint, values: &Params) -> Result<Vec<Site>> {
         let mut sites = Sites::default();
         match self {
             Engine::Dump(dump) => return dump.sites(part),
             Engine::Exact(reference) => {
-                let (weights, mut see) = (by_name(&stored.specs, values), sites.shown());
+                let (weights, mut see) = (by_name(&checkpoint.specs, values), sites.shown());
                 match part {
                     Part::Embedding => reference.embed(&weights, &mut see),
                     Part::Layer(index) => reference.layer(index, &weights, &mut see),
@@ -126,12 +126,12 @@ impl<'b> Engine<'b> {
     pub fn logits(
         &mut self,
         rows: Range<usize>,
-        stored: &LazyCheckpoint,
+        checkpoint: &LazyCheckpoint,
         values: &Params,
     ) -> Result<Vec<f64>> {
         match self {
             Engine::Dump(dump) => dump.logits(rows),
-            Engine::Exact(reference) => reference.logits(rows, &by_name(&stored.specs, values)),
+            Engine::Exact(reference) => reference.logits(rows, &by_name(&checkpoint.specs, values)),
             Engine::Model(running) => {
                 running.model.hold(values);
                 let (model, pass) = running.begun();
@@ -144,14 +144,14 @@ impl<'b> Engine<'b> {
     pub fn backward(
         &mut self,
         part: Part,
-        stored: &LazyCheckpoint,
+        checkpoint: &LazyCheckpoint,
         values: &Params,
     ) -> Result<Vec<Gradient>> {
         let mut gradients = Vec::new();
         match self {
-            Engine::Dump(dump) => return dump.gradients(part, stored),
+            Engine::Dump(dump) => return dump.gradients(part, checkpoint),
             Engine::Exact(reference) => {
-                let weights = by_name(&stored.specs, values);
+                let weights = by_name(&checkpoint.specs, values);
                 let mut take = |name: &str, values: Vec<f64>| gradients.push((name.to_string(), values));
                 match part {
                     Part::Head => reference.loss(&weights, Some(&mut take)).map(drop),
@@ -161,10 +161,10 @@ impl<'b> Engine<'b> {
             }
             Engine::Model(running) => {
                 running.model.hold(values);
-                let tied = stored.config.tied;
+                let tied = checkpoint.config.tied;
                 let mut grads = running.model.grads_of(|spec| part.has(spec, tied));
                 running.backward(part, &mut grads)?;
-                gradients = named(&stored.specs, grads);
+                gradients = named(&checkpoint.specs, grads);
             }
         }
         Ok(gradients)
@@ -178,8 +178,8 @@ impl<'b> Engine<'b> {
     }
 
     /// What the run uses for a protected tensor of the part that it holds; `values` are the checkpoint's.
-    pub fn protected(&self, name: &str, stored: &LazyCheckpoint, values: &Params) -> Option<Vec<f64>> {
-        let index = stored.specs.protected.iter().position(|spec| spec.name == name)?;
+    pub fn protected(&self, name: &str, checkpoint: &LazyCheckpoint, values: &Params) -> Option<Vec<f64>> {
+        let index = checkpoint.specs.protected.iter().position(|spec| spec.name == name)?;
         Some(widen(match self {
             Engine::Dump(_) => return None,
             Engine::Exact(_) => values.protected()[index].values(),

@@ -44,11 +44,11 @@ impl Arithmetic {
         }
     }
 
-    fn engine<'b>(self, stored: &LazyCheckpoint, setup: &Setup<'b>) -> Result<Engine<'b>> {
+    fn engine<'b>(self, checkpoint: &LazyCheckpoint, setup: &Setup<'b>) -> Result<Engine<'b>> {
         let Setup { batch, ties, backward, .. } = *setup;
         match self {
-            Arithmetic::F64 => Engine::exact(stored, batch, ties, backward),
-            Arithmetic::F32 => Engine::model(stored, batch, ties, Precision::f32(), backward),
+            Arithmetic::F64 => Engine::exact(checkpoint, batch, ties, backward),
+            Arithmetic::F32 => Engine::model(checkpoint, batch, ties, Precision::f32(), backward),
         }
     }
 }
@@ -56,7 +56,7 @@ impl Arithmetic {
 /// How an experiment is made.
 pub struct Setup<'a> {
     /// The model.
-    pub stored: &'a LazyCheckpoint,
+    pub checkpoint: &'a LazyCheckpoint,
     /// What it reads.
     pub batch: &'a Batch,
     /// What the reference computes in.
@@ -77,7 +77,7 @@ impl Setup<'_> {
 
 /// A run on its way.
 struct Runner<'a> {
-    stored: &'a LazyCheckpoint,
+    checkpoint: &'a LazyCheckpoint,
     engine: Engine<'a>,
     rounds: Option<Roundings>,
     /// Largest error that is no difference; `None`: every bit counts, compared with the run in f32.
@@ -101,7 +101,7 @@ pub enum Contestant<'a> {
         /// As it was given.
         name: String,
         /// It.
-        stored: &'a LazyCheckpoint,
+        checkpoint: &'a LazyCheckpoint,
     },
     /// Tensors that another framework wrote.
     Dump {
@@ -116,7 +116,7 @@ pub enum Contestant<'a> {
 
 /// Units of progress that an experiment has.
 pub fn units(setup: &Setup<'_>, contestants: usize) -> u64 {
-    let parts = setup.stored.config.layers.len() + 2;
+    let parts = setup.checkpoint.config.layers.len() + 2;
     ((contestants + 1) * parts * if setup.is_backward() { 2 } else { 1 }) as u64
 }
 
@@ -127,7 +127,7 @@ pub fn run(setup: &Setup<'_>, contestants: Vec<Contestant<'_>>) -> Result<Findin
         contestants.into_iter().map(|one| Runner::new(setup, one)).collect();
     let mut experiment = Experiment {
         setup,
-        reference: setup.reference.engine(setup.stored, setup)?,
+        reference: setup.reference.engine(setup.checkpoint, setup)?,
         runners: runners?,
         buckets: position::buckets(setup.batch),
         keys: HashMap::new(),
@@ -173,7 +173,7 @@ impl<'a> Experiment<'a> {
 
     fn forward(&mut self) -> Result {
         self.part(Part::Embedding)?;
-        for index in 0..self.setup.stored.config.layers.len() {
+        for index in 0..self.setup.checkpoint.config.layers.len() {
             self.part(Part::Layer(index))?;
         }
         self.part(Part::Head)?;
@@ -182,21 +182,21 @@ impl<'a> Experiment<'a> {
 
     /// One part of the model, in the reference and in every run.
     fn part(&mut self, part: Part) -> Result {
-        let stored = self.setup.stored;
-        let values = read(stored, part)?;
-        let reference = self.reference.forward(part, stored, &values)?;
+        let checkpoint = self.setup.checkpoint;
+        let values = read(checkpoint, part)?;
+        let reference = self.reference.forward(part, checkpoint, &values)?;
         self.step()?;
         let mut shown = Shown { reference, control: Vec::new(), decays: None, rows: None };
         if let Part::Layer(index) = part {
-            shown.decays = decays(&self.reference, index, &shown.reference, stored, &values);
+            shown.decays = decays(&self.reference, index, &shown.reference, checkpoint, &values);
             shown.rows = self.rows(index, &shown.reference);
             self.findings.decays.extend(shown.decays.iter().flat_map(|decays| decays.describe(index)));
             self.findings.attention.extend(shown.rows.iter().map(|rows| rows.range(index)));
         }
         for number in 0..self.runners.len() {
             let runner = &mut self.runners[number];
-            let values = runner.values(stored, part, &values)?;
-            let sites = runner.engine.forward(part, runner.stored, &values)?;
+            let values = runner.values(checkpoint, part, &values)?;
+            let sites = runner.engine.forward(part, runner.checkpoint, &values)?;
             runner.compare(&sites, &shown, &self.buckets)?;
             if let Part::Layer(index) = part {
                 runner.compare_layer(index, &sites, &shown, self.setup, &values);
@@ -212,7 +212,7 @@ impl<'a> Experiment<'a> {
 
     /// Logits of sampled queries in the reference.
     fn rows(&mut self, index: usize, sites: &[Site]) -> Option<Rows> {
-        let config = &self.setup.stored.config;
+        let config = &self.setup.checkpoint.config;
         let shape = Shape::of(index, &config.layers[index].mixer)?;
         // An f32 reference rounds nothing either.
         sampled(&mut self.keys, index, &shape, sites, self.setup, None)
@@ -220,22 +220,22 @@ impl<'a> Experiment<'a> {
 
     /// Logits slice by slice: those of the whole input may not fit.
     fn compare_outputs(&mut self) -> Result {
-        let (stored, batch) = (self.setup.stored, self.setup.batch);
-        let (vocabulary, tokens) = (stored.config.vocabulary, batch.tokens());
-        let values = read(stored, Part::Head)?;
+        let (checkpoint, batch) = (self.setup.checkpoint, self.setup.batch);
+        let (vocabulary, tokens) = (checkpoint.config.vocabulary, batch.tokens());
+        let values = read(checkpoint, Part::Head)?;
         let rows = slice_rows(vocabulary);
         for begin in (0..tokens).step_by(rows) {
             let slice = begin..(begin + rows).min(tokens);
             let targets = &batch.targets[slice.clone()];
-            let exact = self.reference.logits(slice.clone(), stored, &values)?;
+            let exact = self.reference.logits(slice.clone(), checkpoint, &values)?;
             self.outputs.add(&exact, &exact, targets, vocabulary);
             let mut control = None;
             for runner in &mut self.runners {
                 if !runner.engine.has_logits() {
                     continue;
                 }
-                let values = runner.values(stored, Part::Head, &values)?;
-                let logits = runner.engine.logits(slice.clone(), runner.stored, &values)?;
+                let values = runner.values(checkpoint, Part::Head, &values)?;
+                let logits = runner.engine.logits(slice.clone(), runner.checkpoint, &values)?;
                 runner.engine.release();
                 runner.see_logits(&logits, &exact, control.as_deref());
                 runner.outputs.add(&logits, &exact, targets, vocabulary);
@@ -247,21 +247,21 @@ impl<'a> Experiment<'a> {
 
     fn backward(&mut self) -> Result {
         self.part_backward(Part::Head)?;
-        for index in (0..self.setup.stored.config.layers.len()).rev() {
+        for index in (0..self.setup.checkpoint.config.layers.len()).rev() {
             self.part_backward(Part::Layer(index))?;
         }
         self.part_backward(Part::Embedding)
     }
 
     fn part_backward(&mut self, part: Part) -> Result {
-        let stored = self.setup.stored;
-        let values = read(stored, part)?;
-        let exact = gradients(&mut self.reference, part, stored, &values, &mut self.pending)?;
+        let checkpoint = self.setup.checkpoint;
+        let values = read(checkpoint, part)?;
+        let exact = gradients(&mut self.reference, part, checkpoint, &values, &mut self.pending)?;
         self.step()?;
         for number in 0..self.runners.len() {
             let runner = &mut self.runners[number];
-            let values = runner.values(stored, part, &values)?;
-            let found = gradients(&mut runner.engine, part, runner.stored, &values, &mut runner.pending)?;
+            let values = runner.values(checkpoint, part, &values)?;
+            let found = gradients(&mut runner.engine, part, runner.checkpoint, &values, &mut runner.pending)?;
             runner.engine.release();
             runner.compare_gradients(&found, &exact)?;
             self.step()?;
@@ -283,28 +283,28 @@ impl<'a> Experiment<'a> {
 
 impl<'a> Runner<'a> {
     fn new(setup: &Setup<'a>, contestant: Contestant<'a>) -> Result<Runner<'a>> {
-        let (engine, stored, rounds, tolerance, found) = match contestant {
+        let (engine, checkpoint, rounds, tolerance, found) = match contestant {
             Contestant::Choice(choice) => {
-                let Setup { stored, batch, ties, backward, .. } = *setup;
-                let engine = Engine::model(stored, batch, ties, choice.precision.clone(), backward)?;
+                let Setup { checkpoint, batch, ties, backward, .. } = *setup;
+                let engine = Engine::model(checkpoint, batch, ties, choice.precision.clone(), backward)?;
                 let found = Run { name: choice.name, what: choice.what, kind: choice.kind, ..Run::default() };
-                (engine, setup.stored, Some(Roundings::of(&choice.precision)), None, found)
+                (engine, setup.checkpoint, Some(Roundings::of(&choice.precision)), None, found)
             }
-            Contestant::Checkpoint { name, stored } => {
+            Contestant::Checkpoint { name, checkpoint } => {
                 let what = format!("another checkpoint, in {}", setup.reference.name());
                 let kind = Kind::Checkpoint;
                 let found = Run { name, what, kind, ..Run::default() };
-                (setup.reference.engine(stored, setup)?, stored, None, Some(0.0), found)
+                (setup.reference.engine(checkpoint, setup)?, checkpoint, None, Some(0.0), found)
             }
             Contestant::Dump { name, dump, tolerance } => {
                 let what = "tensors that were written by another framework".into();
                 let kind = Kind::Dump;
                 let found = Run { name, what, kind, ..Run::default() };
-                (Engine::Dump(Box::new(dump)), setup.stored, None, Some(tolerance), found)
+                (Engine::Dump(Box::new(dump)), setup.checkpoint, None, Some(tolerance), found)
             }
         };
         Ok(Runner {
-            stored,
+            checkpoint,
             engine,
             rounds,
             tolerance,
@@ -321,10 +321,10 @@ impl<'a> Runner<'a> {
 
     /// The values of a part: those of the reference's checkpoint, or of its own.
     fn values<'v>(&self, shared: &LazyCheckpoint, part: Part, values: &'v Params) -> Result<Cow<'v, Params>> {
-        if std::ptr::eq(self.stored, shared) {
+        if std::ptr::eq(self.checkpoint, shared) {
             return Ok(Cow::Borrowed(values));
         }
-        Ok(Cow::Owned(read(self.stored, part)?))
+        Ok(Cow::Owned(read(self.checkpoint, part)?))
     }
 
     fn see_not_finite(&mut self, site: &str, dtype: &str, count: usize) {
@@ -406,11 +406,11 @@ impl<'a> Runner<'a> {
         if let Some(site) = self.found.sites.iter().rev().find(|site| site.site == out) {
             self.found.by_layer.push(LayerError { layer: index, error: site.error });
         }
-        let own = decays(&self.engine, index, sites, self.stored, values);
+        let own = decays(&self.engine, index, sites, self.checkpoint, values);
         if let (Some(own), Some(exact)) = (own, &shown.decays) {
             self.found.decay.extend(own.compare(exact, index));
         }
-        let mixer = &setup.stored.config.layers[index].mixer;
+        let mixer = &setup.checkpoint.config.layers[index].mixer;
         if let (Some(shape), Some(exact)) = (Shape::of(index, mixer), &shown.rows)
             && let Some(rows) = sampled(&mut self.keys, index, &shape, sites, setup, self.rounds)
         {
@@ -482,21 +482,21 @@ impl<'a> Runner<'a> {
     }
 }
 
-fn read(stored: &LazyCheckpoint, part: Part) -> Result<Params> {
-    let tied = stored.config.tied;
-    Ok(stored.read(|spec| part.has(spec, tied))?)
+fn read(checkpoint: &LazyCheckpoint, part: Part) -> Result<Params> {
+    let tied = checkpoint.config.tied;
+    Ok(checkpoint.read(|spec| part.has(spec, tied))?)
 }
 
 /// One part backward: its gradients, those of a tied head only when the embedding's are added.
 fn gradients(
     engine: &mut Engine<'_>,
     part: Part,
-    stored: &LazyCheckpoint,
+    checkpoint: &LazyCheckpoint,
     values: &Params,
     pending: &mut HashMap<String, Vec<f64>>,
 ) -> Result<Vec<Gradient>> {
-    let mut found = engine.backward(part, stored, values)?;
-    if part == Part::Head && stored.config.tied {
+    let mut found = engine.backward(part, checkpoint, values)?;
+    if part == Part::Head && checkpoint.config.tied {
         let (head, rest): (Vec<Gradient>, Vec<Gradient>) =
             found.into_iter().partition(|(name, _)| name == "embed_tokens.weight");
         pending.extend(head);
@@ -512,7 +512,7 @@ fn gradients(
 
 /// What a layer's indexer chooses by.
 fn scores<'s>(index: usize, sites: &'s [Site], setup: &'s Setup<'_>) -> Option<Scores<'s>> {
-    let Mixer::Latent(latent) = &setup.stored.config.layers[index].mixer else { return None };
+    let Mixer::Latent(latent) = &setup.checkpoint.config.layers[index].mixer else { return None };
     let values = site(sites, &format!("layers.{index}.self_attn.indexer.scores"))?;
     Some(Scores { values, cu_seqlens: &setup.batch.cu_seqlens, topk: latent.index_topk, ties: setup.ties })
 }
@@ -525,11 +525,11 @@ fn decays(
     engine: &Engine<'_>,
     index: usize,
     sites: &[Site],
-    stored: &LazyCheckpoint,
+    checkpoint: &LazyCheckpoint,
     values: &Params,
 ) -> Option<Decays> {
     let g = site(sites, &format!("layers.{index}.linear_attn.g"))?;
-    let a_log = engine.protected(&format!("layers.{index}.linear_attn.A_log"), stored, values)?;
+    let a_log = engine.protected(&format!("layers.{index}.linear_attn.A_log"), checkpoint, values)?;
     Some(Decays::new(&a_log, g))
 }
 
@@ -544,7 +544,7 @@ fn sampled(
 ) -> Option<Rows> {
     let q = site(sites, &format!("layers.{index}.self_attn.q"))?;
     let own = site(sites, &format!("layers.{index}.self_attn.k"));
-    let mut users = setup.stored.config.layers.iter().enumerate();
+    let mut users = setup.checkpoint.config.layers.iter().enumerate();
     let uses = |(user, layer): (usize, &Layer)| {
         user > index && Shape::of(user, &layer.mixer).is_some_and(|shape| shape.keys_of == index)
     };
@@ -573,7 +573,7 @@ fn slice_rows(vocabulary: usize) -> usize {
 
 /// An error before anything is read, where it would not fit.
 fn check_memory(setup: &Setup<'_>, contestants: usize) -> Result {
-    let (config, specs) = (&setup.stored.config, &setup.stored.specs);
+    let (config, specs) = (&setup.checkpoint.config, &setup.checkpoint.specs);
     let tokens = setup.batch.tokens() as u64;
     let elements = |part: Part| -> u64 {
         specs.all().filter(|spec| part.has(spec, config.tied)).map(|spec| spec.len() as u64).sum()

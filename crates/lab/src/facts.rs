@@ -15,12 +15,12 @@ use crate::findings::{L2NormBytes, ProtectedTensor};
 pub const LENGTHS: [usize; 3] = [8 << 10, 32 << 10, 128 << 10];
 
 /// Every protected tensor: what it is stored in, and whether its values need that.
-pub fn protected(stored: &LazyCheckpoint) -> Result<Vec<ProtectedTensor>> {
-    let names: HashSet<&str> = stored.specs.protected.iter().map(|spec| spec.name.as_str()).collect();
-    let values = stored.read(|spec| names.contains(spec.name.as_str()))?;
+pub fn protected(checkpoint: &LazyCheckpoint) -> Result<Vec<ProtectedTensor>> {
+    let names: HashSet<&str> = checkpoint.specs.protected.iter().map(|spec| spec.name.as_str()).collect();
+    let values = checkpoint.read(|spec| names.contains(spec.name.as_str()))?;
     let moved = |x: &f32| (Rounding::Bf16.round(*x) as f64 - *x as f64).abs();
     let relative = |x: &f32| if *x == 0.0 { 0.0 } else { moved(x) / x.abs() as f64 };
-    let tensors = stored.protected_dtypes().zip(values.protected());
+    let tensors = checkpoint.protected_dtypes().zip(values.protected());
     let described = tensors.map(|((spec, dtype), tensor)| ProtectedTensor {
         name: spec.name.clone(),
         dtype: dtype.to_string(),

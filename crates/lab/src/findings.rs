@@ -2,7 +2,7 @@
 //!
 //! An error of a tensor is `RMS(a - b) / RMS(b)` with b the reference's, unless it is said otherwise. What was not measured
 //! (a model without linear attention has no decay) is an empty list or `None`; where another framework's files have no logits,
-//! loss, perplexity, KL and agreement are no numbers. A value that is not finite is `null` in JSON.
+//! loss, perplexity, KL and agreement are no numbers. A value that is non-finite is `null` in JSON.
 
 use serde::Serialize;
 
@@ -21,7 +21,7 @@ pub struct Findings {
     pub input: Input,
     /// The run that all others are compared with.
     pub reference: Reference,
-    /// The runs, the one with most damage (mean KL divergence; not finite comes first) first. The one called `f32` is the
+    /// The runs, the one with most damage (mean KL divergence; non-finite comes first) first. The one called `f32` is the
     /// floor: what f32 arithmetic itself costs.
     pub runs: Vec<Run>,
     /// Protected tensors, as the checkpoint stores them.
@@ -113,7 +113,7 @@ pub struct Run {
     /// The first tensor, in the order in which they are made, whose bits differ from the run in f32; for another checkpoint or
     /// another framework's tensors, the first that is farther from the reference than it may be, gradients last. `None`: none.
     pub first_difference: Option<String>,
-    /// The first tensor with a value that is not finite where the reference has only finite ones.
+    /// The first tensor with a value that is non-finite where the reference has only finite ones.
     pub not_finite: Option<NotFinite>,
     /// Error of the residual stream after each layer.
     pub by_layer: Vec<LayerError>,
@@ -152,13 +152,13 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// What runs are ordered by: the mean, and what is not finite is worse than all else.
+    /// What runs are ordered by: the mean, and what is non-finite is worse than all else.
     pub fn damage(&self) -> f64 {
         if self.mean.is_finite() { self.mean } else { f64::INFINITY }
     }
 }
 
-/// A value that is not finite.
+/// A value that is non-finite.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct NotFinite {
     /// Where.
@@ -347,7 +347,7 @@ pub struct TrainingRun {
     pub drift: f64,
     /// The same for protected tensors alone; `None` without any.
     pub protected_drift: Option<f64>,
-    /// The step at which a loss or gradient was not finite, counted from one; training ends there.
+    /// The step at which a loss or gradient was non-finite, counted from one; training ends there.
     pub not_finite: Option<usize>,
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::{Batch, Config, LazyCheckpoint, Ties, memory};
-use ballast_train::report::say::counted;
+use ballast_report::format::plural;
 
 use crate::answers::answers;
 use crate::choices::Choice;
@@ -24,7 +24,7 @@ pub struct Study<'a> {
     /// The checkpoint.
     pub path: &'a Path,
     /// It, opened.
-    pub stored: &'a LazyCheckpoint,
+    pub checkpoint: &'a LazyCheckpoint,
     /// What it reads.
     pub batch: &'a Batch,
     /// The same in words.
@@ -63,8 +63,8 @@ impl<'a> Study<'a> {
         let contestants: Vec<Contestant<'_>> = all.map(Contestant::Choice).collect();
         let runs = contestants.len();
         let mut findings = self.run(contestants, Ties::Earliest, Backward::WithIndexers)?;
-        findings.protected = facts::protected(self.stored)?;
-        findings.l2norm = facts::l2norm(&self.stored.config);
+        findings.protected = facts::protected(self.checkpoint)?;
+        findings.l2norm = facts::l2norm(&self.checkpoint.config);
         let (path, batch, observer) = (self.path, self.batch, self.observer);
         if let Some(Training { steps, learning_rate }) = more.training {
             observer.steps("training", (runs * steps) as u64);
@@ -78,7 +78,7 @@ impl<'a> Study<'a> {
             findings.decoding = Decoding { path, batch, observer }.run(&choices)?;
         }
         findings.answers = answers(&findings);
-        findings.notes = notes(&self.stored.config, self);
+        findings.notes = notes(&self.checkpoint.config, self);
         findings.seconds = begun.elapsed().as_secs_f64();
         findings.peak_memory_bytes = memory::peak();
         Ok(findings)
@@ -87,15 +87,15 @@ impl<'a> Study<'a> {
     /// Another checkpoint of the same model beside this one.
     pub fn compare(&self, name: &str, other: &LazyCheckpoint) -> Result<Findings> {
         let begun = Instant::now();
-        if other.config != self.stored.config {
+        if other.config != self.checkpoint.config {
             return Err(Error::Input(format!(
                 "{name}: its config.json describes another model than {}, so their tensors cannot be compared",
                 self.path.display()
             )));
         }
-        let contestant = Contestant::Checkpoint { name: name.into(), stored: other };
+        let contestant = Contestant::Checkpoint { name: name.into(), checkpoint: other };
         let mut findings = self.run(vec![contestant], Ties::Earliest, Backward::WithIndexers)?;
-        findings.protected = facts::protected(self.stored)?;
+        findings.protected = facts::protected(self.checkpoint)?;
         findings.seconds = begun.elapsed().as_secs_f64();
         findings.peak_memory_bytes = memory::peak();
         Ok(findings)
@@ -126,30 +126,32 @@ impl<'a> Study<'a> {
     fn left_aside(&self, run: &Run, names: &[String]) -> Option<String> {
         let mut known: HashSet<String> = run.sites.iter().map(|site| site.site.clone()).collect();
         known.insert("logits".into());
-        for spec in self.stored.specs.all().filter(|spec| run.gradients.iter().any(|g| g.tensor == spec.name))
+        for spec in
+            self.checkpoint.specs.all().filter(|spec| run.gradients.iter().any(|g| g.tensor == spec.name))
         {
-            known.extend([format!("grad.{}", spec.name), format!("grad.{}", self.stored.full_name(spec))]);
+            known
+                .extend([format!("grad.{}", spec.name), format!("grad.{}", self.checkpoint.full_name(spec))]);
         }
         let others: Vec<&str> =
             names.iter().map(String::as_str).filter(|name| !known.contains(*name)).collect();
         let few = others.iter().take(5).copied().collect::<Vec<_>>().join(", ");
         let more = if others.len() > 5 { ", ..." } else { "" };
         (!others.is_empty()).then(|| {
-            format!("Compared with nothing: {} ({few}{more}).", counted(others.len() as u64, "tensor"))
+            format!("Compared with nothing: {} ({few}{more}).", plural(others.len() as u64, "tensor"))
         })
     }
 
     fn run(&self, contestants: Vec<Contestant<'_>>, ties: Ties, of_interest: Backward) -> Result<Findings> {
-        let Study { stored, batch, reference, gradients, observer, .. } = *self;
-        batch.check(stored.config.vocabulary)?;
+        let Study { checkpoint, batch, reference, gradients, observer, .. } = *self;
+        batch.check(checkpoint.config.vocabulary)?;
         let backward = if gradients { of_interest } else { Backward::None };
-        let setup = Setup { stored, batch, reference, ties, backward, observer };
+        let setup = Setup { checkpoint, batch, reference, ties, backward, observer };
         observer.steps("running", experiment::units(&setup, contestants.len()));
         let mut findings = experiment::run(&setup, contestants)?;
         findings.model = self.path.display().to_string();
-        findings.model_type = stored.config.model_type.clone();
-        findings.parameters = stored.specs.all().map(|spec| spec.len() as u64).sum();
-        findings.layers = stored.config.layers.len();
+        findings.model_type = checkpoint.config.model_type.clone();
+        findings.parameters = checkpoint.specs.all().map(|spec| spec.len() as u64).sum();
+        findings.layers = checkpoint.config.layers.len();
         findings.input = self.input.clone();
         Ok(findings)
     }

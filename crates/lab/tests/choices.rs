@@ -34,13 +34,13 @@ fn batch_of(vocabulary: usize) -> ballast_model::Batch {
 fn every_single_choice_changes_its_own_site_first() {
     let mut checked = 0;
     for name in MODELS {
-        let stored = LazyCheckpoint::open(&folder(name)).unwrap();
-        for choice in defaults(&stored).iter().filter(|choice| choice.is_single()) {
+        let checkpoint = LazyCheckpoint::open(&folder(name)).unwrap();
+        for choice in defaults(&checkpoint).iter().filter(|choice| choice.is_single()) {
             let site = choice.name.split('=').next().unwrap();
             let first = first_difference(name, choice);
             if choice.kind == Kind::Tensor {
                 let end = choice.precision.rounded[0].as_str();
-                let values = stored.read(|spec| spec.name.ends_with(end)).unwrap();
+                let values = checkpoint.read(|spec| spec.name.ends_with(end)).unwrap();
                 let carries = values
                     .protected()
                     .iter()
@@ -69,15 +69,15 @@ fn every_single_choice_changes_its_own_site_first() {
 #[test]
 fn a_rounded_a_log_moves_rates_by_two_to_the_minus_nine_of_it() {
     let findings = study("qwen3_5", Arithmetic::F32, false, |study| {
-        let choice = Choice::parse("A_log", &study.stored.config, &study.stored.specs).unwrap();
-        (study.choices(vec![choice], More::default()).unwrap(), study.stored.read(|_| true).unwrap())
+        let choice = Choice::parse("A_log", &study.checkpoint.config, &study.checkpoint.specs).unwrap();
+        (study.choices(vec![choice], More::default()).unwrap(), study.checkpoint.read(|_| true).unwrap())
     });
     let (findings, values) = findings;
-    let stored = LazyCheckpoint::open(&folder("qwen3_5")).unwrap();
+    let checkpoint = LazyCheckpoint::open(&folder("qwen3_5")).unwrap();
     let mut checked = 0;
     for error in &run(&findings, "A_log").decay {
         let name = format!("layers.{}.linear_attn.A_log", error.layer);
-        let index = stored.specs.protected.iter().position(|spec| spec.name == name).unwrap();
+        let index = checkpoint.specs.protected.iter().position(|spec| spec.name == name).unwrap();
         let a_log = values.protected()[index].values()[error.head] as f64;
         // Rounding to 8 bits moves A_log by at most 2^-9 of the power of two above it, the rate by as much relatively.
         let most = 2f64.powi(-9) * 2f64.powf(a_log.abs().log2().ceil());
@@ -101,7 +101,8 @@ fn a_rounded_a_log_moves_rates_by_two_to_the_minus_nine_of_it() {
 fn lowered_logits_are_off_by_half_an_ulp_at_most() {
     for name in ["gemma3", "qwen3_next", "deepseek_v32"] {
         let findings = study(name, Arithmetic::F32, false, |study| {
-            let choice = |name: &str| Choice::parse(name, &study.stored.config, &study.stored.specs).unwrap();
+            let choice =
+                |name: &str| Choice::parse(name, &study.checkpoint.config, &study.checkpoint.specs).unwrap();
             study.choices(vec![choice("qk_product"), choice("qk_product=f16")], More::default()).unwrap()
         });
         for (choice, dtype) in [("qk_product", Rounding::Bf16), ("qk_product=f16", Rounding::F16)] {
@@ -129,7 +130,9 @@ fn sampled_logits_are_those_that_the_model_shows() {
             let findings = study(name, Arithmetic::F32, false, |study| {
                 study
                     .choices(
-                        vec![Choice::parse(preset, &study.stored.config, &study.stored.specs).unwrap()],
+                        vec![
+                            Choice::parse(preset, &study.checkpoint.config, &study.checkpoint.specs).unwrap(),
+                        ],
                         More::default(),
                     )
                     .unwrap()
@@ -152,7 +155,7 @@ fn sampled_logits_are_those_that_the_model_shows() {
 
 #[test]
 fn names_that_mean_nothing_are_refused_with_those_that_do() {
-    let stored = LazyCheckpoint::open(&folder("qwen3_5")).unwrap();
+    let checkpoint = LazyCheckpoint::open(&folder("qwen3_5")).unwrap();
     for (text, problem) in [
         ("A_logg", "nothing is called \"A_logg\""),
         ("A_log+bf16", "can only come first"),
@@ -160,10 +163,10 @@ fn names_that_mean_nothing_are_refused_with_those_that_do() {
         ("logits=f8", "f32, bf16 or f16"),
         ("", "nothing is called \"\""),
     ] {
-        let error = Choice::parse(text, &stored.config, &stored.specs).unwrap_err().to_string();
+        let error = Choice::parse(text, &checkpoint.config, &checkpoint.specs).unwrap_err().to_string();
         assert!(error.contains(problem), "{text}: {error}");
     }
-    let several = Choice::parse("bf16+A_log+state=f16", &stored.config, &stored.specs).unwrap();
+    let several = Choice::parse("bf16+A_log+state=f16", &checkpoint.config, &checkpoint.specs).unwrap();
     assert_eq!((several.kind, several.precision.state), (Kind::Several, Rounding::F16));
     assert_eq!(several.precision.rounded, ["linear_attn.A_log"]);
 }

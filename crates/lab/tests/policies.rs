@@ -22,12 +22,12 @@ fn seen(name: &str, precision: &Precision) -> Vec<u32> {
 }
 
 /// Whether a choice rounds a protected tensor whose values have more bits than bf16.
-fn rounds_a_tensor(stored: &LazyCheckpoint, choice: &Choice) -> bool {
-    let mut values = stored.read(|_| true).unwrap();
+fn rounds_a_tensor(checkpoint: &LazyCheckpoint, choice: &Choice) -> bool {
+    let mut values = checkpoint.read(|_| true).unwrap();
     for tensor in values.protected_mut() {
         tensor.values_mut().iter_mut().for_each(|x| *x = 1.0 + f32::EPSILON);
     }
-    let mut model = stored.model(choice.precision.clone()).unwrap();
+    let mut model = checkpoint.model(choice.precision.clone()).unwrap();
     model.hold(&values);
     model.params.protected() != values.protected()
 }
@@ -36,11 +36,11 @@ fn rounds_a_tensor(stored: &LazyCheckpoint, choice: &Choice) -> bool {
 fn every_policy_that_is_offered_for_a_golden_model_changes_something() {
     let mut checked = 0;
     for name in MODELS {
-        let stored = LazyCheckpoint::open(&folder(name)).unwrap();
+        let checkpoint = LazyCheckpoint::open(&folder(name)).unwrap();
         let plain = seen(name, &Precision::f32());
-        for choice in defaults(&stored) {
+        for choice in defaults(&checkpoint) {
             let changes = match choice.kind {
-                Kind::Tensor => rounds_a_tensor(&stored, &choice),
+                Kind::Tensor => rounds_a_tensor(&checkpoint, &choice),
                 _ => seen(name, &choice.precision) != plain,
             };
             assert!(changes, "{name}: {} changes nothing", choice.name);
@@ -53,10 +53,10 @@ fn every_policy_that_is_offered_for_a_golden_model_changes_something() {
 #[test]
 fn every_protected_tensor_of_a_golden_model_can_be_rounded_alone() {
     for name in MODELS {
-        let stored = LazyCheckpoint::open(&folder(name)).unwrap();
+        let checkpoint = LazyCheckpoint::open(&folder(name)).unwrap();
         let offered: Vec<Choice> =
-            defaults(&stored).into_iter().filter(|choice| choice.kind == Kind::Tensor).collect();
-        for spec in &stored.specs.protected {
+            defaults(&checkpoint).into_iter().filter(|choice| choice.kind == Kind::Tensor).collect();
+        for spec in &checkpoint.specs.protected {
             let covers = |choice: &&Choice| choice.precision.rounds(&choice.precision.policy(), &spec.name);
             assert_eq!(offered.iter().filter(covers).count(), 1, "{name}: {}", spec.name);
         }
@@ -74,10 +74,10 @@ fn a_policy_that_a_model_has_nothing_for_is_refused() {
         ("qwen3_5", "indexer_logits", "this model has no indexer_logits\n"),
         ("qwen3_5", "logits=f32", "logits is f32 already\n"),
     ] {
-        let stored = LazyCheckpoint::open(&folder(name)).unwrap();
-        let error = Choice::parse(policy, &stored.config, &stored.specs).unwrap_err().to_string();
+        let checkpoint = LazyCheckpoint::open(&folder(name)).unwrap();
+        let error = Choice::parse(policy, &checkpoint.config, &checkpoint.specs).unwrap_err().to_string();
         assert!(error.contains(problem), "{name} {policy}: {error}");
     }
-    let stored = LazyCheckpoint::open(&folder("qwen3_5_moe")).unwrap();
-    Choice::parse("megatron+router=f32", &stored.config, &stored.specs).unwrap();
+    let checkpoint = LazyCheckpoint::open(&folder("qwen3_5_moe")).unwrap();
+    Choice::parse("megatron+router=f32", &checkpoint.config, &checkpoint.specs).unwrap();
 }

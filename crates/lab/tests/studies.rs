@@ -16,7 +16,7 @@ use common::{MODELS, batch, defaults, folder, golden, run, study};
 fn every_model_has_a_whole_study() {
     for name in MODELS {
         let (findings, choices) = study(name, Arithmetic::F64, true, |study| {
-            let choices = defaults(study.stored);
+            let choices = defaults(study.checkpoint);
             let names: Vec<String> = choices.iter().map(|choice| choice.name.clone()).collect();
             (study.choices(choices, More::default()).unwrap(), names)
         });
@@ -26,8 +26,8 @@ fn every_model_has_a_whole_study() {
         assert!(floor.kl.max < 1e-8 && floor.top1_agreement == 1.0, "{name}: {:?}", floor.kl);
         let limit = if name == "qwen3_5" { 4e-4 } else { 1e-4 };
         assert!(floor.gradient_error.unwrap() < limit, "{name}: {:?}", floor.gradient_error);
-        let stored = LazyCheckpoint::open(&folder(name)).unwrap();
-        let model = stored.model(Precision::f32()).unwrap();
+        let checkpoint = LazyCheckpoint::open(&folder(name)).unwrap();
+        let model = checkpoint.model(Precision::f32()).unwrap();
         let learned =
             model.specs.all().filter(|spec| spec.trainable && !spec.name.contains("indexer")).count();
         for found in &findings.runs {
@@ -50,7 +50,7 @@ fn loss_and_gradients_are_those_of_a_plain_run() {
     let findings = study(name, Arithmetic::F32, true, |study| {
         study
             .choices(
-                vec![Choice::parse("hf-bf16", &study.stored.config, &study.stored.specs).unwrap()],
+                vec![Choice::parse("hf-bf16", &study.checkpoint.config, &study.checkpoint.specs).unwrap()],
                 More::default(),
             )
             .unwrap()
@@ -89,7 +89,7 @@ fn loss_and_gradients_are_those_of_a_plain_run() {
 fn the_same_study_twice_gives_the_same_findings() {
     let once = || {
         study("gemma4_moe", Arithmetic::F64, true, |study| {
-            let mut findings = study.choices(defaults(study.stored), More::default()).unwrap();
+            let mut findings = study.choices(defaults(study.checkpoint), More::default()).unwrap();
             (findings.seconds, findings.peak_memory_bytes) = (0.0, None);
             serde_json::to_string(&findings).unwrap()
         })
@@ -131,7 +131,8 @@ fn decoding_shows_what_is_rounded_at_every_token() {
 #[test]
 fn training_steps_show_drift_only_where_something_is_rounded() {
     let findings = study("qwen3_5", Arithmetic::F32, false, |study| {
-        let choice = |name: &str| Choice::parse(name, &study.stored.config, &study.stored.specs).unwrap();
+        let choice =
+            |name: &str| Choice::parse(name, &study.checkpoint.config, &study.checkpoint.specs).unwrap();
         let training = Training { steps: 4, learning_rate: 1e-3 };
         study
             .choices(
@@ -188,7 +189,7 @@ fn tensors_of_another_framework_part_where_they_differ() {
     };
     write("a.safetensors", &recorder.seen);
     study(name, Arithmetic::F64, false, |study| {
-        let open = || Dump::open(folder_of.path(), study.stored.config.vocabulary).unwrap();
+        let open = || Dump::open(folder_of.path(), study.checkpoint.config.vocabulary).unwrap();
         let same = study.dump("dump", open(), 1e-4).unwrap();
         assert_eq!(same.runs[0].first_difference, None);
         assert_eq!(
@@ -219,7 +220,7 @@ fn transformers_own_values_agree_on_every_model() {
             let golden = golden(name);
             let gradients =
                 golden.names().filter(|name| name.starts_with("grad.") && is_shared(name)).count();
-            let dump = Dump::open(&file, study.stored.config.vocabulary).unwrap();
+            let dump = Dump::open(&file, study.checkpoint.config.vocabulary).unwrap();
             let findings = study.dump("golden", dump, 1e-3).unwrap();
             let run = &findings.runs[0];
             assert_eq!(run.first_difference, None, "{name}");

@@ -88,8 +88,9 @@ pub(super) fn text(report: &AuditReport) -> String {
     for note in &report.notes {
         text += &format!("note: {}\n", clean(note));
     }
-    let count =
-        |severity| report.findings.iter().filter(|f| f.severity == severity).map(|f| f.tensors.len()).sum();
+    let count = |severity| {
+        report.findings.iter().filter(|f| f.severity == severity).map(|f| f.tensors.len()).sum::<usize>()
+    };
     let (violations, warnings) = (count(Severity::Violation), count(Severity::Warning));
     text += &format!(
         "{}: {}, {}\n",

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::batch::IGNORED;
+use ballast_report::format::percent;
 use ballast_train::data::{
     DataConfig, DataFile, Document, Files, MicroBatch, Origin, Packer, Packing, Permutation, Split,
     TextEncoder,
@@ -372,10 +373,7 @@ fn words(report: &Report) -> String {
     for (name, value) in [
         ("documents", format!("{}, {read}", number(report.documents))),
         ("tokens", format!("{} in those that were read", number(figures.tokens))),
-        (
-            "trained on",
-            format!("{} ({:.1} %)", number(figures.trained_tokens), 100.0 * figures.trained_share),
-        ),
+        ("trained on", format!("{} ({})", number(figures.trained_tokens), percent(figures.trained_share))),
         ("nothing trained on", plural(figures.untrained_documents, "document")),
         (
             "longer than a sequence",

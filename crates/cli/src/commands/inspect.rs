@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::inspect::{InspectReport, inspect};
 use ballast_checkpoint::layout::{Form, Layout, Naming};
+use ballast_report::format::percent;
 use clap::Args;
 
 use super::{Global, PolicyArg};
@@ -70,9 +71,8 @@ fn text(report: &InspectReport, list_tensors: bool) -> String {
     }
     let mut roles = table(&["role", "dtype", ">tensors", ">parameters", ">size", ">share"]);
     for (role, dtype, amount) in &report.by_role {
-        let share = 100.0 * amount.bytes as f64 / report.total.bytes.max(1) as f64;
-        let cells =
-            [count(amount.tensors), count(amount.parameters), bytes(amount.bytes), format!("{share:.1} %")];
+        let share = percent(amount.bytes as f64 / report.total.bytes.max(1) as f64);
+        let cells = [count(amount.tensors), count(amount.parameters), bytes(amount.bytes), share];
         let [tensors, parameters, size, share] = cells;
         roles.add_row([role.to_string(), dtype.to_string(), tensors, parameters, size, share]);
     }

@@ -10,7 +10,7 @@ use ballast_lab::findings::{DecodingRun, Input, Kind, Run};
 use ballast_lab::input::{self, Length};
 use ballast_lab::{Choice, Findings, More, Study, Training, embedded, report};
 use ballast_model::{Batch, LazyCheckpoint};
-use ballast_train::report::say::{duration, number, share, signed};
+use ballast_report::format::{duration, exact_percent, number, signed};
 use clap::{Args, ValueEnum};
 use comfy_table::Table;
 
@@ -107,14 +107,14 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
         (Some(path), _) => path,
         (None, embedded) => embedded.as_ref().map_or(Path::new("."), |folder| folder.path()),
     };
-    let stored = LazyCheckpoint::open(path)?;
-    global.warnings.add_all(&stored.warnings);
+    let checkpoint = LazyCheckpoint::open(path)?;
+    global.warnings.add_all(&checkpoint.warnings);
     global.warnings.check_config(&*super::open(path)?);
     let (batch, input) = read_input(&args, path)?;
-    global.warnings.check_length("a sequence", input.longest, stored.config.max_positions);
+    global.warnings.check_length("a sequence", input.longest, checkpoint.config.max_positions);
     let study = Study {
         path,
-        stored: &stored,
+        checkpoint: &checkpoint,
         batch: &batch,
         input,
         reference: match args.reference {
@@ -145,10 +145,10 @@ fn carry_out(args: &LabArgs, study: &Study<'_>) -> anyhow::Result<Findings> {
         return Ok(study.compare(&other.display().to_string(), &LazyCheckpoint::open(other)?)?);
     }
     if let Some(folder) = &args.dump {
-        let dump = Dump::open(folder, study.stored.config.vocabulary)?;
+        let dump = Dump::open(folder, study.checkpoint.config.vocabulary)?;
         return Ok(study.dump(&folder.display().to_string(), dump, args.tolerance)?);
     }
-    let (config, specs) = (&study.stored.config, &study.stored.specs);
+    let (config, specs) = (&study.checkpoint.config, &study.checkpoint.specs);
     let choices = if args.policies.is_empty() {
         Choice::defaults(config, specs)?
     } else {
@@ -296,12 +296,12 @@ fn runs_table(findings: &Findings) -> Table {
         ">max",
         ">top-1",
         ">gradients",
-        "first change, or not finite",
+        "first change, or non-finite",
     ];
     let mut rows = table(&headings);
     for run in &findings.runs {
         let place = match (&run.not_finite, &run.first_difference) {
-            (Some(bad), _) => format!("{}: {} not finite", bad.site, count(bad.count as u64)),
+            (Some(bad), _) => format!("{}: {} non-finite", bad.site, count(bad.count as u64)),
             (None, Some(site)) => site.clone(),
             (None, None) if run.name == "f32" => "the floor".into(),
             (None, None) => "none: same bits as f32".into(),
@@ -312,7 +312,7 @@ fn runs_table(findings: &Findings) -> Table {
             number(run.kl.mean),
             number(run.kl.p99),
             number(run.kl.max),
-            share(run.top1_agreement),
+            exact_percent(run.top1_agreement),
             run.gradient_error.map_or_else(|| "-".into(), number),
             clean(&place),
         ]);
@@ -321,7 +321,7 @@ fn runs_table(findings: &Findings) -> Table {
 }
 
 fn training_table(training: &ballast_lab::findings::Training) -> Table {
-    let mut rows = table(&["training", ">first loss", ">last loss", ">drift", ">protected", "not finite"]);
+    let mut rows = table(&["training", ">first loss", ">last loss", ">drift", ">protected", "non-finite"]);
     for run in &training.runs {
         let loss = |loss: Option<&f64>| loss.map_or_else(|| "-".into(), |loss| format!("{loss:.5}"));
         rows.add_row([
@@ -344,7 +344,7 @@ fn decoding_table(runs: &[DecodingRun]) -> Table {
             number(run.kl.mean),
             number(run.kl.p99),
             number(run.kl.max),
-            share(run.top1_agreement),
+            exact_percent(run.top1_agreement),
         ]);
     }
     rows
@@ -385,7 +385,7 @@ fn parting(run: &Run, notes: &[String], args: &LabArgs) -> String {
             number(run.kl.mean),
             number(run.kl.p99),
             number(run.kl.max),
-            share(run.top1_agreement)
+            exact_percent(run.top1_agreement)
         );
     }
     if let Some(error) = run.gradient_error {

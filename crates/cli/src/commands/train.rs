@@ -7,6 +7,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ballast_checkpoint::jobs::Observer;
+use ballast_report::format::{duration, estimate, percent};
 use ballast_train::config::KEYS;
 use ballast_train::metrics::{Evaluation, MetricsEntry, Step};
 use ballast_train::report::Sample;
@@ -226,14 +227,13 @@ fn conclude(trainer: &Trainer, summary: &Summary) {
     }
     if let Some(evaluation) = &summary.evaluation {
         text += &format!(
-            "\nheld-out loss {:.4}, {:.1} % of {} tokens right",
+            "\nheld-out loss {:.4}, {} of {} tokens right",
             evaluation.loss,
-            100.0 * evaluation.accuracy,
+            percent(evaluation.accuracy),
             count(evaluation.tokens)
         );
         for (source, score) in evaluation.by_source.iter().filter(|_| evaluation.by_source.len() > 1) {
-            text +=
-                &format!("\n  {}: {:.1} % of {}", clean(source), 100.0 * score.accuracy, count(score.tokens));
+            text += &format!("\n  {}: {} of {}", clean(source), percent(score.accuracy), count(score.tokens));
         }
         text += "\n";
     }
@@ -248,9 +248,9 @@ fn conclude(trainer: &Trainer, summary: &Summary) {
         );
     }
     text += &format!(
-        "{} steps, {:.0} s, {} tokens/s, peak memory {}\n\n",
+        "{} steps, {}, {} tokens/s, peak memory {}\n\n",
         summary.step,
-        summary.seconds,
+        duration(summary.seconds),
         count(summary.tokens_per_second as u64),
         bytes(summary.peak_memory),
     );
@@ -397,22 +397,14 @@ fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
         text += &format!("{} are available: it {fits}\n", bytes(available));
     }
     text += &format!(
-        "a step takes {seconds:.2} s here ({} tokens/s), {} steps about {}\n",
+        "a step takes {} here ({} tokens/s), {} steps about {}\n",
+        duration(seconds),
         count((tokens as f64 / seconds) as u64),
         trainer.config.steps,
-        duration(all)
+        estimate(all)
     );
     output::print(&text);
     Ok(Outcome::Ok)
-}
-
-fn duration(seconds: f64) -> String {
-    let whole = seconds as u64;
-    match whole {
-        0..120 => format!("{seconds:.0} s"),
-        120..7200 => format!("{} min", whole / 60),
-        _ => format!("{:.1} h", seconds / 3600.0),
-    }
 }
 
 /// What the run shows while it goes.
@@ -470,9 +462,10 @@ impl Terminal {
         let seconds = shown.begun.elapsed().as_secs_f64();
         let speed = shown.tokens as f64 / seconds.max(1e-9);
         let eta = seconds / (step.step - first + 1) as f64 * self.steps.saturating_sub(step.step) as f64;
-        let held_out = shown.evaluation.as_ref().map_or(String::new(), |e| {
-            format!(", held-out {:.4} ({:.1} % right)", e.loss, 100.0 * e.accuracy)
-        });
+        let held_out = shown
+            .evaluation
+            .as_ref()
+            .map_or(String::new(), |e| format!(", held-out {:.4} ({} right)", e.loss, percent(e.accuracy)));
         let figures = format!(
             "loss {:.4}{held_out}, {} tokens/s, learning rate {:.2e}, gradient norm {:.3}, {}",
             step.loss,
@@ -488,7 +481,7 @@ impl Terminal {
             && (step.step == self.steps || shown.last_line.is_none_or(|t| t.elapsed() >= PLAIN_INTERVAL))
         {
             shown.last_line = Some(Instant::now());
-            output::note(&format!("step {}/{}, ETA {}: {figures}", step.step, self.steps, duration(eta)));
+            output::note(&format!("step {}/{}, ETA {}: {figures}", step.step, self.steps, estimate(eta)));
         }
     }
 }
@@ -502,15 +495,15 @@ impl Watcher for Terminal {
             MetricsEntry::Step(step) => self.step(step),
             MetricsEntry::Evaluation(evaluation) => {
                 let line = format!(
-                    "step {}: held-out loss {:.4}, {:.1} % right",
+                    "step {}: held-out loss {:.4}, {} right",
                     evaluation.step,
                     evaluation.loss,
-                    100.0 * evaluation.accuracy
+                    percent(evaluation.accuracy)
                 );
                 let sources: Vec<String> = evaluation
                     .by_source
                     .iter()
-                    .map(|(source, score)| format!("{} {:.1} %", clean(source), 100.0 * score.accuracy))
+                    .map(|(source, score)| format!("{} {}", clean(source), percent(score.accuracy)))
                     .collect();
                 let sources =
                     if sources.len() > 1 { format!(" ({})", sources.join(", ")) } else { String::new() };

@@ -17,7 +17,7 @@ pub struct Difference {
     pub largest: f64,
     /// <a, b> / (|a| |b|); 1 where both are zero.
     pub cosine: f64,
-    /// Values of a that are not finite where b's are.
+    /// Values of a that are non-finite where b's are.
     pub not_finite: usize,
     /// Sum of (a - b)^2.
     pub squared: f64,

@@ -1,15 +1,15 @@
 //! Attention logits, and what rounding them does to the key that a query looks at most.
 //!
-//! bf16 has eight significant bits: neighbours of x are 2^(floor(log2 |x|) - 7) apart, so from 64 on half a unit, from
+//! bf16 has eight significant bits: neighbors of x are 2^(floor(log2 |x|) - 7) apart, so from 64 on half a unit, from
 //! 128 on one, and twice as much with every power of two. A difference of logits below that may vanish, and with it the
 //! order of two keys. The largest number in f16 is 65504.
 
-use ballast_train::report::plot::{Axis, Bin, Binned, Scale, Zone, grid, legend};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, Bin, Binned, Scale, Zone, grid, legend};
 
 use super::table::{Column, Table};
 use super::words::{
-    badness, cell, code, counted, heading, in_layer, largest, mean, policies, share_cell, soft,
+    badness, cell, code, heading, in_layer, largest, mean, plural, policies, share_cell, soft,
 };
 use crate::Findings;
 use crate::findings::{AttentionError, LogitRange, Run};
@@ -18,7 +18,7 @@ use crate::findings::{AttentionError, LogitRange, Run};
 const PLOTS: usize = 24;
 /// Rows that a table shows without being asked.
 const OPEN_ROWS: usize = 12;
-/// Where neighbours in bf16 are half a unit apart.
+/// Where neighbors in bf16 are half a unit apart.
 const HALF_UNIT: f64 = 64.0;
 /// The largest number in f16.
 const F16_MAX: f64 = 65504.0;
@@ -31,13 +31,13 @@ pub(super) fn section(findings: &Findings) -> String {
     if ranges.is_empty() && changes.is_empty() {
         return String::new();
     }
-    heading("attention", "Attention logits", &says(ranges))
+    heading("attention", "Attention logits", &caption(ranges))
         + &histograms(ranges)
         + &range_table(ranges)
         + &changes
 }
 
-fn says(ranges: &[LogitRange]) -> String {
+fn caption(ranges: &[LogitRange]) -> String {
     let by_size = |a: &&LogitRange, b: &&LogitRange| badness(a.largest).total_cmp(&badness(b.largest));
     let Some(widest) = ranges.iter().max_by(by_size) else { return String::new() };
     let f16 = match widest.f16_ulp {
@@ -45,20 +45,20 @@ fn says(ranges: &[LogitRange]) -> String {
         None => ", and which f16 cannot hold".into(),
     };
     let first = format!(
-        "in the reference the largest |logit| is {}, in layer {}, where neighbours are {} apart in bf16{f16}",
-        say::number(widest.largest),
+        "in the reference the largest |logit| is {}, in layer {}, where neighbors are {} apart in bf16{f16}",
+        format::number(widest.largest),
         widest.layer,
         ulp(widest.bf16_ulp)
     );
     let below = ranges.iter().filter(|range| range.largest < HALF_UNIT).count();
     let below = match below {
         _ if below == ranges.len() => {
-            "all layers stay below 64, where neighbours in bf16 are less than half a unit apart".into()
+            "all layers stay below 64, where neighbors in bf16 are less than half a unit apart".into()
         }
         _ => format!(
-            "{} of {} stay below 64, where neighbours in bf16 are less than half a unit apart",
-            say::count(below as u64),
-            counted(ranges.len(), "layer")
+            "{} of {} stay below 64, where neighbors in bf16 are less than half a unit apart",
+            format::count(below),
+            plural(ranges.len(), "layer")
         ),
     };
     sentence(&[Some(first), Some(below)])
@@ -66,10 +66,10 @@ fn says(ranges: &[LogitRange]) -> String {
 
 /// A power of two, whole where it is short.
 fn ulp(value: f64) -> String {
-    if (0.01..1e6).contains(&value) { value.to_string() } else { say::number(value) }
+    if (0.01..1e6).contains(&value) { value.to_string() } else { format::number(value) }
 }
 
-/// Shade, where it begins, and how far neighbours in bf16 are apart.
+/// Shade, where it begins, and how far neighbors in bf16 are apart.
 const ZONES: [(usize, f64, &str); 5] =
     [(1, 64.0, "0.5"), (2, 128.0, "1"), (3, 256.0, "2"), (4, 512.0, "4"), (5, 1024.0, "8 or more")];
 
@@ -77,7 +77,7 @@ fn zones(reach: f64) -> Vec<Zone> {
     let mut zones = Vec::new();
     for (shade, from, ulp) in ZONES {
         let to = if shade == Zone::SHADES { reach.max(2.0 * from) } else { 2.0 * from };
-        let name = format!("neighbours in bf16 {ulp} apart");
+        let name = format!("neighbors in bf16 {ulp} apart");
         zones.push(Zone { from: -to, to: -from, shade, name: name.clone() });
         zones.push(Zone { from, to, shade, name });
     }
@@ -100,7 +100,7 @@ fn histograms(ranges: &[LogitRange]) -> String {
     let reach = largest(drawn.iter().map(|range| range.largest));
     let mut keys: Vec<(String, String)> = (ZONES.iter())
         .filter(|(_, from, _)| *from < reach)
-        .map(|(shade, _, ulp)| (Zone::class(*shade), format!("bf16 neighbours {ulp} apart")))
+        .map(|(shade, _, ulp)| (Zone::class(*shade), format!("bf16 neighbors {ulp} apart")))
         .collect();
     if reach >= F16_MAX {
         keys.push(("level".into(), "f16's largest number, 65504".into()));
@@ -112,7 +112,7 @@ fn histograms(ranges: &[LogitRange]) -> String {
     };
     let left_out = match left_out {
         0 => String::new(),
-        number => format!(" {} with smaller logits left out.", counted(number, "layer")),
+        number => format!(" {} with smaller logits left out.", plural(number, "layer")),
     };
     let about = format!("How many logits lie where, by layer; counts on a log scale. {axes}{left_out}");
     soft(&about) + &if keys.is_empty() { String::new() } else { legend(&keys) } + &grid(&plots)
@@ -136,7 +136,7 @@ fn histogram(range: &LogitRange, x_axis: Option<Axis>) -> Binned {
     let limits = vec![("f16's least number".into(), -F16_MAX), ("f16's largest number".into(), F16_MAX)];
     Binned {
         title: format!("Layer {}", range.layer),
-        says: format!("{} to {}.", say::number(range.min), say::number(range.max)),
+        caption: format!("{} to {}.", format::number(range.min), format::number(range.max)),
         noun: "logit".into(),
         bins: bins.collect(),
         scale: Scale::Log,
@@ -154,7 +154,7 @@ fn range_table(ranges: &[LogitRange]) -> String {
         Column::Number("least"),
         Column::Number("greatest"),
         Column::Number("largest |logit|"),
-        Column::Number("bf16 neighbours apart"),
+        Column::Number("bf16 neighbors apart"),
         Column::Number("f16"),
         Column::Number("queries"),
     ]);
@@ -166,13 +166,13 @@ fn range_table(ranges: &[LogitRange]) -> String {
             cell(range.largest),
             ulp(range.bf16_ulp),
             range.f16_ulp.map_or("<span class=\"bad\">out of range</span>".into(), ulp),
-            say::count(range.rows as u64),
+            format::count(range.rows),
         ]);
     }
     if ranges.is_empty() {
         return String::new();
     }
-    table.folded("Ranges by layer", &counted(ranges.len(), "layer"), ranges.len() <= OPEN_ROWS)
+    table.folded("Ranges by layer", &plural(ranges.len(), "layer"), ranges.len() <= OPEN_ROWS)
 }
 
 /// Policies under which some query looks at another key.
@@ -203,12 +203,12 @@ fn changes(findings: &Findings) -> String {
         ]);
     }
     let about = "The likeliest key of a query, and keys that tie for it; shares are means over layers.";
-    let says = match (changed.len(), all.len() - changed.len()) {
+    let caption = match (changed.len(), all.len() - changed.len()) {
         (0, _) => "Under no policy does a query look most at another key, and no keys tie.".into(),
         (_, 0) => about.into(),
         (_, same) => format!("{about} Under {same} more of the policies nothing of this changes."),
     };
-    format!("<h3>Keys that change</h3>\n{}{}", soft(&says), table.html())
+    format!("<h3>Keys that change</h3>\n{}{}", soft(&caption), table.html())
 }
 
 fn mean_share(run: &Run, value: fn(&AttentionError) -> f64) -> String {

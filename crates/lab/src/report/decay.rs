@@ -5,11 +5,11 @@
 
 use std::collections::BTreeMap;
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series, grid};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series, grid};
 
 use super::table::{Column, Table};
-use super::words::{badness, cell, code, counted, enumerate, floor, heading, largest, mean, policies, soft};
+use super::words::{badness, cell, code, enumerate, floor, heading, largest, mean, plural, policies, soft};
 use crate::Findings;
 use crate::findings::{Decay, DecayError, Run};
 
@@ -37,12 +37,12 @@ fn half_lives(findings: &Findings) -> String {
         return String::new();
     }
     let points = decays.iter().map(|decay| (decay.layer as f64, decay.half_life)).collect();
-    let series = vec![Series { name: "half-life".into(), points, look: Look::Cloud, colour: 0 }];
+    let series = vec![Series { name: "half-life".into(), points, look: Look::Cloud, color: 0 }];
     LinePlot {
         id: "half-lives".into(),
         title: "Half-life of each head".into(),
         unit: "tokens, by layer".into(),
-        says: half_lives_say(findings),
+        caption: half_lives_say(findings),
         x_name: "layer".into(),
         x_axis: Some(layer_axis(decays.iter().map(|decay| decay.layer))),
         series,
@@ -67,10 +67,10 @@ fn half_lives_say(findings: &Findings) -> String {
     };
     let spread = format!(
         "{}: from {} to {} tokens, the median {}; the longest is head {} of layer {}",
-        counted(findings.decays.len(), "head"),
-        say::number(least.half_life),
-        say::number(most.half_life),
-        say::number(sorted[sorted.len() / 2].half_life),
+        plural(findings.decays.len(), "head"),
+        format::number(least.half_life),
+        format::number(most.half_life),
+        format::number(sorted[sorted.len() / 2].half_life),
         most.head,
         most.layer
     );
@@ -80,7 +80,7 @@ fn half_lives_say(findings: &Findings) -> String {
         format!(
             "{} longer than the longest sequence, {}",
             share_of(beyond, sorted.len()),
-            counted(longest, "token")
+            plural(longest, "token")
         )
     });
     sentence(&[Some(spread), beyond])
@@ -90,7 +90,7 @@ fn share_of(part: usize, whole: usize) -> String {
     match part {
         0 => "none is".into(),
         1 => format!("one of {whole} is"),
-        _ => format!("{} of {} are", say::count(part as u64), say::count(whole as u64)),
+        _ => format!("{} of {} are", format::count(part), format::count(whole)),
     }
 }
 
@@ -108,14 +108,14 @@ fn rates(findings: &Findings) -> String {
     }
     let most = largest(policies(findings).flat_map(|run| run.decay.iter().map(|head| head.rate_error)));
     let text = match alike.len() {
-        0 => format!("no policy changes the rate of a head by more than {} of it", say::number(most)),
+        0 => format!("no policy changes the rate of a head by more than {} of it", format::number(most)),
         _ if alike.len() == 1 => "each dot is a head".into(),
         _ => "each dot is a head; all on the same axes; policies that round alike share a plot".into(),
     };
     let drawn = &alike[..alike.len().min(PLOTS)];
     let values = drawn.iter().flat_map(|runs| runs[0].decay.iter().map(|head| 100.0 * head.rate_error));
     let reach = largest(values);
-    let y_axis = Axis::airy(Scale::Linear, [-reach, reach]);
+    let y_axis = Axis::padded(Scale::Linear, [-reach, reach]);
     let plots: Vec<String> = drawn.iter().map(|runs| rate_plot(runs, findings, y_axis).html()).collect();
     let left_out = (alike.len() > PLOTS).then(|| format!("{} more are left out", alike.len() - PLOTS));
     format!(
@@ -144,19 +144,19 @@ fn rate_plot(runs: &[&Run], findings: &Findings, y_axis: Axis) -> LinePlot {
     let errors = || run.decay.iter().map(|head| head.rate_error);
     let off = format!(
         "at most {} %, {} % on average",
-        say::number(100.0 * largest(errors())),
-        say::number(100.0 * mean(errors().map(f64::abs)).unwrap_or(f64::NAN))
+        format::number(100.0 * largest(errors())),
+        format::number(100.0 * mean(errors().map(f64::abs)).unwrap_or(f64::NAN))
     );
     LinePlot {
         title: enumerate(&names, 4),
         unit: "%, by layer".into(),
-        says: sentence(&[Some(off), furthest_half_life(run, findings)]),
+        caption: sentence(&[Some(off), furthest_half_life(run, findings)]),
         x_name: "layer".into(),
         series: vec![Series {
             name: "rate off by, %".into(),
             points: run.decay.iter().map(|head| (head.layer as f64, 100.0 * head.rate_error)).collect(),
             look: Look::Cloud,
-            colour: 1,
+            color: 1,
         }],
         x_axis: Some(layer_axis(run.decay.iter().map(|head| head.layer))),
         y_axis: Some(y_axis),
@@ -184,8 +184,8 @@ fn furthest_half_life(run: &Run, findings: &Findings) -> Option<String> {
         "the half-life of head {} in layer {} changes most, by {} of {} tokens",
         before.head,
         before.layer,
-        say::signed(change),
-        say::number(before.half_life)
+        format::signed(change),
+        format::number(before.half_life)
     ))
 }
 
@@ -208,12 +208,12 @@ fn table(findings: &Findings) -> String {
     ]);
     all.iter().take(ROWS).for_each(|run| table.row(&row(run, findings)));
     let left_out = all.len().saturating_sub(ROWS);
-    let left_out = (left_out > 0).then(|| format!("{} less far off left out", counted(left_out, "run")));
+    let left_out = (left_out > 0).then(|| format!("{} less far off left out", plural(left_out, "run")));
     let about = "relative errors of exp(A_log) and of the mean of -g, by head".to_string();
     let which = floor(findings).map(|_| {
         format!(
             "policies whose decay is off by more than twice what it is in f32 ({})",
-            say::number(of_floor)
+            format::number(of_floor)
         )
     });
     format!(
@@ -231,7 +231,7 @@ fn row(run: &Run, findings: &Findings) -> [String; 6] {
         cell(run.decay.iter().map(|head| badness(value(head))).fold(0.0, f64::max))
     };
     let half_life = furthest(run, findings).map_or(String::new(), |(before, after)| {
-        format!("{} by {}", cell(before.half_life), say::signed(after.half_life - before.half_life))
+        format!("{} by {}", cell(before.half_life), format::signed(after.half_life - before.half_life))
     });
     [
         code(&run.name),

@@ -1,10 +1,10 @@
 //! The input token by token: what rounding costs while a text is written.
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};
-use super::words::{cell, code, counted, heading, named, share_cell, times};
+use super::words::{cell, code, heading, named, plural, share_cell, times};
 use crate::Findings;
 use crate::findings::DecodingRun;
 
@@ -42,14 +42,14 @@ fn plot(runs: &[DecodingRun]) -> String {
     };
     let look = if drawn.iter().all(|run| points(run).len() < 2) { Look::Dots } else { Look::Line };
     let series: Vec<Series> = (drawn.iter().enumerate())
-        .map(|(colour, run)| Series { name: run.name.clone(), points: points(run), look, colour })
+        .map(|(color, run)| Series { name: run.name.clone(), points: points(run), look, color })
         .collect();
     let xs = series.iter().flat_map(|series| series.points.iter().map(|point| point.0));
     LinePlot {
         id: "decoding-kl".into(),
         title: "KL divergence while decoding".into(),
         unit: "nats by token".into(),
-        says: says(runs, drawn.len()),
+        caption: caption(runs, drawn.len()),
         x_name: "token".into(),
         x_axis: Some(Axis::tight(Scale::Log, xs).whole()),
         scale: Scale::Log,
@@ -59,10 +59,10 @@ fn plot(runs: &[DecodingRun]) -> String {
     .html()
 }
 
-fn says(runs: &[DecodingRun], drawn: usize) -> String {
+fn caption(runs: &[DecodingRun], drawn: usize) -> String {
     let find = |name: &str| runs.iter().find(|run| run.name == name);
     let worst = runs.iter().find(|run| run.kl.mean.is_finite()).map(|run| {
-        format!("{} is furthest from f32 with a mean of {}", named(&run.name), say::number(run.kl.mean))
+        format!("{} is furthest from f32 with a mean of {}", named(&run.name), format::number(run.kl.mean))
     });
     let state = find("state").zip(find("bf16")).and_then(|(state, bf16)| {
         let ratio = bf16.kl.mean / state.kl.mean;
@@ -71,7 +71,7 @@ fn says(runs: &[DecodingRun], drawn: usize) -> String {
         (ratio.is_finite() && ratio > 0.0).then_some(text)
     });
     let left_out = runs.len() - drawn;
-    let left_out = (left_out > 0).then(|| format!("{} not drawn", counted(left_out, "more run")));
+    let left_out = (left_out > 0).then(|| format!("{} not drawn", plural(left_out, "more run")));
     sentence(&[worst, state, left_out])
 }
 

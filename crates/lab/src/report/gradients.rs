@@ -1,10 +1,10 @@
 //! How far gradients are from the reference's.
 
-use ballast_train::report::plot::{Rank, Ranking, Scale};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Rank, Ranking, Scale};
 
 use super::table::{Column, Table};
-use super::words::{FLOOR_COLOUR, badness, cell, code, floor, heading, is_floor, named, top};
+use super::words::{FLOOR_COLOR, badness, cell, code, floor, heading, is_floor, named, top};
 use crate::Findings;
 use crate::findings::{GradientError, Run};
 
@@ -28,13 +28,13 @@ fn ranking(findings: &Findings, runs: &[(&Run, f64)]) -> String {
     let row = |(run, value): &(&Run, f64)| Rank {
         name: run.name.clone(),
         value: *value,
-        colour: if is_floor(run) { FLOOR_COLOUR } else { 3 },
+        color: if is_floor(run) { FLOOR_COLOR } else { 3 },
     };
     let level = floor(findings).and_then(|floor| floor.gradient_error);
     Ranking {
         id: "gradient-error".into(),
         title: "Error of all gradients together".into(),
-        says: says(runs),
+        caption: caption(runs),
         rows: runs.iter().map(row).collect(),
         scale: Scale::Log,
         level: level.map(|value| ("the floor: f32".into(), value)),
@@ -43,16 +43,16 @@ fn ranking(findings: &Findings, runs: &[(&Run, f64)]) -> String {
     .html()
 }
 
-fn says(runs: &[(&Run, f64)]) -> String {
+fn caption(runs: &[(&Run, f64)]) -> String {
     let lost = runs.iter().filter(|(_, value)| !value.is_finite()).count();
     let lost = match lost {
         0 => None,
-        1 => Some("those of one policy are not finite".into()),
-        number => Some(format!("those of {number} policies are not finite")),
+        1 => Some("those of one policy are non-finite".into()),
+        number => Some(format!("those of {number} policies are non-finite")),
     };
     let finite = || runs.iter().filter(|(run, value)| value.is_finite() && !is_floor(run));
     let worst =
-        finite().next().map(|(run, value)| format!("{} has {}", named(&run.name), say::number(*value)));
+        finite().next().map(|(run, value)| format!("{} has {}", named(&run.name), format::number(*value)));
     let order: Vec<&Run> = finite().map(|(run, _)| *run).collect();
     let by_damage = order.windows(2).all(|pair| badness(pair[0].kl.mean) >= badness(pair[1].kl.mean));
     let order = (order.len() > 2).then(|| match by_damage {
@@ -108,6 +108,6 @@ mod tests {
         assert_eq!(cosine(0.5), "0.500");
         assert_eq!(cosine(0.999_999_7), "0.99999970");
         assert_eq!(cosine(-0.95), "-0.950");
-        assert!(cosine(f64::NAN).contains("not finite"));
+        assert!(cosine(f64::NAN).contains("non-finite"));
     }
 }

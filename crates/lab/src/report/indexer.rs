@@ -1,11 +1,11 @@
 //! Which keys sparse indexers choose, compared with the reference's choice.
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};
 use super::words::{
-    FLOOR_COLOUR, badness, cell, code, counted, floor, heading, in_layer, is_floor, mean, named, share_cell,
+    FLOOR_COLOR, badness, cell, code, floor, heading, in_layer, is_floor, mean, named, plural, share_cell,
 };
 use crate::Findings;
 use crate::findings::Run;
@@ -34,21 +34,21 @@ fn plot(findings: &Findings, runs: &[&Run]) -> String {
         run.indexer.iter().map(|layer| (layer.layer as f64, 100.0 * layer.overlap)).collect()
     };
     let mut series: Vec<Series> = (runs.iter().take(CURVES).enumerate())
-        .map(|(colour, run)| Series { name: run.name.clone(), points: points(run), look: Look::Dots, colour })
+        .map(|(color, run)| Series { name: run.name.clone(), points: points(run), look: Look::Dots, color })
         .collect();
     let floor = floor(findings).filter(|floor| !floor.indexer.is_empty());
     series.extend(floor.map(|floor| Series {
         name: "f32, the floor".into(),
         points: points(floor),
         look: Look::Pale,
-        colour: FLOOR_COLOUR,
+        color: FLOOR_COLOR,
     }));
     let layers = series.iter().flat_map(|series| series.points.iter().map(|point| point.0));
     LinePlot {
         id: "indexer-overlap".into(),
         title: "Keys that are chosen too".into(),
         unit: "% of the reference's, by layer".into(),
-        says: says(runs),
+        caption: caption(runs),
         x_name: "layer".into(),
         x_axis: Some(Axis::tight(Scale::Linear, layers).whole()),
         series,
@@ -57,18 +57,18 @@ fn plot(findings: &Findings, runs: &[&Run]) -> String {
     .html()
 }
 
-fn says(runs: &[&Run]) -> String {
+fn caption(runs: &[&Run]) -> String {
     let layers = runs.iter().flat_map(|run| run.indexer.iter().map(move |layer| (run, layer)));
     let worst = layers.max_by(|a, b| badness(1.0 - a.1.overlap).total_cmp(&badness(1.0 - b.1.overlap)));
     let text = worst.map(|(run, layer)| match layer.overlap == 1.0 {
         true => "every policy chooses the same keys in every layer".to_string(),
         false => format!(
             "the least is {} for {} in layer {}, where {} of {} queries choose exactly the same keys",
-            say::share(layer.overlap),
+            format::exact_percent(layer.overlap),
             named(&run.name),
             layer.layer,
-            say::share(layer.same),
-            say::count(layer.queries as u64)
+            format::exact_percent(layer.same),
+            format::count(layer.queries)
         ),
     });
     let same = runs.iter().filter(|run| run.indexer.iter().all(|layer| layer.overlap == 1.0)).count();
@@ -76,7 +76,7 @@ fn says(runs: &[&Run]) -> String {
         .then(|| format!("{same} of {} policies choose the same keys everywhere", runs.len()));
     let left_out = runs.len().saturating_sub(CURVES);
     let left_out =
-        (left_out > 0).then(|| format!("{} that lose less are not drawn", counted(left_out, "run")));
+        (left_out > 0).then(|| format!("{} that lose less are not drawn", plural(left_out, "run")));
     sentence(&[text, same, left_out])
 }
 

@@ -1,10 +1,10 @@
 //! Error of the residual stream after each layer, one plot to a run, all on the same axes.
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series, grid, legend};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series, grid, legend};
 
 use super::words::{
-    FLOOR_COLOUR, are, counted, floor, heading, is_broken, list, named, policies, soft, times_floor,
+    FLOOR_COLOR, are, floor, heading, is_broken, list, named, plural, policies, soft, times_floor,
 };
 use crate::Findings;
 use crate::findings::{LayerError, Run};
@@ -25,22 +25,21 @@ pub(super) fn section(findings: &Findings) -> String {
         return String::new();
     }
     let all = (shown.iter().map(|run| &run.by_layer[..]).chain([of_floor])).flatten();
-    let y_axis = Axis::airy(Scale::Log, all.map(|layer| layer.error));
+    let y_axis = Axis::padded(Scale::Log, all.map(|layer| layer.error));
     let layers = (shown.iter().map(|run| &run.by_layer[..]).chain([of_floor])).flatten();
     let x_axis = Axis::tight(Scale::Linear, layers.map(|layer| layer.layer as f64)).whole();
     let plots: Vec<String> = shown.iter().map(|run| plot(run, of_floor, x_axis, y_axis).html()).collect();
 
-    let mut html = heading("layers", "Error by layer", &says(shown, of_floor));
+    let mut html = heading("layers", "Error by layer", &caption(shown, of_floor));
     if !plots.is_empty() {
         if !of_floor.is_empty() {
-            let keys =
-                [("c0".to_string(), "the policy"), (format!("pale c{FLOOR_COLOUR}"), "f32, the floor")];
+            let keys = [("c0".to_string(), "the policy"), (format!("pale c{FLOOR_COLOR}"), "f32, the floor")];
             html += &legend(&keys);
         }
         html += &grid(&plots);
     }
     if drawn.len() > PLOTS {
-        html += &soft(&format!("{} with less damage are left out.", counted(drawn.len() - PLOTS, "run")));
+        html += &soft(&format!("{} with less damage are left out.", plural(drawn.len() - PLOTS, "run")));
     }
     if !same.is_empty() {
         let names: Vec<&str> = same.iter().map(|run| &run.name[..]).collect();
@@ -51,7 +50,7 @@ pub(super) fn section(findings: &Findings) -> String {
     html
 }
 
-fn says(shown: &[&Run], of_floor: &[LayerError]) -> String {
+fn caption(shown: &[&Run], of_floor: &[LayerError]) -> String {
     let axes = match shown.len() {
         1 => "Of the residual stream after each layer, RMS of the difference over RMS, on a log scale.",
         _ => {
@@ -66,9 +65,9 @@ fn says(shown: &[&Run], of_floor: &[LayerError]) -> String {
     let text = format!(
         "{} has {} after layer {} and {} after layer {}{}",
         named(&run.name),
-        say::number(first.error),
+        format::number(first.error),
         first.layer,
-        say::number(last.error),
+        format::number(last.error),
         last.layer,
         floor.unwrap_or_default()
     );
@@ -80,16 +79,16 @@ fn plot(run: &Run, of_floor: &[LayerError], x_axis: Axis, y_axis: Axis) -> LineP
         name: run.name.clone(),
         points: points(&run.by_layer),
         look: if run.by_layer.len() < 2 { Look::Dots } else { Look::Line },
-        colour: 0,
+        color: 0,
     }];
     if !of_floor.is_empty() {
         let floor =
-            Series { name: "f32".into(), points: points(of_floor), look: Look::Pale, colour: FLOOR_COLOUR };
+            Series { name: "f32".into(), points: points(of_floor), look: Look::Pale, color: FLOOR_COLOR };
         series.insert(0, floor);
     }
     LinePlot {
         title: run.name.clone(),
-        says: plot_says(run, of_floor),
+        caption: plot_says(run, of_floor),
         x_name: "layer".into(),
         series,
         x_axis: Some(x_axis),
@@ -109,11 +108,11 @@ fn points(by_layer: &[LayerError]) -> Vec<(f64, f64)> {
 fn plot_says(run: &Run, of_floor: &[LayerError]) -> String {
     let finite = || run.by_layer.iter().filter(|layer| layer.error.is_finite());
     let exact = finite().filter(|layer| layer.error == 0.0).count();
-    let exact = (exact > 0).then(|| format!("none after {}", counted(exact, "layer")));
+    let exact = (exact > 0).then(|| format!("none after {}", plural(exact, "layer")));
     let last = finite().next_back().map(|layer| {
         let of_last = of_floor.iter().find(|other| other.layer == layer.layer).map(|other| other.error);
         let floor = times_floor(layer.error, of_last).map_or(String::new(), |times| format!(", {times}"));
-        format!("{} after layer {}{floor}", say::number(layer.error), layer.layer)
+        format!("{} after layer {}{floor}", format::number(layer.error), layer.layer)
     });
     sentence(&[last, exact])
 }

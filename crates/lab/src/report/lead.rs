@@ -1,10 +1,10 @@
 //! What comes first and last: the model, the headline, the published questions, the notes.
 
-use ballast_train::report::page::{inline, prose};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::page::{inline, prose};
 
 use super::words::{
-    are, counted, floor, is_broken, is_single, list, named, other, policies, soft, times_floor,
+    are, floor, is_broken, is_single, list, named, other, plural, policies, soft, times_floor,
 };
 use crate::Findings;
 use crate::findings::{Kind, Run};
@@ -38,7 +38,7 @@ fn opening(findings: &Findings) -> String {
     if let Some(other) = other(findings) {
         let read = format!(
             "read {} of {} in {}",
-            counted(findings.input.tokens, "token"),
+            plural(findings.input.tokens, "token"),
             findings.input.source,
             findings.reference.arithmetic
         );
@@ -51,7 +51,7 @@ fn opening(findings: &Findings) -> String {
     }
     format!(
         "The model read {} of {}: once in {}, which all else is compared with, and once under {}.",
-        counted(findings.input.tokens, "token"),
+        plural(findings.input.tokens, "token"),
         findings.input.source,
         findings.reference.arithmetic,
         match policies(findings).count() {
@@ -86,14 +86,14 @@ fn outputs(other: &Run) -> String {
         return "it has no logits, so outputs were not compared".into();
     }
     if is_broken(other) {
-        return "its outputs are not finite".into();
+        return "its outputs are non-finite".into();
     }
     format!(
         "the outputs are apart by a mean KL divergence of {} nats, the loss differs by {}, and {} of the tokens have the same \
          likeliest next one",
-        say::number(other.kl.mean),
-        say::signed(other.loss_difference),
-        say::share(other.top1_agreement)
+        format::number(other.kl.mean),
+        format::signed(other.loss_difference),
+        format::exact_percent(other.top1_agreement)
     )
 }
 
@@ -106,7 +106,7 @@ fn broken(findings: &Findings) -> Option<String> {
         Some(lost) => format!(", {} first at {}", named(&first.name), named(&lost.site)),
         None => String::new(),
     };
-    Some(format!("{} {} not finite{at}", list(&names, NAMES), are(names.len())))
+    Some(format!("{} {} non-finite{at}", list(&names, NAMES), are(names.len())))
 }
 
 /// The finite one with most damage.
@@ -120,10 +120,10 @@ fn worst(findings: &Findings) -> Option<String> {
          of the tokens",
         named(&run.name),
         if policies(findings).any(is_broken) { " of the others" } else { "" },
-        say::number(run.kl.mean),
-        say::number(run.loss),
-        say::signed(run.loss_difference),
-        say::share(1.0 - run.top1_agreement)
+        format::number(run.kl.mean),
+        format::number(run.loss),
+        format::signed(run.loss_difference),
+        format::exact_percent(1.0 - run.top1_agreement)
     ))
 }
 
@@ -133,11 +133,11 @@ fn worst_single(findings: &Findings) -> Option<String> {
     let floor = times_floor(run.kl.mean, floor(findings).map(|floor| floor.kl.mean));
     let then = singles
         .next()
-        .map(|next| format!("; {} comes next, {}", named(&next.name), say::number(next.kl.mean)));
+        .map(|next| format!("; {} comes next, {}", named(&next.name), format::number(next.kl.mean)));
     Some(format!(
         "of single choices {} matters most: a mean KL divergence of {} nats{}{}",
         named(&run.name),
-        say::number(run.kl.mean),
+        format::number(run.kl.mean),
         floor.map_or(String::new(), |floor| format!(", {floor} of f32")),
         then.unwrap_or_default()
     ))
@@ -170,27 +170,31 @@ fn facts(findings: &Findings) -> String {
     let mut facts = vec![
         ("Model", findings.model.clone()),
         ("Type", findings.model_type.clone()),
-        ("Parameters", say::count(findings.parameters)),
-        ("Layers", say::count(findings.layers as u64)),
+        ("Parameters", format::count(findings.parameters)),
+        ("Layers", format::count(findings.layers)),
         ("Input", input.source.clone()),
         (
             "Read",
             format!(
                 "{} in {}, the longest {}",
-                counted(input.tokens, "token"),
-                counted(input.sequences, "sequence"),
-                say::count(input.longest as u64)
+                plural(input.tokens, "token"),
+                plural(input.sequences, "sequence"),
+                format::count(input.longest)
             ),
         ),
-        ("Predicted", counted(input.predicted, "token")),
+        ("Predicted", plural(input.predicted, "token")),
         ("Reference", reference.arithmetic.clone()),
         (
             "Its loss",
-            format!("{}, perplexity {}", say::number(reference.loss), say::number(reference.perplexity)),
+            format!(
+                "{}, perplexity {}",
+                format::number(reference.loss),
+                format::number(reference.perplexity)
+            ),
         ),
-        ("Time", say::duration(findings.seconds)),
+        ("Time", format::duration(findings.seconds)),
     ];
-    facts.extend(findings.peak_memory_bytes.map(|bytes| ("Peak memory", say::bytes(bytes))));
+    facts.extend(findings.peak_memory_bytes.map(|bytes| ("Peak memory", format::bytes(bytes))));
     let facts: String = (facts.iter())
         .filter(|(_, value)| !value.is_empty())
         .map(|(name, value)| format!("<div><dt>{name}</dt><dd>{}</dd></div>", inline(value)))

@@ -19,7 +19,7 @@ mod table;
 mod training;
 mod words;
 
-use ballast_train::report::page::page;
+use ballast_report::page::page;
 
 use crate::Findings;
 pub use lead::headline;

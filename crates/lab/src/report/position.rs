@@ -1,13 +1,13 @@
 //! Error by position in the sequence: does it grow?
 //!
-//! Positions are taken together in stretches that become longer; a stretch is drawn at its last token, counted from one. For growth
+//! Positions are taken together in stretches that become longer; a stretch is drawn at its last token, plural from one. For growth
 //! the last stretch is compared with the first third of them, each position having the same weight; the first few tokens are
 //! left out if there are more, since their states have hardly anything to lose.
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
-use super::words::{counted, floor, heading, is_single, named, other, policies, times};
+use super::words::{floor, heading, is_single, named, other, plural, policies, times};
 use crate::Findings;
 use crate::findings::{PositionError, Run};
 
@@ -45,14 +45,14 @@ pub(super) fn section(findings: &Findings) -> String {
     if plots.is_empty() {
         return plots;
     }
-    let says = match other(findings) {
+    let caption = match other(findings) {
         Some(_) => "A stretch of positions is drawn at its last token.",
         None => {
             "A stretch of positions is drawn at its last token. An error that the recurrence compounds would rise from left to right, \
              and more steeply than that of f32."
         }
     };
-    heading("position", "Error by position", says) + &plots
+    heading("position", "Error by position", caption) + &plots
 }
 
 /// Of whole policies, or of single choices.
@@ -67,7 +67,7 @@ fn plot(findings: &Findings, measure: &Measure, single: bool) -> String {
     let drawn = &runs[..runs.len().min(CURVES)];
     let look = if drawn.iter().all(|run| curve(run).len() < 2) { Look::Dots } else { Look::Line };
     let series: Vec<Series> = (drawn.iter().enumerate())
-        .map(|(colour, run)| Series { name: run.name.clone(), points: curve(run), look, colour })
+        .map(|(color, run)| Series { name: run.name.clone(), points: curve(run), look, color })
         .collect();
     let xs = series.iter().flat_map(|series| series.points.iter().map(|point| point.0));
     let x_axis = Some(Axis::tight(Scale::Log, xs).whole());
@@ -80,7 +80,7 @@ fn plot(findings: &Findings, measure: &Measure, single: bool) -> String {
             format!("{}, {of}", measure.title)
         },
         unit: measure.unit.into(),
-        says: says(drawn, floor(findings), runs.len() - drawn.len(), measure),
+        caption: caption(drawn, floor(findings), runs.len() - drawn.len(), measure),
         x_name: "token".into(),
         series,
         scale: Scale::Log,
@@ -105,7 +105,7 @@ fn is_drawn(findings: &Findings, run: &Run, measure: &Measure) -> bool {
     !as_floor && points.iter().any(|point| point.1.is_finite())
 }
 
-fn says(drawn: &[&Run], floor: Option<&Run>, left_out: usize, measure: &Measure) -> String {
+fn caption(drawn: &[&Run], floor: Option<&Run>, left_out: usize, measure: &Measure) -> String {
     let grown: Vec<(&Run, Growth)> =
         drawn.iter().filter_map(|run| Some((*run, growth(run, measure)?))).collect();
     let spoken = grown.iter().find(|(run, _)| run.name == "A_log").or(grown.first());
@@ -121,7 +121,7 @@ fn says(drawn: &[&Run], floor: Option<&Run>, left_out: usize, measure: &Measure)
         format!("rising by more than half: {up} of the {drawn} drawn, falling by more than a third: {down}")
     });
     let left_out =
-        (left_out > 0).then(|| format!("{} with less damage left out", counted(left_out, "more run")));
+        (left_out > 0).then(|| format!("{} with less damage left out", plural(left_out, "more run")));
     sentence(&[one, all, left_out])
 }
 
@@ -156,8 +156,8 @@ fn growth(run: &Run, measure: &Measure) -> Option<Growth> {
 impl Growth {
     fn text(&self) -> String {
         let tokens = |(from, to): (usize, usize)| match to.saturating_sub(from) {
-            0 | 1 => format!("token {}", say::count(to as u64)),
-            _ => format!("tokens {} to {}", say::count(from as u64 + 1), say::count(to as u64)),
+            0 | 1 => format!("token {}", format::count(to)),
+            _ => format!("tokens {} to {}", format::count(from + 1), format::count(to)),
         };
         let verb = match self.ratio {
             ratio if ratio > GROWS => "grows",

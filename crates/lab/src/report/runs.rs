@@ -1,13 +1,13 @@
 //! Every run in a line: how far its outputs are from the reference's, and where that begins.
 
-use ballast_train::report::page::inline;
-use ballast_train::report::plot::{Rank, Ranking, Scale};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::page::inline;
+use ballast_report::plot::{Rank, Ranking, Scale};
 
 use super::table::{Column, Table};
 use super::words::{
-    FLOOR_COLOUR, cell, code, counted, floor, heading, is_broken, is_floor, named, other, policies,
-    share_cell, signed_cell,
+    FLOOR_COLOR, cell, code, floor, heading, is_broken, is_floor, named, other, plural, policies, share_cell,
+    signed_cell,
 };
 use crate::Findings;
 use crate::findings::{Kind, NotFinite, Run};
@@ -17,38 +17,38 @@ pub(super) fn section(findings: &Findings) -> String {
         return String::new();
     }
     if let Some(other) = other(findings) {
-        let says = match other.has_outputs() {
+        let caption = match other.has_outputs() {
             true => {
                 "KL is the divergence of its next-token distributions from the model's, over tokens, in nats."
             }
             false => "",
         };
-        return heading("runs", "In one line", says) + &table(findings);
+        return heading("runs", "In one line", caption) + &table(findings);
     }
-    let says = "Each policy runs the same input. The loss is compared with the reference's; KL is the divergence of its next-token \
+    let caption = "Each policy runs the same input. The loss is compared with the reference's; KL is the divergence of its next-token \
                 distributions from the reference's, over tokens, in nats. What differs first is compared with the run in f32.";
-    heading("runs", "Every policy", says) + &ranking(findings) + &table(findings)
+    heading("runs", "Every policy", caption) + &ranking(findings) + &table(findings)
 }
 
 fn ranking(findings: &Findings) -> String {
     let rows = (findings.runs.iter())
-        .map(|run| Rank { name: run.name.clone(), value: run.kl.mean, colour: colour(run) })
+        .map(|run| Rank { name: run.name.clone(), value: run.kl.mean, color: color(run) })
         .collect();
-    let mut colours: Vec<(String, String)> = Vec::new();
+    let mut colors: Vec<(String, String)> = Vec::new();
     for run in policies(findings) {
-        let entry = (format!("c{}", colour(run)), kind_name(run.kind).to_string());
-        if !colours.contains(&entry) {
-            colours.push(entry);
+        let entry = (format!("c{}", color(run)), kind_name(run.kind).to_string());
+        if !colors.contains(&entry) {
+            colors.push(entry);
         }
     }
     Ranking {
         id: "damage".into(),
         title: "Mean KL divergence from the reference".into(),
         unit: "nats".into(),
-        says: ranking_says(findings),
+        caption: ranking_says(findings),
         rows,
         scale: Scale::Log,
-        colours,
+        colors,
         level: floor(findings).map(|floor| ("the floor: f32".into(), floor.kl.mean)),
     }
     .html()
@@ -60,27 +60,27 @@ fn ranking_says(findings: &Findings) -> String {
         return "No policy has a divergence that can be drawn.".into();
     };
     let spread = match finite.len() {
-        1 => format!("{} has {}", named(&most.name), say::number(most.kl.mean)),
+        1 => format!("{} has {}", named(&most.name), format::number(most.kl.mean)),
         _ => format!(
             "from {} for {} down to {} for {}",
-            say::number(most.kl.mean),
+            format::number(most.kl.mean),
             named(&most.name),
-            say::number(least.kl.mean),
+            format::number(least.kl.mean),
             named(&least.name)
         ),
     };
     let broken = match policies(findings).filter(|run| is_broken(run)).count() {
         0 => None,
-        1 => Some("one policy is not finite".to_string()),
-        number => Some(format!("{number} policies are not finite")),
+        1 => Some("one policy is non-finite".to_string()),
+        number => Some(format!("{number} policies are non-finite")),
     };
-    let floor = floor(findings).map(|floor| format!("f32 itself has {}", say::number(floor.kl.mean)));
+    let floor = floor(findings).map(|floor| format!("f32 itself has {}", format::number(floor.kl.mean)));
     sentence(&[Some(spread), broken, floor])
 }
 
-fn colour(run: &Run) -> usize {
+fn color(run: &Run) -> usize {
     match run.kind {
-        _ if is_floor(run) => FLOOR_COLOUR,
+        _ if is_floor(run) => FLOOR_COLOR,
         Kind::Preset => 0,
         Kind::Tensor => 1,
         Kind::Site => 2,
@@ -118,7 +118,7 @@ fn table(findings: &Findings) -> String {
     }
     columns.extend(gradients.then_some(Column::Number("gradient error")));
     columns.push(Column::Text("differs first at"));
-    columns.extend(lost.then_some(Column::Text("not finite")));
+    columns.extend(lost.then_some(Column::Text("non-finite")));
     let mut table = Table::new(&columns);
     for run in &findings.runs {
         let mut cells = vec![name(run)];
@@ -154,7 +154,7 @@ fn not_finite(lost: &NotFinite) -> String {
     format!(
         "{}<span class=\"what\">{} in {}</span>",
         code(&lost.site),
-        counted(lost.count, "value"),
+        plural(lost.count, "value"),
         inline(&lost.dtype)
     )
 }

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use ballast_train::report::page::inline;
-use ballast_train::report::say::{self, pattern};
+use ballast_report::format::{self, name_pattern};
+use ballast_report::page::inline;
 
 use super::table::{Column, Table};
 use super::words::{badness, cell, code, floor, heading, in_layer, named, top};
@@ -12,7 +12,7 @@ use crate::findings::{Run, SiteError};
 
 /// Whole policies, and as many single choices.
 const RUNS: usize = 3;
-/// Kinds of a run beyond this many are counted, not shown.
+/// Kinds of a run beyond this many are plural, not shown.
 const ROWS: usize = 40;
 
 /// All tensors of a kind that are not as in f32.
@@ -31,7 +31,7 @@ pub(super) fn section(findings: &Findings) -> String {
     let of_floor: BTreeMap<&str, &SiteError> = (floor(findings).iter())
         .flat_map(|floor| floor.sites.iter().map(|site| (&site.site[..], site)))
         .collect();
-    let says = match of_floor.is_empty() {
+    let caption = match of_floor.is_empty() {
         true => {
             "Tensors of one kind in all layers, in the order in which they are made. The error is RMS of the difference over RMS; \
              the first is that of the first layer in which the kind differs."
@@ -43,7 +43,7 @@ pub(super) fn section(findings: &Findings) -> String {
     };
     let tables: String =
         (runs.iter().enumerate()).map(|(index, run)| table(run, &of_floor, index == 0)).collect();
-    heading("sites", "Where the error enters", says) + &tables
+    heading("sites", "Where the error enters", caption) + &tables
 }
 
 fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String {
@@ -68,31 +68,31 @@ fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String
                 if is_worst { format!("<strong>{name}</strong>") } else { name },
                 inline(&group.largest.dtype)
             ),
-            say::count(group.tensors as u64),
+            format::count(group.tensors),
             error(group.first),
             error(group.largest),
             cell(group.largest.max_abs),
         ];
         let ratio = floor.filter(|ratio| ratio.is_finite());
-        let ratio = ratio.map_or(String::new(), |ratio| format!("{} ×", say::number(ratio)));
+        let ratio = ratio.map_or(String::new(), |ratio| format!("{} ×", format::number(ratio)));
         cells.extend((!of_floor.is_empty()).then_some(ratio));
         table.row(&cells);
     }
     let more = match groups.len().saturating_sub(ROWS) {
         0 => String::new(),
-        more => format!("; {} more kinds are in lab.json", say::count(more as u64)),
+        more => format!("; {} more kinds are in lab.json", format::count(more)),
     };
-    let says = match &run.first_difference {
+    let caption = match &run.first_difference {
         None if of_floor.is_empty() => "no tensor differs".to_string(),
         None => "no tensor differs from f32".to_string(),
         Some(first) => {
             let largest = worst.map_or(String::new(), |worst| {
-                format!(", largest error {} at {}", say::number(worst.error), named(&worst.site))
+                format!(", largest error {} at {}", format::number(worst.error), named(&worst.site))
             });
             format!("differs first at {}{largest}{more}", named(first))
         }
     };
-    table.folded(&code(&run.name), &says, open)
+    table.folded(&code(&run.name), &caption, open)
 }
 
 /// The first of those with the largest error.
@@ -123,7 +123,7 @@ fn groups<'a>(run: &'a Run, of_floor: &BTreeMap<&str, &SiteError>) -> Vec<Group<
         if !differs {
             continue;
         }
-        let pattern = pattern(&site.site);
+        let pattern = name_pattern(&site.site);
         match places.get(&pattern) {
             None => {
                 places.insert(pattern.clone(), groups.len());

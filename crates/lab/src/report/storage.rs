@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use ballast_train::report::page::inline;
-use ballast_train::report::say::{self, pattern, sentence};
+use ballast_report::format::{self, name_pattern, sentence};
+use ballast_report::page::inline;
 
 use super::table::{Column, Table};
-use super::words::{badness, cell, code, counted, heading, named, share_cell};
+use super::words::{badness, cell, code, heading, named, plural, share_cell};
 use crate::Findings;
 use crate::findings::ProtectedTensor;
 
@@ -17,7 +17,7 @@ pub(super) fn protected(findings: &Findings) -> String {
     }
     let mut groups: BTreeMap<(String, &str), Vec<&ProtectedTensor>> = BTreeMap::new();
     for tensor in &findings.protected {
-        groups.entry((pattern(&tensor.name), &tensor.dtype)).or_default().push(tensor);
+        groups.entry((name_pattern(&tensor.name), &tensor.dtype)).or_default().push(tensor);
     }
     let mut table = Table::new(&[
         Column::Text("tensor"),
@@ -34,10 +34,10 @@ pub(super) fn protected(findings: &Findings) -> String {
         let most = tensors.iter().map(|tensor| badness(tensor.bf16_error)).fold(0.0, f64::max);
         table.row(&[
             code(pattern),
-            say::count(tensors.len() as u64),
+            format::count(tensors.len()),
             inline(dtype),
-            say::count(elements),
-            say::count(beyond),
+            format::count(elements),
+            format::count(beyond),
             if elements > 0 { share_cell(beyond as f64 / elements as f64) } else { String::new() },
             cell(most),
         ]);
@@ -53,27 +53,27 @@ fn protected_says(tensors: &[ProtectedTensor]) -> String {
         0 => "none holds more than bf16 can: rounding them changes nothing".to_string(),
         _ => format!(
             "{} of {} elements hold more than bf16 can, and rounding loses it",
-            say::count(beyond),
-            say::count(elements)
+            format::count(beyond),
+            format::count(elements)
         ),
     };
     let worst = (tensors.iter()).max_by(|a, b| badness(a.bf16_error).total_cmp(&badness(b.bf16_error)));
     let worst = worst.filter(|tensor| tensor.bf16_error != 0.0).map(|tensor| {
         format!(
             "the largest relative change of an element is {}, in {}",
-            say::number(tensor.bf16_error),
+            format::number(tensor.bf16_error),
             named(&tensor.name)
         )
     });
-    sentence(&[Some(format!("{}: {carry}", counted(tensors.len(), "tensor"))), worst])
+    sentence(&[Some(format!("{}: {carry}", plural(tensors.len(), "tensor"))), worst])
 }
 
 /// Bytes that are kept for backward, with the q/k norm inside the kernel and outside.
 pub(super) fn l2norm(findings: &Findings) -> String {
     let Some(longest) = findings.l2norm.iter().max_by_key(|row| row.tokens) else { return String::new() };
     let saved = |inside: u64, outside: u64| match outside.checked_sub(inside) {
-        Some(bytes) => say::bytes(bytes),
-        None => format!("-{}", say::bytes(inside - outside)),
+        Some(bytes) => format::bytes(bytes),
+        None => format!("-{}", format::bytes(inside - outside)),
     };
     let share = |inside: u64, outside: u64| 1.0 - inside as f64 / outside as f64;
     let mut table = Table::new(&[
@@ -85,18 +85,18 @@ pub(super) fn l2norm(findings: &Findings) -> String {
     ]);
     for row in &findings.l2norm {
         table.row(&[
-            say::count(row.tokens as u64),
-            say::bytes(row.inside),
-            say::bytes(row.outside),
+            format::count(row.tokens),
+            format::bytes(row.inside),
+            format::bytes(row.outside),
             saved(row.inside, row.outside),
             if row.outside > 0 { share_cell(share(row.inside, row.outside)) } else { String::new() },
         ]);
     }
-    let says = format!(
+    let caption = format!(
         "What is kept for backward of q, k and their norm, over all layers with linear attention: at {} the norm \
          inside the kernel saves {}.",
-        counted(longest.tokens, "token"),
+        plural(longest.tokens, "token"),
         saved(longest.inside, longest.outside)
     );
-    heading("l2norm", "The norm of q and k inside the kernel", &says) + &table.html()
+    heading("l2norm", "The norm of q and k inside the kernel", &caption) + &table.html()
 }

@@ -1,6 +1,6 @@
 //! Tables, in a box of their own that scrolls where they are too wide.
 
-use ballast_train::report::page::{inline, prose};
+use ballast_report::page::{inline, prose};
 
 /// A column by its heading.
 #[derive(Clone, Copy)]
@@ -59,11 +59,11 @@ impl Table {
     }
 
     /// The same behind a line that opens it.
-    pub(super) fn folded(&self, summary: &str, says: &str, open: bool) -> String {
+    pub(super) fn folded(&self, summary: &str, caption: &str, open: bool) -> String {
         format!(
             "<details{}><summary>{summary}<span class=\"soft\">{}</span></summary>{}</details>\n",
             if open { " open" } else { "" },
-            prose(says),
+            prose(caption),
             self.html()
         )
     }

@@ -60,14 +60,14 @@ fn two_things_side_by_side_have_a_page_of_their_own() {
     let page = |run: Run| html(&Findings { model: "ours".into(), runs: vec![run], ..Findings::default() });
     let shown = page(dump.clone());
     assert!(shown.contains("no logits, so outputs were not compared") && shown.contains("parts from it at"));
-    assert!(!body(&shown).contains("not finite") && !body(&shown).contains("polic"), "{shown}");
+    assert!(!body(&shown).contains("non-finite") && !body(&shown).contains("polic"), "{shown}");
     let agrees = page(Run { first_difference: None, ..dump.clone() });
     assert!(agrees.contains("agrees everywhere within the tolerance"));
     let lost = |site: &str| Some(NotFinite { site: site.into(), count: 1, dtype: "file".into() });
     let inside = page(Run { not_finite: lost("layers.0.out"), ..dump.clone() });
-    assert!(inside.contains("outputs were not compared") && !inside.contains("outputs are not finite"));
+    assert!(inside.contains("outputs were not compared") && !inside.contains("outputs are non-finite"));
     let broken = Run { not_finite: lost("logits"), top1_agreement: 0.0, ..dump };
-    assert!(page(broken).contains("outputs are not finite"));
+    assert!(page(broken).contains("outputs are non-finite"));
     let same = Run { kind: Kind::Checkpoint, name: "b".into(), ..Run::default() };
     assert!(page(same).contains("gives the same values everywhere"));
 }
@@ -102,24 +102,24 @@ fn each_section_alone_makes_a_page() {
 #[test]
 fn each_plot_says_what_one_sees() {
     let html = html(&example::findings());
-    for says in [
+    for caption in [
         "The model read 8,192 tokens of the embedded text: once in f64, which all else is compared with, and once under \
          each of 20 policies.",
-        "<code>logits=f16</code> is not finite, first at <code>layers.7.self_attn.logits</code>. \
+        "<code>logits=f16</code> is non-finite, first at <code>layers.7.self_attn.logits</code>. \
          <code>hf-bf16</code> does most damage of the others: a mean KL divergence of 0.0210 nats",
         "Of single choices <code>norms</code> matters most: a mean KL divergence of 0.00110 nats",
         "<code>out_norm</code> and <code>router</code> change no bit.",
         "<code>out_norm</code> and <code>router</code> are as f32 after every layer and not drawn",
         "<code>A_log</code> grows with position: at tokens 1,025 to 2,048 it is ",
-        "In the reference the largest |logit| is 306, in layer 11, where neighbours are 2 apart in bf16 and 0.25 in f16",
+        "In the reference the largest |logit| is 306, in layer 11, where neighbors are 2 apart in bf16 and 0.25 in f16",
         "144 heads: from 0.3",
         "hf-bf16, A_log=bf16,qk_product=bf16 and A_log",
         "27 tensors: 270 of 1,440 elements hold more than bf16 can",
-        "at 131,072 tokens the norm inside the kernel saves 4.69 GiB",
+        "at 131,072 tokens the norm inside the kernel saves 4.7 GiB",
         "<code>model.<wbr>layers.<wbr>*.<wbr>linear_attn.<wbr>A_log<wbr></code>",
         "the floor: everything in f32",
     ] {
-        assert!(body(&html).contains(says), "{says}");
+        assert!(body(&html).contains(caption), "{caption}");
     }
 }
 

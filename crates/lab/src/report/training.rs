@@ -1,10 +1,10 @@
 //! The same few training steps in f32 and under each policy.
 
-use ballast_train::report::plot::{Axis, LinePlot, Look, Scale, Series};
-use ballast_train::report::say::{self, sentence};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};
-use super::words::{FLOOR_COLOUR, cell, code, counted, heading, named, signed_cell, soft};
+use super::words::{FLOOR_COLOR, cell, code, heading, named, plural, signed_cell, soft};
 use crate::Findings;
 use crate::findings::{Training, TrainingRun};
 
@@ -18,8 +18,8 @@ pub(super) fn section(findings: &Findings) -> String {
     }
     let about = format!(
         "{} of AdamW on the same input, learning rate {}, in f32 and under each policy.",
-        counted(training.steps, "step"),
-        say::number(training.learning_rate)
+        plural(training.steps, "step"),
+        format::number(training.learning_rate)
     );
     heading("training", "Training steps", &about)
         + &losses(training)
@@ -38,24 +38,24 @@ fn losses(training: &Training) -> String {
         name: "f32, the reference".into(),
         points: points(&training.reference),
         look: Look::Line,
-        colour: FLOOR_COLOUR,
+        color: FLOOR_COLOR,
     }];
-    series.extend(drawn(training).iter().enumerate().map(|(colour, run)| Series {
+    series.extend(drawn(training).iter().enumerate().map(|(color, run)| Series {
         name: run.name.clone(),
         points: points(&run.losses),
         look: Look::Line,
-        colour,
+        color,
     }));
     let fall = training.reference.first().zip(training.reference.last());
     let fall = fall.map(|(first, last)| {
-        format!("in f32 the loss goes from {} to {}", say::number(*first), say::number(*last))
+        format!("in f32 the loss goes from {} to {}", format::number(*first), format::number(*last))
     });
     let left_out = training.runs.len() - drawn(training).len();
-    let left_out = (left_out > 0).then(|| format!("{} with less damage not drawn", counted(left_out, "run")));
+    let left_out = (left_out > 0).then(|| format!("{} with less damage not drawn", plural(left_out, "run")));
     LinePlot {
         id: "training-loss".into(),
         title: "Loss before each step".into(),
-        says: sentence(&[fall, furthest(training), left_out]),
+        caption: sentence(&[fall, furthest(training), left_out]),
         scale: Scale::fitting(training.reference.iter().copied()),
         series,
         ..plot(training)
@@ -68,7 +68,7 @@ fn furthest(training: &Training) -> Option<String> {
     let runs = training.runs.iter().filter_map(|run| Some((run, last_difference(run, training)?)));
     let (run, difference) =
         runs.filter(|run| run.1.is_finite()).max_by(|a, b| a.1.abs().total_cmp(&b.1.abs()))?;
-    Some(format!("{} is furthest from it at the end, by {}", named(&run.name), say::signed(difference)))
+    Some(format!("{} is furthest from it at the end, by {}", named(&run.name), format::signed(difference)))
 }
 
 /// Of a run that came to the last step.
@@ -80,14 +80,14 @@ fn last_difference(run: &TrainingRun, training: &Training) -> Option<f64> {
 /// Curves that cannot be told apart above: their distance from the reference.
 fn differences(training: &Training) -> String {
     let series: Vec<Series> = (drawn(training).iter().enumerate())
-        .map(|(colour, run)| Series {
+        .map(|(color, run)| Series {
             name: run.name.clone(),
             points: (run.losses.iter().zip(&training.reference).enumerate())
                 .map(|(step, (loss, reference))| (step as f64 + 1.0, (loss - reference).abs()))
                 .filter(|point| point.1 != 0.0)
                 .collect(),
             look: Look::Line,
-            colour,
+            color,
         })
         .collect();
     if series.iter().all(|series| series.points.iter().all(|point| !point.1.is_finite())) {
@@ -96,7 +96,7 @@ fn differences(training: &Training) -> String {
     LinePlot {
         id: "training-difference".into(),
         title: "Distance from the reference's loss".into(),
-        says: growth(training),
+        caption: growth(training),
         scale: Scale::Log,
         series,
         ..plot(training)
@@ -143,7 +143,7 @@ fn table(training: &Training) -> String {
         Column::Number("drift"),
     ];
     columns.extend(protected.then_some(Column::Number("of protected tensors")));
-    columns.extend(lost.then_some(Column::Text("not finite")));
+    columns.extend(lost.then_some(Column::Text("non-finite")));
     let mut table = Table::new(&columns);
     for run in &training.runs {
         let mut cells = vec![
@@ -163,7 +163,7 @@ fn table(training: &Training) -> String {
     }
     let finite = training.runs.iter().filter(|run| run.drift.is_finite());
     let most = finite.max_by(|a, b| a.drift.total_cmp(&b.drift));
-    let most = most.map(|run| format!("{} drifts most: {}", named(&run.name), say::number(run.drift)));
+    let most = most.map(|run| format!("{} drifts most: {}", named(&run.name), format::number(run.drift)));
     let about = "how far parameters are from those of the reference, for how far those moved".to_string();
     format!("<h3>Drift</h3>\n{}{}", soft(&sentence(&[Some(about), most])), table.html())
 }

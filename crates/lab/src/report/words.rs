@@ -1,13 +1,14 @@
 //! Which run is which, and how figures are written.
 
-use ballast_train::report::page::{inline, prose};
-use ballast_train::report::say;
+use ballast_report::format;
+pub(super) use ballast_report::format::plural;
+use ballast_report::page::{inline, prose};
 
 use crate::Findings;
 use crate::findings::{Kind, Run};
 
-/// The colour of the floor in every plot.
-pub(super) const FLOOR_COLOUR: usize = 7;
+/// The color of the floor in every plot.
+pub(super) const FLOOR_COLOR: usize = 7;
 
 /// The run that shows what f32 arithmetic itself costs.
 pub(super) fn floor(findings: &Findings) -> Option<&Run> {
@@ -28,7 +29,7 @@ pub(super) fn is_single(run: &Run) -> bool {
     matches!(run.kind, Kind::Tensor | Kind::Site)
 }
 
-/// Whether its outputs are not finite.
+/// Whether its outputs are non-finite.
 pub(super) fn is_broken(run: &Run) -> bool {
     run.has_outputs() && !run.kl.mean.is_finite()
 }
@@ -55,8 +56,8 @@ pub(super) fn top(findings: &Findings, each: usize, with: impl Fn(&Run) -> bool)
 }
 
 /// A heading with the sentence below it.
-pub(super) fn heading(id: &str, title: &str, says: &str) -> String {
-    format!("<h2 id=\"{id}\">{}</h2>\n{}", inline(title), soft(says))
+pub(super) fn heading(id: &str, title: &str, caption: &str) -> String {
+    format!("<h2 id=\"{id}\">{}</h2>\n{}", inline(title), soft(caption))
 }
 
 /// A paragraph beside the figures; nothing for nothing.
@@ -82,7 +83,7 @@ pub(super) fn enumerate(names: &[&str], most: usize) -> String {
         (0, []) => return String::new(),
         (0, [one]) => return one.to_string(),
         (0, [shown @ .., last]) => (shown, last.to_string()),
-        _ => (&names[..most], format!("{} more", say::count(more as u64))),
+        _ => (&names[..most], format!("{} more", format::count(more))),
     };
     format!("{} and {last}", shown.join(", "))
 }
@@ -92,14 +93,9 @@ pub(super) fn are(number: usize) -> &'static str {
     if number == 1 { "is" } else { "are" }
 }
 
-/// `2 layers`.
-pub(super) fn counted(number: usize, noun: &str) -> String {
-    say::counted(number as u64, noun)
-}
-
 /// `12.3 times`.
 pub(super) fn times(ratio: f64) -> String {
-    if ratio > 1e6 { "over a million times".into() } else { format!("{} times", say::number(ratio)) }
+    if ratio > 1e6 { "over a million times".into() } else { format!("{} times", format::number(ratio)) }
 }
 
 /// The ratio of two errors in words, where there is one.
@@ -110,17 +106,17 @@ pub(super) fn times_floor(error: f64, floor: Option<f64>) -> Option<String> {
 
 /// A figure in a table.
 pub(super) fn cell(value: f64) -> String {
-    mark_lost(value, say::number(value))
+    mark_lost(value, format::number(value))
 }
 
 /// A difference in a table.
 pub(super) fn signed_cell(value: f64) -> String {
-    mark_lost(value, say::signed(value))
+    mark_lost(value, format::signed(value))
 }
 
 /// A share in a table.
 pub(super) fn share_cell(value: f64) -> String {
-    mark_lost(value, say::share(value).replace(' ', "\u{a0}"))
+    mark_lost(value, format::exact_percent(value).replace(' ', "\u{a0}"))
 }
 
 fn mark_lost(value: f64, text: String) -> String {
@@ -142,12 +138,12 @@ pub(super) fn code(name: &str) -> String {
     html + "</code>"
 }
 
-/// For an order in which what is not finite is worse than all else.
+/// For an order in which what is non-finite is worse than all else.
 pub(super) fn badness(error: f64) -> f64 {
     if error.is_finite() { error.abs() } else { f64::INFINITY }
 }
 
-/// The largest size of some values; what is not finite is passed over.
+/// The largest size of some values; what is non-finite is passed over.
 pub(super) fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
     values.into_iter().map(f64::abs).filter(|value| value.is_finite()).fold(0.0, f64::max)
 }
@@ -181,7 +177,7 @@ mod tests {
     #[test]
     fn differences_have_a_sign_and_what_is_not_finite_is_marked() {
         assert_eq!([0.5, -0.5, 0.0].map(signed_cell), ["+0.500", "-0.500", "0"]);
-        assert_eq!(signed_cell(f64::INFINITY), "<span class=\"bad\">not finite</span>");
+        assert_eq!(signed_cell(f64::INFINITY), "<span class=\"bad\">non-finite</span>");
         assert_eq!(mean([f64::NAN]), None);
         assert_eq!(mean([1.0, f64::NAN, 3.0]), Some(2.0));
     }

@@ -49,11 +49,11 @@ pub fn study<R>(
     work: impl FnOnce(&Study<'_>) -> R,
 ) -> R {
     let (path, batch) = (folder(model), batch(model));
-    let stored = LazyCheckpoint::open(&path).unwrap();
+    let checkpoint = LazyCheckpoint::open(&path).unwrap();
     let input = input::describe(&batch, "the golden batch".into());
     work(&Study {
         path: &path,
-        stored: &stored,
+        checkpoint: &checkpoint,
         batch: &batch,
         input,
         reference,
@@ -63,8 +63,8 @@ pub fn study<R>(
 }
 
 /// The choices that suit a model.
-pub fn defaults(stored: &LazyCheckpoint) -> Vec<Choice> {
-    Choice::defaults(&stored.config, &stored.specs).unwrap()
+pub fn defaults(checkpoint: &LazyCheckpoint) -> Vec<Choice> {
+    Choice::defaults(&checkpoint.config, &checkpoint.specs).unwrap()
 }
 
 pub fn run<'f>(findings: &'f Findings, name: &str) -> &'f Run {

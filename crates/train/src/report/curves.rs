@@ -1,11 +1,11 @@
-//! What the records say over the steps, each plot with the sentence that says what one sees.
+//! What the records say over the steps, each plot with the sentence that caption what one sees.
 
 use std::collections::BTreeSet;
 
-use super::plot::{Axis, Band, Histogram, Level, LinePlot, Look, Marker, Scale, Series, grid};
-use super::say::{self, sentence};
 use super::{Report, events};
 use crate::metrics::{Evaluation, MetricsEntry, Step};
+use ballast_report::format::{self, sentence};
+use ballast_report::plot::{Axis, Band, Histogram, Level, LinePlot, Look, Marker, Scale, Series, grid};
 
 /// Fewer steps than this are not smoothed.
 const SMOOTHED_FROM: usize = 20;
@@ -23,20 +23,20 @@ pub(super) fn lead(report: &Report<'_>) -> String {
     let Some(last) = steps.last() else { return "<p class=\"lead\">No step was run.</p>\n".into() };
     let tokens: u64 = steps.iter().fold(0, |sum, step| sum.saturating_add(step.tokens));
     let seconds: f64 = steps.iter().map(|step| step.seconds).filter(|seconds| seconds.is_finite()).sum();
-    let mut says = format!(
+    let mut caption = format!(
         "{} on {} in {}",
-        say::counted(steps.len() as u64, "step"),
-        say::counted(tokens, "token"),
-        say::duration(seconds)
+        format::plural(steps.len(), "step"),
+        format::plural(tokens, "token"),
+        format::duration(seconds)
     );
-    says += &match last.loss.is_finite() {
-        true => format!("; the last loss is {}", say::number(last.loss)),
-        false => "; <span class=\"bad\">the last loss is not finite</span>".into(),
+    caption += &match last.loss.is_finite() {
+        true => format!("; the last loss is {}", format::number(last.loss)),
+        false => "; <span class=\"bad\">the last loss is non-finite</span>".into(),
     };
     if let Some(best) = best_evaluation(report) {
-        says += &format!(", the lowest validation loss {}", say::number(best.loss));
+        caption += &format!(", the lowest validation loss {}", format::number(best.loss));
     }
-    format!("<p class=\"lead\">{says}.</p>\n")
+    format!("<p class=\"lead\">{caption}.</p>\n")
 }
 
 /// Loss, accuracy, learning rate.
@@ -60,14 +60,14 @@ pub(super) fn training(report: &Report<'_>) -> String {
 fn loss(report: &Report<'_>) -> String {
     let train: Points = points(report, |step| step.loss);
     let validation: Points = evaluations(report).map(|found| (found.step as f64, found.loss)).collect();
-    let says = [change("The loss", &train), lowest_validation(report)];
+    let caption = [change("The loss", &train), lowest_validation(report)];
     let scale = Scale::fitting(train.iter().chain(&validation).map(|point| point.1));
     let mut series = with_smoothed("train", train, scale, 0);
     if !validation.is_empty() {
         let name = "validation".to_string();
-        series.push(Series { name, points: validation, look: Look::Dots, colour: 1 });
+        series.push(Series { name, points: validation, look: Look::Dots, color: 1 });
     }
-    LinePlot { says: sentence(&says), scale, series, ..plot(report, "loss", "Loss") }.html()
+    LinePlot { caption: sentence(&caption), scale, series, ..plot(report, "loss", "Loss") }.html()
 }
 
 fn accuracy(report: &Report<'_>) -> String {
@@ -75,17 +75,17 @@ fn accuracy(report: &Report<'_>) -> String {
         evaluations(report).map(|found| (found.step as f64, 100.0 * found.accuracy)).collect();
     let best = (evaluations(report).filter(|found| found.accuracy.is_finite()))
         .reduce(|best, found| if found.accuracy > best.accuracy { found } else { best });
-    let says = best.map(|best| {
+    let caption = best.map(|best| {
         format!(
             "At best {} of the validation tokens were predicted, at step {}",
-            say::percent(best.accuracy),
-            say::count(best.step)
+            format::percent(best.accuracy),
+            format::count(best.step)
         )
     });
     LinePlot {
         unit: "% of validation tokens".into(),
-        says: sentence(&[says]),
-        series: vec![Series { name: "accuracy, %".into(), points, look: Look::Dots, colour: 1 }],
+        caption: sentence(&[caption]),
+        series: vec![Series { name: "accuracy, %".into(), points, look: Look::Dots, color: 1 }],
         ..plot(report, "accuracy", "Accuracy")
     }
     .html()
@@ -93,17 +93,17 @@ fn accuracy(report: &Report<'_>) -> String {
 
 fn learning_rate(report: &Report<'_>) -> String {
     let points = points(report, |step| step.learning_rate);
-    let says = extreme(&points, f64::gt).zip(points.last().copied()).map(|(top, last)| {
+    let caption = extreme(&points, f64::gt).zip(points.last().copied()).map(|(top, last)| {
         format!(
             "Highest at step {}, {}; {} at the end",
-            say::count(top.0 as u64),
-            say::number(top.1),
-            say::number(last.1)
+            format::count(top.0 as u64),
+            format::number(top.1),
+            format::number(last.1)
         )
     });
     LinePlot {
-        says: sentence(&[says]),
-        series: vec![Series { name: "learning rate".into(), points, look: Look::Line, colour: 2 }],
+        caption: sentence(&[caption]),
+        series: vec![Series { name: "learning rate".into(), points, look: Look::Line, color: 2 }],
         ..plot(report, "learning-rate", "Learning rate")
     }
     .html()
@@ -124,11 +124,11 @@ fn other_loss(
     value: impl Fn(&Step) -> Option<f64>,
 ) -> Option<String> {
     let points: Points = steps(report).filter_map(|step| Some((step.step as f64, value(step)?))).collect();
-    let says = sentence(&[change("It", &points)]);
+    let caption = sentence(&[change("It", &points)]);
     let scale = Scale::fitting(points.iter().map(|point| point.1));
     let any = !points.is_empty();
     let series = with_smoothed(&title.to_lowercase(), points, scale, 6);
-    any.then(|| LinePlot { says, scale, series, ..plot(report, id, title) }.html())
+    any.then(|| LinePlot { caption, scale, series, ..plot(report, id, title) }.html())
 }
 
 /// The norm of all gradients, and that of each group on axes they share.
@@ -138,17 +138,17 @@ pub(super) fn gradients(report: &Report<'_>) -> String {
         return String::new();
     }
     let top = extreme(&total, f64::gt);
-    let says = median(total.iter().map(|point| point.1)).zip(top).map(|(median, top)| {
+    let caption = median(total.iter().map(|point| point.1)).zip(top).map(|(median, top)| {
         format!(
             "The median norm is {}; the largest, {}, is at step {}",
-            say::number(median),
-            say::number(top.1),
-            say::count(top.0 as u64)
+            format::number(median),
+            format::number(top.1),
+            format::count(top.0 as u64)
         )
     });
     let all = LinePlot {
         unit: "before clipping".into(),
-        says: sentence(&[says]),
+        caption: sentence(&[caption]),
         scale: Scale::Log,
         series: with_smoothed("norm", total, Scale::Log, 0),
         ..plot(report, "gradient-norm", "Gradient norm")
@@ -170,7 +170,7 @@ fn group_norms(report: &Report<'_>) -> String {
         return String::new();
     }
     let y_axis =
-        Axis::airy(Scale::Log, groups.iter().flat_map(|(_, points)| points.iter().map(|point| point.1)));
+        Axis::padded(Scale::Log, groups.iter().flat_map(|(_, points)| points.iter().map(|point| point.1)));
     let plots: Vec<String> = (groups.into_iter())
         .map(|(name, points)| {
             let series = with_smoothed("norm", points, Scale::Log, 0);
@@ -179,7 +179,7 @@ fn group_norms(report: &Report<'_>) -> String {
         })
         .collect();
     let more = match names.len().checked_sub(GROUPS + 1) {
-        Some(more) => format!(" {} more are in metrics.jsonl.", say::count(more as u64 + 1)),
+        Some(more) => format!(" {} more are in metrics.jsonl.", format::count(more + 1)),
         None => String::new(),
     };
     format!(
@@ -196,32 +196,32 @@ pub(super) fn speed(report: &Report<'_>) -> String {
     let Some(typical) = median(rate.iter().map(|point| point.1)) else { return String::new() };
     let seconds: Points = points(report, |step| step.seconds);
     let slowest = extreme(&seconds, f64::gt).zip(median(seconds.iter().map(|point| point.1)));
-    let says = format!("The median speed is {} tokens per second", say::number(typical));
+    let caption = format!("The median speed is {} tokens per second", format::number(typical));
     let says_slowest = slowest.map(|(slowest, typical)| {
         format!(
             "The median step took {}, the slowest, step {}, {}",
-            say::duration(typical),
-            say::count(slowest.0 as u64),
-            say::duration(slowest.1)
+            format::duration(typical),
+            format::count(slowest.0 as u64),
+            format::duration(slowest.1)
         )
     });
     let (band, middle) = spread(&rate);
     let over_time = LinePlot {
-        says: sentence(&[Some(says)]),
-        bands: vec![Band { name: "10 to 90 % of steps".into(), points: band, colour: 2 }],
-        series: vec![Series { name: "median".into(), points: middle, look: Look::Line, colour: 2 }],
+        caption: sentence(&[Some(caption)]),
+        bands: vec![Band { name: "10 to 90 % of steps".into(), points: band, color: 2 }],
+        series: vec![Series { name: "median".into(), points: middle, look: Look::Line, color: 2 }],
         ..plot(report, "tokens-per-second", "Tokens per second")
     };
     let values: Vec<f64> = seconds.iter().map(|point| point.1).collect();
     let times = Histogram {
         title: "Time per step".into(),
         unit: "steps by seconds".into(),
-        says: sentence(&[says_slowest]),
+        caption: sentence(&[says_slowest]),
         noun: "step".into(),
         scale: Scale::fitting(values.iter().copied()),
         values,
         bins: 40,
-        colour: 2,
+        color: 2,
         small: false,
     };
     format!("<h2 id=\"speed\">Speed</h2>\n{}", grid(&[over_time.html(), times.html()]))
@@ -234,18 +234,19 @@ pub(super) fn memory_over_time(report: &Report<'_>) -> String {
         return String::new();
     }
     let planned: u64 = report.plan.iter().map(|row| row.bytes).sum();
-    let (unit, name) = say::byte_unit(most.max(planned));
+    let (unit, name) = format::byte_unit(most.max(planned));
     let points: Points = points(report, |step| step.peak_memory as f64 / unit);
     let reached = (steps(report).find(|step| step.peak_memory == most)).map_or(0, |step| step.step);
-    let says = format!("The peak of {} was reached at step {}", say::bytes(most), say::count(reached));
+    let caption =
+        format!("The peak of {} was reached at step {}", format::bytes(most), format::count(reached));
     let levels = (planned > 0).then(|| Level { y: planned as f64 / unit, name: "plan".into() });
     LinePlot {
         unit: name.into(),
-        says: sentence(&[Some(says)]),
-        series: vec![Series { name: "peak so far".into(), points, look: Look::Line, colour: 6 }],
+        caption: sentence(&[Some(caption)]),
+        series: vec![Series { name: "peak so far".into(), points, look: Look::Line, color: 6 }],
         levels: levels.into_iter().collect(),
         // From nothing on: the bar of the plan above does the same.
-        y_axis: Some(Axis::airy(Scale::Linear, [0.0, most.max(planned) as f64 / unit])),
+        y_axis: Some(Axis::padded(Scale::Linear, [0.0, most.max(planned) as f64 / unit])),
         ..plot(report, "memory-over-time", "Peak so far")
     }
     .html()
@@ -298,8 +299,8 @@ fn lowest_validation(report: &Report<'_>) -> Option<String> {
     let best = best_evaluation(report)?;
     Some(format!(
         "the lowest validation loss, {}, is at step {}",
-        say::number(best.loss),
-        say::count(best.step)
+        format::number(best.loss),
+        format::count(best.step)
     ))
 }
 
@@ -311,25 +312,27 @@ fn change(name: &str, points: &[(f64, f64)]) -> Option<String> {
     let (Some(first), Some(last)) = (first, last) else {
         return points.first().map(|_| format!("{name} was never finite"));
     };
-    let over = say::counted((last.0 - first.0).abs() as u64, "step");
-    let mut says = match last.1.total_cmp(&first.1) {
-        _ if first.0 == last.0 => format!("{name} is {} at step {}", say::number(first.1), first.0),
-        std::cmp::Ordering::Equal => format!("{name} was {} before and after {over}", say::number(first.1)),
+    let over = format::plural((last.0 - first.0).abs() as u64, "step");
+    let mut caption = match last.1.total_cmp(&first.1) {
+        _ if first.0 == last.0 => format!("{name} is {} at step {}", format::number(first.1), first.0),
+        std::cmp::Ordering::Equal => {
+            format!("{name} was {} before and after {over}", format::number(first.1))
+        }
         order => format!(
             "{name} {} from {} to {} over {over}",
             if order.is_lt() { "fell" } else { "rose" },
-            say::number(first.1),
-            say::number(last.1)
+            format::number(first.1),
+            format::number(last.1)
         ),
     };
     let ended = points.iter().rposition(|point| point.1.is_finite()).map_or(0, |last| last + 1);
     if let Some(point) = points.get(ended) {
-        says += &format!(" and is not finite from step {} on", say::count(point.0 as u64));
+        caption += &format!(" and is non-finite from step {} on", format::count(point.0 as u64));
     }
-    Some(says)
+    Some(caption)
 }
 
-/// The finite point whose y is furthest in the direction that `further` says; the first of equals.
+/// The finite point whose y is furthest in the direction that `further` caption; the first of equals.
 fn extreme(points: &[(f64, f64)], further: fn(&f64, &f64) -> bool) -> Option<(f64, f64)> {
     let finite = points.iter().copied().filter(|point| point.1.is_finite());
     finite.reduce(|best, point| if further(&point.1, &best.1) { point } else { best })
@@ -347,7 +350,7 @@ fn quantiles<const N: usize>(mut values: Vec<f64>, shares: [f64; N]) -> Option<[
     Some(shares.map(|share| values[(share * last as f64).round() as usize]))
 }
 
-/// 10th and 90th percentile, and median, of neighbouring points.
+/// 10th and 90th percentile, and median, of neighboring points.
 fn spread(points: &[(f64, f64)]) -> (Vec<(f64, f64, f64)>, Points) {
     let window = points.len().div_ceil(WINDOWS).max(1);
     (points.chunks(window))
@@ -361,25 +364,21 @@ fn spread(points: &[(f64, f64)]) -> (Vec<(f64, f64, f64)>, Points) {
 }
 
 /// A noisy curve: its values pale, and smoothed on top where they are many.
-fn with_smoothed(name: &str, points: Points, scale: Scale, colour: usize) -> Vec<Series> {
+fn with_smoothed(name: &str, points: Points, scale: Scale, color: usize) -> Vec<Series> {
     if points.is_empty() {
         return Vec::new();
     }
     let many = points.len() >= SMOOTHED_FROM;
-    let smoothed = Series {
-        name: format!("{name}, smoothed"),
-        points: smooth(&points, scale),
-        look: Look::Line,
-        colour,
-    };
+    let smoothed =
+        Series { name: format!("{name}, smoothed"), points: smooth(&points, scale), look: Look::Line, color };
     let look = if many { Look::Pale } else { Look::Line };
-    let mut series = vec![Series { name: name.into(), points, look, colour }];
+    let mut series = vec![Series { name: name.into(), points, look, color }];
     series.extend(many.then_some(smoothed));
     series
 }
 
 /// The mean of two moving averages, one from either end, so that the curve lags behind neither. Weights fall by half
-/// over an eightieth of the run. On a log axis logarithms are averaged, or one large value would lift its neighbours.
+/// over an eightieth of the run. On a log axis logarithms are averaged, or one large value would lift its neighbors.
 /// Gaps stay gaps.
 fn smooth(points: &[(f64, f64)], scale: Scale) -> Points {
     let keep = 0.5f64.powf(80.0 / points.len().max(160) as f64);

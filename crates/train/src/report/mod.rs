@@ -1,16 +1,13 @@
-//! What a person sees of a run: one HTML file with plots, tables and texts, and no script.
+//! Report of a training run: one HTML file with plots, tables and samples, without scripts.
 //!
-//! `curves.rs` draws what the records say over the steps, with a sentence to each plot; `tables.rs` has the ledger, the
-//! memory plan, the samples and the events. `plot` and `page` know nothing of runs and serve other reports too.
+//! `curves.rs` draws the metrics over the steps, with a one-sentence caption for each plot; `tables.rs` has the ledger,
+//! the memory plan, the samples and the events. Plots and page come from `ballast_report`.
 
 mod curves;
-pub mod page;
-pub mod plot;
-pub mod say;
 mod tables;
 
 use crate::metrics::{Event, MetricsEntry};
-use page::{block, inline, page};
+use ballast_report::page::{block, inline, page};
 
 /// Everything a report is made from; no clock and no file is asked besides.
 #[derive(Clone, Debug, Default)]

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use super::page::{block, inline};
-use super::plot::StackedBar;
-use super::say;
 use super::{LedgerRow, Report, Sample};
 use crate::metrics::Event;
+use ballast_report::format;
+use ballast_report::page::{block, inline};
+use ballast_report::plot::StackedBar;
 
 /// Events of one kind beyond this many are counted, not shown.
 const EVENTS: usize = 200;
@@ -18,27 +18,27 @@ pub(super) fn events(events: &[&Event]) -> String {
     let mut kinds: BTreeMap<&str, u64> = BTreeMap::new();
     events.iter().for_each(|event| *kinds.entry(&event.what).or_default() += 1);
     let kinds: Vec<String> =
-        kinds.iter().map(|(what, number)| format!("{what} ({})", say::count(*number))).collect();
+        kinds.iter().map(|(what, number)| format!("{what} ({})", format::count(*number))).collect();
     let rows: String = (events.iter().take(EVENTS).enumerate())
         .map(|(index, event)| {
             format!(
                 "<tr><td>{}</td><td class=\"number\">{}</td><td>{}</td><td>{}</td></tr>\n",
                 index + 1,
-                say::count(event.step),
+                format::count(event.step),
                 inline(&event.what),
                 block(&event.text)
             )
         })
         .collect();
     let more = match events.len().checked_sub(EVENTS + 1) {
-        Some(more) => format!("<p class=\"soft\">And {} more.</p>", say::count(more as u64 + 1)),
+        Some(more) => format!("<p class=\"soft\">And {} more.</p>", format::count(more + 1)),
         None => String::new(),
     };
     format!(
         "<h2 id=\"events\">Events</h2>\n<p class=\"soft\">{}: {}. The numbers are those of the flags above the plots.</p>\n\
          <div class=\"scroll\"><table class=\"events\"><thead><tr><th></th><th class=\"number\">step</th><th>what</th>\
          <th></th></tr></thead><tbody>{rows}</tbody></table></div>{more}\n",
-        say::counted(events.len() as u64, "event"),
+        format::plural(events.len(), "event"),
         inline(&kinds.join(", "))
     )
 }
@@ -57,7 +57,7 @@ pub(super) fn samples(samples: &[Sample]) -> String {
             "<details{}><summary>After step {}<span class=\"soft\">{share}</span></summary>\
              <div class=\"samples\">{cards}</div></details>\n",
             if index == 0 { " open" } else { "" },
-            say::count(*step)
+            format::count(*step)
         );
     }
     if html.is_empty() { html } else { format!("<h2 id=\"samples\">Samples</h2>\n{html}") }
@@ -88,17 +88,17 @@ pub(super) fn memory(report: &Report<'_>, plot: &str) -> String {
     if planned == 0 && report.measured_peak == 0 {
         return plot.into();
     }
-    let says = match (planned, report.measured_peak) {
-        (0, peak) => format!("The process had at most {}.", say::bytes(peak)),
-        (_, 0) => format!("The plan asks for {}.", say::bytes(planned)),
+    let caption = match (planned, report.measured_peak) {
+        (0, peak) => format!("The process had at most {}.", format::bytes(peak)),
+        (_, 0) => format!("The plan asks for {}.", format::bytes(planned)),
         (_, peak) => {
             let more = peak as f64 / planned as f64 - 1.0;
             format!(
                 "The measured peak, {}, is {} {} the plan of {}.",
-                say::bytes(peak),
-                say::percent(more.abs()),
+                format::bytes(peak),
+                format::percent(more.abs()),
                 if more > 0.0 { "above" } else { "below" },
-                say::bytes(planned)
+                format::bytes(planned)
             )
         }
     };
@@ -106,9 +106,9 @@ pub(super) fn memory(report: &Report<'_>, plot: &str) -> String {
         parts: report.plan.iter().map(|row| (row.what.clone(), row.bytes as f64)).collect(),
         mark: (report.measured_peak > 0).then(|| ("measured peak".into(), report.measured_peak as f64)),
     };
-    let mut html = format!("<h2 id=\"memory\">Memory</h2>\n<p class=\"soft\">{says}</p>\n");
+    let mut html = format!("<h2 id=\"memory\">Memory</h2>\n<p class=\"soft\">{caption}</p>\n");
     if planned > 0 {
-        html += &bar.html(|size| say::bytes(size as u64));
+        html += &bar.html(|size| format::bytes(size as u64));
         html += &plan_table(report, planned);
     }
     html + plot
@@ -116,10 +116,10 @@ pub(super) fn memory(report: &Report<'_>, plot: &str) -> String {
 
 fn plan_table(report: &Report<'_>, planned: u64) -> String {
     let row = |name: String, bytes: u64| {
-        let share = say::percent(bytes as f64 / planned as f64);
+        let share = format::percent(bytes as f64 / planned as f64);
         format!(
             "<tr><td>{name}</td><td class=\"number\">{}</td><td class=\"number\">{share}</td></tr>\n",
-            say::bytes(bytes)
+            format::bytes(bytes)
         )
     };
     let rows: String = (report.plan.iter().enumerate())
@@ -146,10 +146,10 @@ pub(super) fn ledger(rows: &[LedgerRow]) -> String {
     let mut groups: BTreeMap<(bool, String, &str), Vec<&LedgerRow>> = BTreeMap::new();
     let mut faulty: BTreeMap<(String, &str), bool> = BTreeMap::new();
     for row in rows {
-        *faulty.entry((say::pattern(&row.name), &row.dtype)).or_default() |= !row.fine;
+        *faulty.entry((format::name_pattern(&row.name), &row.dtype)).or_default() |= !row.fine;
     }
     for row in rows {
-        let key = (say::pattern(&row.name), &row.dtype[..]);
+        let key = (format::name_pattern(&row.name), &row.dtype[..]);
         groups.entry((!faulty[&key], key.0, key.1)).or_default().push(row);
     }
     let groups: String = groups
@@ -160,15 +160,15 @@ pub(super) fn ledger(rows: &[LedgerRow]) -> String {
     let wrong = rows.iter().filter(|row| !row.fine).count() as u64;
     let verdict = match wrong {
         0 => "<span class=\"good\">every check found what it should</span>".to_string(),
-        _ => format!("<span class=\"bad\">{} not what it should be</span>", say::counted(wrong, "tensor")),
+        _ => format!("<span class=\"bad\">{} not what it should be</span>", format::plural(wrong, "tensor")),
     };
     format!(
         "<h2 id=\"ledger\">Ledger of types</h2>\n<p class=\"soft\">{}, {}: {verdict}. For {} of them a forward was \
          seen to read exactly these bits.</p>\n\
          {groups}",
-        say::counted(rows.len() as u64, "tensor"),
-        say::counted(checks, "check"),
-        say::count(rows.iter().filter(|row| row.live).count() as u64),
+        format::plural(rows.len(), "tensor"),
+        format::plural(checks, "check"),
+        format::count(rows.iter().filter(|row| row.live).count() as u64),
     )
 }
 
@@ -184,7 +184,7 @@ fn ledger_group(fine: bool, pattern: &str, dtype: &str, rows: &[&LedgerRow]) -> 
                  <td><code>{}</code></td><td>{}</td></tr>\n",
                 if row.fine { "<span class=\"good\">✓</span>" } else { "<span class=\"bad\">✗</span>" },
                 inline(&row.name),
-                say::count(row.checks),
+                format::count(row.checks),
                 inline(&row.first_checksum),
                 inline(&row.last_checksum),
                 if row.live { "yes" } else { "no" }
@@ -198,6 +198,6 @@ fn ledger_group(fine: bool, pattern: &str, dtype: &str, rows: &[&LedgerRow]) -> 
         if fine { "" } else { " open" },
         inline(pattern),
         inline(dtype),
-        say::counted(rows.len() as u64, "tensor")
+        format::plural(rows.len(), "tensor")
     )
 }

@@ -77,18 +77,18 @@ fn body(html: &str) -> &str {
 fn each_plot_says_what_one_sees() {
     let records = run(300, falling);
     let html = html(&report(&records));
-    for says in [
+    for caption in [
         "300 steps on 614,400 tokens in 31.5 s; the last loss is 0.0185, the lowest validation loss 0.0285.",
         "The loss fell from 5.55 to 0.0185 over 299 steps; the lowest validation loss, 0.0285, is at step 300.",
         "At best 100.0 % of the validation tokens were predicted, at step 300.",
         "Highest at step 1, 1e-3; 3.33e-6 at the end.",
         "The median norm is 1.50; the largest, 1.99, is at step",
-        "The measured peak, 1.00 GiB, is 100.0 % above the plan of 512.00 MiB.",
+        "The measured peak, 1.0 GiB, is 100.0 % above the plan of 512.0 MiB.",
         "6 tensors, 1,800 checks: <span class=\"bad\">1 tensor not what it should be</span>.",
         "<code>model.layers.*.linear_attn.A_log</code>",
         "0 of 1 right",
     ] {
-        assert!(html.contains(says), "{says}");
+        assert!(html.contains(caption), "{caption}");
     }
 }
 
@@ -135,9 +135,9 @@ fn a_hundred_thousand_steps_fit_in_two_megabytes_and_the_spike_is_there() {
 fn a_run_that_diverged_has_a_page_that_says_so() {
     let records = run(300, |step| if step < 200 { falling(step) } else { f64::NAN });
     let html = html(&report(&records));
-    assert!(html.contains("and is not finite from step 200 on; the lowest validation loss"));
-    assert!(html.contains("train: 101 values are not finite, the first at step 200"));
-    assert!(html.contains("the last loss is not finite"));
+    assert!(html.contains("and is non-finite from step 200 on; the lowest validation loss"));
+    assert!(html.contains("train: 101 values are non-finite, the first at step 200"));
+    assert!(html.contains("the last loss is non-finite"));
     assert!(!body(&html).contains("NaN") && !body(&html).contains("inf "));
 }
 

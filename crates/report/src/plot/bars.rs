@@ -1,9 +1,9 @@
 //! Bars: how values are spread, and how a whole is made up.
 
 use super::axis::{Axis, Scale};
-use super::{COLOURS, Figure, at, frame};
-use crate::report::page::inline;
-use crate::report::say;
+use super::{COLORS, Figure, at, frame};
+use crate::format;
+use crate::page::inline;
 
 /// How often values lie where.
 #[derive(Clone, Debug, Default)]
@@ -13,7 +13,7 @@ pub struct Histogram {
     /// What is measured.
     pub unit: String,
     /// What one sees, in a sentence.
-    pub says: String,
+    pub caption: String,
     /// What is counted, in the singular.
     pub noun: String,
     /// The values.
@@ -22,8 +22,8 @@ pub struct Histogram {
     pub scale: Scale,
     /// How many bars.
     pub bins: usize,
-    /// Which of the colours.
-    pub colour: usize,
+    /// Which of the colors.
+    pub color: usize,
     /// One of several that stand beside each other.
     pub small: bool,
 }
@@ -37,7 +37,7 @@ impl Histogram {
         let mut extents = vec![(f64::INFINITY, f64::NEG_INFINITY); bins];
         let mut lost = 0;
         for value in &self.values {
-            let Some(place) = x.place(*value) else {
+            let Some(place) = x.position(*value) else {
                 lost += 1;
                 continue;
             };
@@ -45,9 +45,9 @@ impl Histogram {
             counts[bin] += 1;
             extents[bin] = (extents[bin].0.min(*value), extents[bin].1.max(*value));
         }
-        let y = Axis::airy(Scale::Linear, counts.iter().map(|count| *count as f64).chain([0.0])).whole();
+        let y = Axis::padded(Scale::Linear, counts.iter().map(|count| *count as f64).chain([0.0])).whole();
         let notes =
-            (lost > 0).then(|| format!("{} without a place on this axis.", say::counted(lost, "value")));
+            (lost > 0).then(|| format!("{} without a place on this axis.", format::plural(lost, "value")));
         let drawing = if lost as usize == self.values.len() {
             "<p class=\"empty\">Nothing to draw.</p>".into()
         } else {
@@ -57,7 +57,7 @@ impl Histogram {
             id: "",
             title: &self.title,
             unit: &self.unit,
-            says: &self.says,
+            caption: &self.caption,
             legend: String::new(),
             drawing,
             notes: notes.into_iter().collect(),
@@ -67,24 +67,24 @@ impl Histogram {
     }
 
     fn svg(&self, x: &Axis, y: &Axis, counts: &[u64], extents: &[(f64, f64)]) -> String {
-        let label = if self.says.is_empty() { &self.title } else { &self.says };
+        let label = if self.caption.is_empty() { &self.title } else { &self.caption };
         let mut svg = frame(label, (x, 5), (y, 3), false);
         let width = 1.0 / counts.len() as f64;
         for (index, (count, (low, high))) in counts.iter().zip(extents).enumerate() {
-            let height = y.place(*count as f64).unwrap_or(0.0);
+            let height = y.position(*count as f64).unwrap_or(0.0);
             if *count == 0 {
                 continue;
             }
             svg += &format!(
                 "<rect class=\"bar c{}\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"><title>{}\n{} to {}</title></rect>",
-                self.colour % COLOURS,
+                self.color % COLORS,
                 at((index as f64 + 0.06) * width),
                 at(1.0 - height),
                 at(0.88 * width),
                 at(height),
-                say::counted(*count, &inline(&self.noun)),
-                say::number(*low),
-                say::number(*high)
+                format::plural(*count, &inline(&self.noun)),
+                format::number(*low),
+                format::number(*high)
             );
         }
         svg + "</svg></div>"
@@ -101,12 +101,12 @@ pub struct StackedBar {
 }
 
 impl StackedBar {
-    /// The class that colours the part with this number; the colours come again, paler.
+    /// The class that colors the part with this number; the colors come again, paler.
     pub fn class(part: usize) -> String {
-        format!("c{}{}", part % COLOURS, if part / COLOURS % 2 == 1 { " again" } else { "" })
+        format!("c{}{}", part % COLORS, if part / COLORS % 2 == 1 { " again" } else { "" })
     }
 
-    /// The bar, without legend: a table beside it says the names. `text` writes a size.
+    /// The bar, without legend: a table beside it caption the names. `text` writes a size.
     pub fn html(&self, text: impl Fn(f64) -> String) -> String {
         let total: f64 = self.parts.iter().map(|part| part.1.max(0.0)).sum();
         let whole = self.mark.iter().map(|mark| mark.1).fold(total, f64::max);

@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 
 use super::axis::{Axis, Scale};
 use super::thin::thin;
-use super::{COLOURS, Figure, at, frame, legend};
-use crate::report::page::inline;
-use crate::report::say;
+use super::{COLORS, Figure, at, frame, legend};
+use crate::format;
+use crate::page::inline;
 
 /// Columns that are told apart at full width, and in a small plot.
 const COLUMNS: usize = 800;
@@ -42,8 +42,8 @@ pub struct Series {
     pub points: Vec<(f64, f64)>,
     /// How it is drawn.
     pub look: Look,
-    /// Which of the colours.
-    pub colour: usize,
+    /// Which of the colors.
+    pub color: usize,
 }
 
 /// The area between two curves.
@@ -53,8 +53,8 @@ pub struct Band {
     pub name: String,
     /// x, lower and upper y, in the order of x.
     pub points: Vec<(f64, f64, f64)>,
-    /// Which of the colours.
-    pub colour: usize,
+    /// Which of the colors.
+    pub color: usize,
 }
 
 /// Something that happened at one x.
@@ -87,7 +87,7 @@ pub struct LinePlot {
     /// What is measured, where the heading leaves it open.
     pub unit: String,
     /// What one sees, in a sentence.
-    pub says: String,
+    pub caption: String,
     /// What x counts, in the singular.
     pub x_name: String,
     /// The curves; later ones lie on top.
@@ -114,7 +114,7 @@ impl LinePlot {
         let xs = self.series.iter().flat_map(|series| series.points.iter().map(|point| point.0));
         let band_xs = self.bands.iter().flat_map(|band| band.points.iter().map(|point| point.0));
         let x = self.x_axis.unwrap_or_else(|| Axis::tight(Scale::Linear, xs.chain(band_xs)));
-        let y = self.y_axis.unwrap_or_else(|| Axis::airy(self.scale, self.y_values()));
+        let y = self.y_axis.unwrap_or_else(|| Axis::padded(self.scale, self.y_values()));
         let log = match (x.scale(), y.scale()) {
             _ if self.small => "",
             (Scale::Log, Scale::Log) => "both axes log",
@@ -124,7 +124,7 @@ impl LinePlot {
         };
         let comma = if self.unit.is_empty() || log.is_empty() { "" } else { ", " };
         let unit = format!("{}{comma}{log}", self.unit);
-        let drawing = if self.y_values().any(|value| y.place(value).is_some()) {
+        let drawing = if self.y_values().any(|value| y.position(value).is_some()) {
             self.svg(&x, &y)
         } else {
             "<p class=\"empty\">Nothing to draw.</p>".into()
@@ -133,7 +133,7 @@ impl LinePlot {
             id: &self.id,
             title: &self.title,
             unit: &unit,
-            says: &self.says,
+            caption: &self.caption,
             legend: self.legend(),
             drawing,
             notes: self.gap_notes(&y),
@@ -151,10 +151,10 @@ impl LinePlot {
 
     fn legend(&self) -> String {
         let entries: Vec<(String, &str)> = (self.bands.iter())
-            .map(|band| (format!("area c{}", band.colour % COLOURS), &band.name[..]))
+            .map(|band| (format!("area c{}", band.color % COLORS), &band.name[..]))
             .chain(self.series.iter().map(|series| {
                 let look = if series.look == Look::Pale { "pale " } else { "" };
-                (format!("{look}c{}", series.colour % COLOURS), &series.name[..])
+                (format!("{look}c{}", series.color % COLORS), &series.name[..])
             }))
             .chain(self.levels.iter().map(|level| ("level".to_string(), &level.name[..])))
             .collect();
@@ -169,15 +169,15 @@ impl LinePlot {
         let mut named = Vec::new();
         (self.series.iter())
             .filter_map(|series| {
-                let mut lost = series.points.iter().filter(|point| y.place(point.1).is_none());
+                let mut lost = series.points.iter().filter(|point| y.position(point.1).is_none());
                 let (first, more) = (lost.next()?, lost.count());
                 if named.contains(&(first.0, more)) {
                     return None;
                 }
                 named.push((first.0, more));
-                let why = match series.points.iter().all(|point| Scale::Linear.has_place_for(point.1)) {
+                let why = match series.points.iter().all(|point| Scale::Linear.can_draw(point.1)) {
                     true => "not positive",
-                    false => "not finite",
+                    false => "non-finite",
                 };
                 let (one, several) = match series.look {
                     Look::Cloud => ("it is not drawn", "they are not drawn"),
@@ -189,7 +189,7 @@ impl LinePlot {
                     0 => format!("{name}: the value at {at} is {why}; {one}."),
                     _ => format!(
                         "{name}: {} values are {why}, the first at {at}; {several}.",
-                        say::count(more as u64 + 1)
+                        format::count(more + 1)
                     ),
                 })
             })
@@ -197,11 +197,11 @@ impl LinePlot {
     }
 
     fn svg(&self, x: &Axis, y: &Axis) -> String {
-        let label = if self.says.is_empty() { &self.title } else { &self.says };
+        let label = if self.caption.is_empty() { &self.title } else { &self.caption };
         let (across, up) = if self.small { (3, 3) } else { (8, 5) };
         let mut svg = frame(label, (x, across), (y, up), self.small);
         for level in &self.levels {
-            if let Some(place) = y.place(level.y).map(|place| at(1.0 - place)) {
+            if let Some(place) = y.position(level.y).map(|place| at(1.0 - place)) {
                 svg += &format!("<line class=\"level\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
             }
         }
@@ -212,7 +212,7 @@ impl LinePlot {
             svg += &band_path(band, x, y);
         }
         for marker in &self.markers {
-            if let Some(place) = x.place(marker.x).filter(|place| (0.0..=1.0).contains(place)) {
+            if let Some(place) = x.position(marker.x).filter(|place| (0.0..=1.0).contains(place)) {
                 let px = (place * WIDTH).round();
                 svg += &format!("<path class=\"event\" d=\"M{px} 0V{HEIGHT}\"/>");
             }
@@ -241,7 +241,7 @@ impl LinePlot {
         let mut said: Vec<Vec<Extent>> = vec![vec![Extent::default(); self.series.len()]; strips];
         for (number, series) in self.series.iter().enumerate() {
             for (px, py) in &series.points {
-                if let Some(place) = x.place(*px).filter(|place| (0.0..=1.0).contains(place)) {
+                if let Some(place) = x.position(*px).filter(|place| (0.0..=1.0).contains(place)) {
                     let strip = (place * (strips - 1) as f64).round() as usize;
                     said[strip][number].add(*px, *py, y);
                 }
@@ -270,7 +270,7 @@ impl LinePlot {
 
     fn flags(&self, x: &Axis) -> String {
         let mut markers: Vec<(f64, &Marker)> = (self.markers.iter())
-            .filter_map(|marker| Some((x.place(marker.x)?, marker)))
+            .filter_map(|marker| Some((x.position(marker.x)?, marker)))
             .filter(|(place, _)| (0.0..=1.0).contains(place))
             .collect();
         markers.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -308,7 +308,7 @@ struct Extent {
 impl Extent {
     fn add(&mut self, x: f64, y: f64, axis: &Axis) {
         self.x = wider(self.x, (x, x));
-        if axis.place(y).is_some() {
+        if axis.position(y).is_some() {
             self.y = wider(self.y, (y, y));
         } else {
             self.lost = true;
@@ -321,8 +321,8 @@ impl Extent {
 
     fn y_text(&self) -> String {
         match (self.y, self.lost) {
-            (Some(y), false) => range_text(y, say::number),
-            (Some(y), true) => format!("{}, and gaps", range_text(y, say::number)),
+            (Some(y), false) => range_text(y, format::number),
+            (Some(y), true) => format!("{}, and gaps", range_text(y, format::number)),
             (None, _) => "a gap".into(),
         }
     }
@@ -338,7 +338,7 @@ fn range_text((low, high): (f64, f64), text: impl Fn(f64) -> String) -> String {
 }
 
 fn x_text(x: f64) -> String {
-    if x >= 0.0 && x.fract() == 0.0 && x < 1e15 { say::count(x as u64) } else { say::number(x) }
+    if x >= 0.0 && x.fract() == 0.0 && x < 1e15 { format::count(x as u64) } else { format::number(x) }
 }
 
 fn series_path(series: &Series, x: &Axis, y: &Axis, columns: usize) -> String {
@@ -347,9 +347,9 @@ fn series_path(series: &Series, x: &Axis, y: &Axis, columns: usize) -> String {
         Look::Pale => (line_path(series, x, y, columns), " pale"),
         Look::Line | Look::Dots => (line_path(series, x, y, columns), ""),
     };
-    let mut svg = format!("<path class=\"line{class} c{}\" d=\"{path}\"/>", series.colour % COLOURS);
-    let lost = series.points.iter().filter(|point| y.place(point.1).is_none());
-    let lost = lost.filter_map(|point| Some((x.place(point.0)?, 0.0)));
+    let mut svg = format!("<path class=\"line{class} c{}\" d=\"{path}\"/>", series.color % COLORS);
+    let lost = series.points.iter().filter(|point| y.position(point.1).is_none());
+    let lost = lost.filter_map(|point| Some((x.position(point.0)?, 0.0)));
     let ticks: String = (thin(lost.map(Some), columns / 4).iter())
         .map(|place| format!("M{:.0} 0v40", place.x * WIDTH))
         .collect();
@@ -362,14 +362,14 @@ fn series_path(series: &Series, x: &Axis, y: &Axis, columns: usize) -> String {
 /// A line without length is drawn as a dot. Of those in one place, one.
 fn cloud_path(series: &Series, x: &Axis, y: &Axis) -> String {
     let places: BTreeSet<(i64, i64)> = (series.points.iter())
-        .filter_map(|(px, py)| Some((x.place(*px)?, y.place(*py)?)))
+        .filter_map(|(px, py)| Some((x.position(*px)?, y.position(*py)?)))
         .map(|(px, py)| ((px * WIDTH).round() as i64, ((1.0 - py) * HEIGHT).round() as i64))
         .collect();
     places.iter().map(|(px, py)| format!("M{px} {py}h0")).collect()
 }
 
 fn line_path(series: &Series, x: &Axis, y: &Axis, columns: usize) -> String {
-    let points = series.points.iter().map(|(px, py)| Some((x.place(*px)?, y.place(*py)?)));
+    let points = series.points.iter().map(|(px, py)| Some((x.position(*px)?, y.position(*py)?)));
     let mut path = String::new();
     let places = thin(points, columns);
     for (index, place) in places.iter().enumerate() {
@@ -387,11 +387,11 @@ fn series_dots(series: &Series, x: &Axis, y: &Axis) -> String {
         return String::new();
     }
     (series.points.iter())
-        .filter_map(|(px, py)| Some((x.place(*px)?, y.place(*py)?)))
+        .filter_map(|(px, py)| Some((x.position(*px)?, y.position(*py)?)))
         .map(|(px, py)| {
             format!(
                 "<circle class=\"dot c{}\" cx=\"{}\" cy=\"{}\" r=\"2.5\"/>",
-                series.colour % COLOURS,
+                series.color % COLORS,
                 at(px),
                 at(1.0 - py)
             )
@@ -401,8 +401,10 @@ fn series_dots(series: &Series, x: &Axis, y: &Axis) -> String {
 
 /// Each stretch without gaps is a shape of its own.
 fn band_path(band: &Band, x: &Axis, y: &Axis) -> String {
-    let places =
-        band.points.iter().map(|(px, low, high)| Some((x.place(*px)?, y.place(*low)?, y.place(*high)?)));
+    let places = band
+        .points
+        .iter()
+        .map(|(px, low, high)| Some((x.position(*px)?, y.position(*low)?, y.position(*high)?)));
     let places: Vec<Option<(f64, f64, f64)>> = places.collect();
     let mut path = String::new();
     for stretch in places.split(|place| place.is_none()) {
@@ -414,7 +416,7 @@ fn band_path(band: &Band, x: &Axis, y: &Axis) -> String {
         }
         path += if stretch.is_empty() { "" } else { "z" };
     }
-    format!("<path class=\"band c{}\" d=\"{path}\"/>", band.colour % COLOURS)
+    format!("<path class=\"band c{}\" d=\"{path}\"/>", band.color % COLORS)
 }
 
 #[cfg(test)]
@@ -433,7 +435,7 @@ mod tests {
         let single = plot(vec![(1.0, 2.0)]).html();
         assert!(single.contains("<svg") && single.contains("h0") && !single.contains("NaN"));
         let diverged = plot(vec![(1.0, 2.0), (2.0, f64::NAN), (3.0, f64::INFINITY), (4.0, 1.0)]).html();
-        assert!(diverged.contains("train: 2 values are not finite, the first at step 2"), "{diverged}");
+        assert!(diverged.contains("train: 2 values are non-finite, the first at step 2"), "{diverged}");
         assert!(
             diverged.contains("class=\"lost\"") && !diverged.contains("NaN") && !diverged.contains("inf")
         );
@@ -453,7 +455,7 @@ mod tests {
     #[test]
     fn bands_break_at_gaps() {
         let points = vec![(1.0, 1.0, 2.0), (2.0, f64::NAN, 2.0), (3.0, 1.0, 2.0)];
-        let bands = vec![Band { name: "range".into(), points, colour: 1 }];
+        let bands = vec![Band { name: "range".into(), points, color: 1 }];
         let html = LinePlot { bands, ..plot(vec![(1.0, 1.5), (3.0, 1.5)]) }.html();
         let path =
             html.split("class=\"band c1\" d=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
@@ -473,7 +475,7 @@ mod tests {
             (path.matches('M').count(), path.matches("h0").count(), path.matches('L').count()),
             (3, 3, 0)
         );
-        assert!(html.contains("train: the value at step 2 is not finite; it is not drawn."));
+        assert!(html.contains("train: the value at step 2 is non-finite; it is not drawn."));
         assert!(html.contains("train: 1.00 to 3.00"), "{html}");
     }
 

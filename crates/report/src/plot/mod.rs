@@ -1,8 +1,8 @@
 //! Plots as inline SVG, without a script.
 //!
 //! A plot keeps its letters at their size on every screen: curves lie in an inner SVG that stretches to the room there
-//! is, with lines that keep their width; letters and dots lie around it at percentages. Colours are those of the page's
-//! style, `c0` to `c7`, which tell apart for every kind of colour vision, in the light and in the dark.
+//! is, with lines that keep their width; letters and dots lie around it at percentages. Colors are those of the page's
+//! style, `c0` to `c7`, which tell apart for every kind of color vision, in the light and in the dark.
 //!
 //! What cannot be drawn (NaN, infinities, and on a log axis what is not positive) is a gap in the line, a red tick at
 //! the upper edge, and a sentence below the plot.
@@ -21,17 +21,17 @@ pub use line::{Band, Level, LinePlot, Look, Marker, Series};
 pub use ranking::{Rank, Ranking};
 pub use thin::{Place, thin};
 
-use super::page::{inline, prose};
+use crate::page::{inline, prose};
 
-/// How many colours there are before they come again.
-pub const COLOURS: usize = 8;
+/// How many colors there are before they come again.
+pub const COLORS: usize = 8;
 
-/// A plot with its heading, a note on its scale, the sentence that says what one sees, and what else belongs to it.
+/// A plot with its heading, a note on its scale, the sentence that caption what one sees, and what else belongs to it.
 pub(crate) struct Figure<'a> {
     pub id: &'a str,
     pub title: &'a str,
     pub unit: &'a str,
-    pub says: &'a str,
+    pub caption: &'a str,
     /// HTML.
     pub legend: String,
     /// HTML.
@@ -51,8 +51,8 @@ impl Figure<'_> {
         if !self.unit.is_empty() {
             html += &format!(" <span class=\"unit\">{}</span>", inline(self.unit));
         }
-        if !self.says.is_empty() {
-            html += &format!("<p>{}</p>", prose(self.says));
+        if !self.caption.is_empty() {
+            html += &format!("<p>{}</p>", prose(self.caption));
         }
         html += "</figcaption>";
         html += &self.legend;
@@ -86,12 +86,12 @@ fn frame(label: &str, x: (&Axis, usize), y: (&Axis, usize), small: bool) -> Stri
     );
     let ticks = Some(y.0.ticks(y.1)).filter(|ticks| ticks.len() > 1).unwrap_or_else(|| y.0.ticks(2 * y.1));
     for tick in ticks {
-        let place = at(1.0 - y.0.place(tick.value).unwrap_or(0.0));
+        let place = at(1.0 - y.0.position(tick.value).unwrap_or(0.0));
         svg += &format!("<line class=\"rule\" x2=\"100%\" y1=\"{place}\" y2=\"{place}\"/>");
         svg += &format!("<text class=\"y\" x=\"-8\" y=\"{place}\" dy=\".35em\">{}</text>", tick.label);
     }
     for tick in x.0.ticks(x.1) {
-        let place = at(x.0.place(tick.value).unwrap_or(0.0));
+        let place = at(x.0.position(tick.value).unwrap_or(0.0));
         let class = if tick.stays || small { "x" } else { "x odd" };
         svg += &format!("<text class=\"{class}\" x=\"{place}\" y=\"100%\" dy=\"18\">{}</text>", tick.label);
     }

@@ -1,9 +1,9 @@
 //! Names in an order, each with a dot where its value is.
 
 use super::axis::{Axis, Scale};
-use super::{COLOURS, Figure, at};
-use crate::report::page::inline;
-use crate::report::say;
+use super::{COLORS, Figure, at};
+use crate::format;
+use crate::page::inline;
 
 /// A name and its value.
 #[derive(Clone, Debug, Default)]
@@ -12,8 +12,8 @@ pub struct Rank {
     pub name: String,
     /// Where the dot is.
     pub value: f64,
-    /// Which of the colours.
-    pub colour: usize,
+    /// Which of the colors.
+    pub color: usize,
 }
 
 /// Values by name, one below the other, on one axis.
@@ -26,33 +26,33 @@ pub struct Ranking {
     /// What is measured.
     pub unit: String,
     /// What one sees, in a sentence.
-    pub says: String,
+    pub caption: String,
     /// From top to bottom.
     pub rows: Vec<Rank>,
     /// Of the values' axis.
     pub scale: Scale,
-    /// Classes and names of the colours, where they mean something.
-    pub colours: Vec<(String, String)>,
+    /// Classes and names of the colors, where they mean something.
+    pub colors: Vec<(String, String)>,
     /// A value to compare with, and its name.
     pub level: Option<(String, f64)>,
 }
 
 impl Ranking {
-    /// The figure. A value that is not finite has a red dot at the right end, one without a place (zero on a log axis) an
+    /// The figure. A value that is non-finite has a red dot at the right end, one without a place (zero on a log axis) an
     /// empty one at the left; both are written out beside it.
     pub fn html(&self) -> String {
         let level = self.level.iter().map(|level| level.1);
-        let x = Axis::airy(self.scale, self.rows.iter().map(|row| row.value).chain(level));
+        let x = Axis::padded(self.scale, self.rows.iter().map(|row| row.value).chain(level));
         let log = if self.scale == Scale::Log { "log scale" } else { "" };
         let comma = if self.unit.is_empty() || log.is_empty() { "" } else { ", " };
         let mut keys: Vec<(String, &str)> =
-            self.colours.iter().map(|(class, name)| (class.clone(), &name[..])).collect();
+            self.colors.iter().map(|(class, name)| (class.clone(), &name[..])).collect();
         keys.extend(self.level.iter().map(|(name, _)| ("level".to_string(), &name[..])));
         Figure {
             id: &self.id,
             title: &self.title,
             unit: &format!("{}{comma}{log}", self.unit),
-            says: &self.says,
+            caption: &self.caption,
             legend: if keys.is_empty() { String::new() } else { super::legend(&keys) },
             drawing: self.table(&x),
             notes: vec![],
@@ -66,11 +66,11 @@ impl Ranking {
             return "<p class=\"empty\">Nothing to draw.</p>".into();
         }
         let ticks = x.ticks(6);
-        let place = |value: f64| at(x.place(value).unwrap_or(0.0));
+        let place = |value: f64| at(x.position(value).unwrap_or(0.0));
         let mut behind: String = (ticks.iter().map(|tick| place(tick.value)))
             .map(|place| format!("<line class=\"rule\" x1=\"{place}\" x2=\"{place}\" y2=\"100%\"/>"))
             .collect();
-        if let Some(place) = self.level.as_ref().and_then(|level| x.place(level.1)).map(at) {
+        if let Some(place) = self.level.as_ref().and_then(|level| x.position(level.1)).map(at) {
             behind += &format!("<line class=\"level\" x1=\"{place}\" x2=\"{place}\" y2=\"100%\"/>");
         }
         let rows: String = self.rows.iter().map(|row| row.html(x, &behind)).collect();
@@ -90,14 +90,14 @@ impl Ranking {
 
 impl Rank {
     fn html(&self, x: &Axis, behind: &str) -> String {
-        let (place, class) = match x.place(self.value) {
-            Some(place) => (place, format!("dot c{}", self.colour % COLOURS)),
-            None if self.value.is_finite() => (0.0, format!("hollow c{}", self.colour % COLOURS)),
+        let (place, class) = match x.position(self.value) {
+            Some(place) => (place, format!("dot c{}", self.color % COLORS)),
+            None if self.value.is_finite() => (0.0, format!("hollow c{}", self.color % COLORS)),
             None => (1.0, "dot bad".into()),
         };
         let text = match self.value.is_finite() {
-            true => say::number(self.value),
-            false => "<span class=\"bad\">not finite</span>".into(),
+            true => format::number(self.value),
+            false => "<span class=\"bad\">non-finite</span>".into(),
         };
         format!(
             "<tr><td title=\"{0}\"><code>{0}</code></td><td><svg class=\"frame\" aria-hidden=\"true\">{behind}\
@@ -115,14 +115,14 @@ mod tests {
 
     #[test]
     fn every_row_has_a_dot_and_its_value_in_words() {
-        let row = |name: &str, value: f64| Rank { name: name.into(), value, colour: 0 };
+        let row = |name: &str, value: f64| Rank { name: name.into(), value, color: 0 };
         let rows = vec![row("<worst>", f64::NAN), row("a", 0.5), row("b", 1e-6), row("none", 0.0)];
         let level = Some(("floor".into(), 1e-9));
         let html = Ranking { rows, scale: Scale::Log, level, ..Ranking::default() }.html();
         assert_eq!(html.matches("<circle").count(), 4);
         assert!(html.contains("&lt;worst&gt;") && html.contains("class=\"dot bad\" cx=\"100%\""));
         assert!(html.contains("class=\"hollow c0\" cx=\"0%\""));
-        assert!(html.contains("<span class=\"bad\">not finite</span>") && html.contains(">1e-6</td>"));
+        assert!(html.contains("<span class=\"bad\">non-finite</span>") && html.contains(">1e-6</td>"));
         assert_eq!(html.matches("class=\"level\"").count(), 4);
         assert!(!html.contains("NaN") && html.contains("log scale") && html.contains("floor"));
     }
@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn no_rows_and_rows_without_a_place_make_a_figure() {
         assert!(Ranking::default().html().contains("Nothing to draw"));
-        let rows = vec![Rank { name: "a".into(), value: f64::INFINITY, colour: 9 }];
-        assert!(Ranking { rows, scale: Scale::Log, ..Ranking::default() }.html().contains("not finite"));
+        let rows = vec![Rank { name: "a".into(), value: f64::INFINITY, color: 9 }];
+        assert!(Ranking { rows, scale: Scale::Log, ..Ranking::default() }.html().contains("non-finite"));
     }
 }

@@ -1,9 +1,9 @@
 //! Bars from counts that somebody else made, over zones that mean something.
 
 use super::axis::{Axis, Scale};
-use super::{COLOURS, Figure, at, frame};
-use crate::report::page::inline;
-use crate::report::say;
+use super::{COLORS, Figure, at, frame};
+use crate::format;
+use crate::page::inline;
 
 /// How many values lie in `from..to`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -45,7 +45,7 @@ pub struct Binned {
     /// What is measured.
     pub unit: String,
     /// What one sees, in a sentence.
-    pub says: String,
+    pub caption: String,
     /// What is counted, in the singular.
     pub noun: String,
     /// The counts.
@@ -58,8 +58,8 @@ pub struct Binned {
     pub zones: Vec<Zone>,
     /// Names and places of limits, drawn as dashed lines.
     pub limits: Vec<(String, f64)>,
-    /// Which of the colours.
-    pub colour: usize,
+    /// Which of the colors.
+    pub color: usize,
     /// One of several that stand beside each other.
     pub small: bool,
 }
@@ -76,7 +76,7 @@ impl Binned {
             id: "",
             title: &self.title,
             unit: &self.unit,
-            says: &self.says,
+            caption: &self.caption,
             legend: String::new(),
             drawing,
             notes: vec![],
@@ -89,20 +89,20 @@ impl Binned {
         let least = if self.scale == Scale::Log { 0.5 } else { 0.0 };
         let y = Axis::tight(self.scale, [least, 1.06 * most as f64]);
         let y = if self.scale == Scale::Linear { y.whole() } else { y };
-        let label = if self.says.is_empty() { &self.title } else { &self.says };
+        let label = if self.caption.is_empty() { &self.title } else { &self.caption };
         let mut svg = frame(label, (x, if self.small { 3 } else { 5 }), (&y, 3), self.small);
         for zone in &self.zones {
             svg += &rect(x, (zone.from, zone.to), 1.0, &Zone::class(zone.shade), &inline(&zone.name));
         }
         for bin in self.bins.iter().filter(|bin| bin.count > 0) {
-            let height = y.place(bin.count as f64).unwrap_or(0.0);
-            let (count, from, to) = (bin.count, say::number(bin.from), say::number(bin.to));
-            let title = format!("{}\n{from} to {to}", say::counted(count, &inline(&self.noun)));
-            let class = format!("bar c{}", self.colour % COLOURS);
+            let height = y.position(bin.count as f64).unwrap_or(0.0);
+            let (count, from, to) = (bin.count, format::number(bin.from), format::number(bin.to));
+            let title = format!("{}\n{from} to {to}", format::plural(count, &inline(&self.noun)));
+            let class = format!("bar c{}", self.color % COLORS);
             svg += &rect(x, (bin.from, bin.to), height, &class, &title);
         }
         for (name, value) in &self.limits {
-            if let Some(place) = x.place(*value).filter(|place| (0.0..=1.0).contains(place)).map(at) {
+            if let Some(place) = x.position(*value).filter(|place| (0.0..=1.0).contains(place)).map(at) {
                 let name = inline(name);
                 svg += &format!(
                     "<line class=\"level\" x1=\"{place}\" x2=\"{place}\" y2=\"100%\"><title>{name}</title></line>"
@@ -115,7 +115,7 @@ impl Binned {
 
 /// From the lower edge to `height`, cut where the axis ends. `title` is HTML.
 fn rect(x: &Axis, (from, to): (f64, f64), height: f64, class: &str, title: &str) -> String {
-    let (Some(from), Some(to)) = (x.place(from), x.place(to)) else { return String::new() };
+    let (Some(from), Some(to)) = (x.position(from), x.position(to)) else { return String::new() };
     let (from, to) = (from.clamp(0.0, 1.0), to.clamp(0.0, 1.0));
     if from >= to {
         return String::new();

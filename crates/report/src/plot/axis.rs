@@ -1,6 +1,6 @@
 //! From values to places: ranges, scales, and ticks at round numbers.
 
-use crate::report::say;
+use crate::format;
 
 /// Values beyond this are drawn like infinities: differences of larger ones overflow.
 const LARGEST: f64 = 1e300;
@@ -19,7 +19,7 @@ impl Scale {
     /// Log for positive values that span more than a factor of 20, in either direction from their median.
     pub fn fitting(values: impl IntoIterator<Item = f64>) -> Scale {
         let mut values: Vec<f64> =
-            values.into_iter().filter(|value| Scale::Linear.has_place_for(*value)).collect();
+            values.into_iter().filter(|value| Scale::Linear.can_draw(*value)).collect();
         values.sort_by(f64::total_cmp);
         match (values.first(), values.get(values.len() / 2), values.last()) {
             (Some(&low), Some(&middle), Some(&high)) if low > 0.0 => {
@@ -30,7 +30,7 @@ impl Scale {
     }
 
     /// Whether a value can be drawn.
-    pub fn has_place_for(self, value: f64) -> bool {
+    pub fn can_draw(self, value: f64) -> bool {
         value.is_finite() && value.abs() <= LARGEST && (self == Scale::Linear || value > 0.0)
     }
 
@@ -70,7 +70,7 @@ impl Axis {
     pub fn tight(scale: Scale, values: impl IntoIterator<Item = f64>) -> Axis {
         let (low, high) = values
             .into_iter()
-            .filter(|value| scale.has_place_for(*value))
+            .filter(|value| scale.can_draw(*value))
             .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
         let whole = false;
         match (low <= high, low < high, scale) {
@@ -85,7 +85,7 @@ impl Axis {
     }
 
     /// The same with air above and below; a linear axis that comes near zero goes on to it.
-    pub fn airy(scale: Scale, values: impl IntoIterator<Item = f64>) -> Axis {
+    pub fn padded(scale: Scale, values: impl IntoIterator<Item = f64>) -> Axis {
         let Axis { low, high, .. } = Axis::tight(scale, values);
         let (from, to) = (scale.forward(low), scale.forward(high));
         let air = (to - from) * 0.06;
@@ -105,9 +105,9 @@ impl Axis {
     }
 
     /// The place of a value, from 0 at the low end to 1 at the high end; none for what cannot be drawn.
-    pub fn place(&self, value: f64) -> Option<f64> {
+    pub fn position(&self, value: f64) -> Option<f64> {
         let (low, high) = (self.scale.forward(self.low), self.scale.forward(self.high));
-        self.scale.has_place_for(value).then(|| (self.scale.forward(value) - low) / (high - low))
+        self.scale.can_draw(value).then(|| (self.scale.forward(value) - low) / (high - low))
     }
 
     /// Round numbers within the range, some `wanted` of them.
@@ -126,7 +126,7 @@ impl Axis {
             .map(|index| {
                 let value = (first + index as f64) * step;
                 let stays = (first + index as f64) % 2.0 == 0.0;
-                Tick { value, label: say::tick(value, step), stays }
+                Tick { value, label: format::tick(value, step), stays }
             })
             .collect()
     }
@@ -144,7 +144,7 @@ impl Axis {
             .flat_map(|decade| factors.iter().map(move |factor| (decade, *factor)))
             .map(|(decade, factor)| {
                 let value = factor * 10f64.powi(decade);
-                Tick { value, label: say::tick(value, value), stays: factor == 1.0 }
+                Tick { value, label: format::tick(value, value), stays: factor == 1.0 }
             })
             .filter(|tick| tick.value >= self.low * (1.0 - 1e-9) && tick.value <= self.high * (1.0 + 1e-9))
             .collect()
@@ -202,18 +202,18 @@ mod tests {
             for values in
                 [vec![], vec![0.0], vec![f64::NAN, f64::INFINITY], vec![3.0], vec![1e300, -1e300, 1e-300]]
             {
-                let axis = Axis::airy(scale, values.clone());
+                let axis = Axis::padded(scale, values.clone());
                 assert!(axis.low < axis.high, "{values:?}");
                 assert!(!axis.ticks(5).is_empty() && axis.ticks(5).len() < 20, "{values:?} {axis:?}");
                 assert!(
                     values
                         .iter()
-                        .filter_map(|value| axis.place(*value))
+                        .filter_map(|value| axis.position(*value))
                         .all(|place| (0.0..=1.0).contains(&place))
                 );
             }
         }
-        assert_eq!(Axis::tight(Scale::Log, [1.0, 10.0]).place(0.0), None);
+        assert_eq!(Axis::tight(Scale::Log, [1.0, 10.0]).position(0.0), None);
     }
 
     #[test]
