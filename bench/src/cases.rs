@@ -124,10 +124,12 @@ pub fn attention<T: Element + 'static>(
     let mut buffer = zeros(attention::backward_buffer::<T>(dims, tokens));
     let mut o = zeros::<T>(outs);
     let (mut dq, mut dk, mut dv) = (zeros::<T>(queries), zeros::<T>(keys), zeros::<T>(vals));
+    let mut saved = attention::Saved::default();
     Box::new(move || {
         let cu_seqlens = &[0, tokens];
         let input = attention::Input { q: &q, k: &k, v: &v, sinks: None, selected: None, cu_seqlens };
-        let saved = attention_forward(&mut o, &input, dims, &options, pass == Pass::Both, &scratch)?;
+        let keep = (pass == Pass::Both).then_some(&mut saved);
+        attention_forward(&mut o, keep, &input, dims, &options, &scratch)?;
         if pass == Pass::Both {
             let grads = attention::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
             attention_backward(grads, &d_o, &o, &input, &saved, dims, &options, &mut buffer, &scratch)?;
@@ -199,7 +201,8 @@ pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> a
     let scratch = Scratch::new(len);
     let served_options = attention::Options::default();
     let cu_seqlens = [0, tokens];
-    let saved = {
+    let mut saved = attention::Saved::default();
+    {
         let input = attention::Input {
             q: &query,
             k: &key,
@@ -208,8 +211,9 @@ pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> a
             selected: None,
             cu_seqlens: &cu_seqlens,
         };
-        attention_forward(&mut query.clone(), &input, served, &served_options, true, &scratch)?
-    };
+        let mut o = zeros(query.len());
+        attention_forward(&mut o, Some(&mut saved), &input, served, &served_options, &scratch)?;
+    }
     let mut selected = vec![0; tokens * topk];
     let mut buffer = zeros(indexer::loss_buffer(dims, tokens));
     let (mut dq, mut dk, mut dw) = (zeros::<f32>(q.len()), zeros::<f32>(k.len()), zeros(w.len()));
@@ -303,9 +307,10 @@ pub fn experts(tokens: usize, dims: moe::Dims, pass: Pass) -> anyhow::Result<Wor
     let (mut saved, mut work) = (moe::Saved::default(), Vec::new());
     Ok(Box::new(move || {
         let weights = moe::Experts { gate_up: &gate_up, down: &down, activation: Activation::Silu };
-        let routing = route_forward(&logits, None, &moe::Router::Softmax { normalise: true }, dims)?;
+        let routing = route_forward(&logits, None, &moe::Router::Softmax { normalize: true }, dims)?;
         let dispatch = moe::Dispatch::new(&routing, dims)?;
-        experts_forward(&mut y, &mut saved, &x, &routing, &dispatch, &weights, dims, &mut work, &scratch)?;
+        let keep = (pass == Pass::Both).then_some(&mut saved);
+        experts_forward(&mut y, keep, &x, &routing, &dispatch, &weights, dims, &mut work, &scratch)?;
         if pass == Pass::Both {
             let grads = moe::ExpertsGrads {
                 dx: &mut dx,

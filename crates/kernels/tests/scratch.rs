@@ -100,7 +100,10 @@ fn attention_of<T: Element>(topk: Option<usize>) {
     let selected = topk.map(|topk| attention::Selected { keys: &keys, topk });
     let input = attention::Input { q: &q, k: &k, v: &v, sinks: None, selected, cu_seqlens: &[0, tokens] };
     let forward = |scratch: &Scratch| {
-        attention::attention_forward(&mut o.clone(), &input, dims, &options, true, scratch).unwrap()
+        let mut saved = attention::Saved::default();
+        let keep = Some(&mut saved);
+        attention::attention_forward(&mut o.clone(), keep, &input, dims, &options, scratch).unwrap();
+        saved
     };
     check("forward", attention::forward_scratch::<T>(dims, topk), |scratch| {
         forward(scratch);
@@ -137,9 +140,9 @@ fn indexer() {
     let query = ones::<f32>(tokens * 16);
     let attention =
         attention::Input { q: &query, k: &k, v: &k, sinks: None, selected: None, cu_seqlens: &[0, tokens] };
-    let (mut o, scratch) = (query.clone(), Scratch::new(0));
-    let saved = attention::attention_forward(&mut o, &attention, served, &served_options, true, &scratch);
-    let saved = saved.unwrap();
+    let (mut o, mut saved, scratch) = (query.clone(), attention::Saved::default(), Scratch::new(0));
+    let keep = Some(&mut saved);
+    attention::attention_forward(&mut o, keep, &attention, served, &served_options, &scratch).unwrap();
     let target = indexer::Target { input: &attention, saved: &saved, dims: served, options: &served_options };
     check("loss", indexer::loss_scratch::<f32>(dims, served, tokens, None), |scratch| {
         let (mut dq, mut dk, mut dw) = (q.clone(), k.clone(), w.clone());
@@ -154,13 +157,23 @@ fn experts() {
     let dims = moe::Dims { experts: 4, top_k: 2, hidden: 10, intermediate: 6 };
     let (x, gate_up, down) = (ones::<f32>(300), ones::<bf16>(480), ones::<bf16>(240));
     let logits = ones::<f32>(120);
-    let routing = moe::route_forward(&logits, None, &moe::Router::Softmax { normalise: true }, dims).unwrap();
+    let routing = moe::route_forward(&logits, None, &moe::Router::Softmax { normalize: true }, dims).unwrap();
     let dispatch = moe::Dispatch::new(&routing, dims).unwrap();
     let experts = moe::Experts { gate_up: &gate_up, down: &down, activation: glu::Activation::Silu };
     check("moe", moe::moe_scratch(dims, 30), |scratch| {
         let (mut y, mut saved, mut work) = (x.clone(), moe::Saved::default(), vec![]);
-        moe::experts_forward(&mut y, &mut saved, &x, &routing, &dispatch, &experts, dims, &mut work, scratch)
-            .unwrap();
+        moe::experts_forward(
+            &mut y,
+            Some(&mut saved),
+            &x,
+            &routing,
+            &dispatch,
+            &experts,
+            dims,
+            &mut work,
+            scratch,
+        )
+        .unwrap();
         let (mut dx, mut dweights) = (x.clone(), ones::<f32>(60));
         let (mut dgate_up, mut ddown) = (ones::<f32>(480), ones::<f32>(240));
         let grads = moe::ExpertsGrads {

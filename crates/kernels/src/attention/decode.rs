@@ -2,7 +2,7 @@
 
 use super::forward::run;
 use super::tile::{Problem, Span};
-use super::{Dims, Options, Saved, Selected, check_dims, check_extras};
+use super::{Dims, Options, Selected, check_dims, check_extras};
 use crate::error::{Result, check, check_shape};
 use crate::{Element, Scratch};
 
@@ -44,6 +44,6 @@ pub fn attention_decode<T: Element>(
     check_shape("cache.v", cache.v, [capacity, dims.kv_heads, dims.value_dim])?;
     let problem = Problem { q, k: cache.k, v: cache.v, sinks, selected, dims, options: *options };
     let span = Span { query: 0, queries, key: 0, offset: cache.len - queries };
-    run(o, &mut Saved::default(), &problem, &[span], scratch);
+    run(o, None, &problem, &[span], scratch);
     Ok(())
 }

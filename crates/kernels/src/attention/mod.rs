@@ -144,7 +144,7 @@ impl Saved {
     }
 }
 
-/// Bytes that [`Saved`] will have, without running.
+/// Bytes of a [`Saved`] that forward has filled.
 pub fn saved_bytes(dims: Dims, options: &Options, tokens: usize) -> usize {
     let fields = if options.logits == Rounding::F32 { 1 } else { 3 };
     fields * tokens * dims.heads * size_of::<f32>()

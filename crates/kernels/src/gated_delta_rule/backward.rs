@@ -143,7 +143,7 @@ impl<'s> Work<'s> {
 impl<T: Element> Task<'_, '_, T> {
     fn qk(&self) -> (&[T], &[T]) {
         match self.options.l2norm {
-            L2Norm::Outside => (&self.saved.q_normalised, &self.saved.k_normalised),
+            L2Norm::Outside => (&self.saved.q_normalized, &self.saved.k_normalized),
             _ => (self.input.q, self.input.k),
         }
     }

@@ -53,14 +53,14 @@ pub fn gated_delta_rule_forward<T: Element>(
     let states = elements("saved.states", [kept, dims.value_heads, dims.key_dim, dims.value_dim])?;
     saved.q_rstd.resize(norm_rows, 0.0);
     saved.k_rstd.resize(norm_rows, 0.0);
-    saved.q_normalised.resize(copies, T::default());
-    saved.k_normalised.resize(copies, T::default());
+    saved.q_normalized.resize(copies, T::default());
+    saved.k_normalized.resize(copies, T::default());
     saved.states.resize(states, 0.0);
     let (mut q, mut k) = (input.q, input.k);
     if options.l2norm == L2Norm::Outside {
-        l2norm_copy(&mut saved.q_normalised, &mut saved.q_rstd, input.q, dims.key_dim);
-        l2norm_copy(&mut saved.k_normalised, &mut saved.k_rstd, input.k, dims.key_dim);
-        (q, k) = (&saved.q_normalised, &saved.k_normalised);
+        l2norm_copy(&mut saved.q_normalized, &mut saved.q_rstd, input.q, dims.key_dim);
+        l2norm_copy(&mut saved.k_normalized, &mut saved.k_rstd, input.k, dims.key_dim);
+        (q, k) = (&saved.q_normalized, &saved.k_normalized);
     }
     let targets = Targets {
         o: Shared::new(output.o),

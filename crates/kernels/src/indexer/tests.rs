@@ -95,9 +95,9 @@ fn kernel<T: Element>(
     let tokens = *r.cu_seqlens.last().unwrap();
     let mut o = vec![T::default(); tokens * attention_dims.heads * attention_dims.value_dim];
     let scratch = Scratch::new(forward_scratch::<T>(attention_dims, top));
-    let saved =
-        attention_forward(&mut o, &attention_input, attention_dims, attention_options, true, &scratch)
-            .unwrap();
+    let mut saved = attention::Saved::default();
+    let keep = Some(&mut saved);
+    attention_forward(&mut o, keep, &attention_input, attention_dims, attention_options, &scratch).unwrap();
     let target =
         Target { input: &attention_input, saved: &saved, dims: attention_dims, options: attention_options };
     let longest = r.cu_seqlens.windows(2).map(|w| w[1] - w[0]).max().unwrap();
@@ -413,7 +413,8 @@ fn the_distribution_of_a_block_sums_to_one_and_agrees_with_the_plain_twin() {
     };
     let mut o = vec![0.0; 300 * 12];
     let scratch = Scratch::new(forward_scratch::<f32>(ATTENTION, None));
-    let saved = attention_forward(&mut o, &input, ATTENTION, &options, true, &scratch).unwrap();
+    let mut saved = attention::Saved::default();
+    attention_forward(&mut o, Some(&mut saved), &input, ATTENTION, &options, &scratch).unwrap();
     let target = Target { input: &input, saved: &saved, dims: ATTENTION, options: &options };
     let mut p = vec![f32::NAN; 40 * 290];
     attention_distribution(&mut p, &target, 1, 250..290, &scratch).unwrap();

@@ -49,6 +49,11 @@ impl<T> Saved<T> {
     }
 }
 
+/// Bytes of a [`Saved`] that forward has filled.
+pub fn saved_bytes<T: Element>(dims: Dims, tokens: usize) -> usize {
+    2 * tokens * dims.top_k * dims.intermediate * size_of::<T>()
+}
+
 /// f32 that one slot of scratch needs for any call on `tokens` tokens.
 pub fn moe_scratch(dims: Dims, tokens: usize) -> usize {
     let up = linear::Dims { inputs: dims.hidden, outputs: dims.intermediate };
@@ -86,7 +91,7 @@ impl<'a, W> Expert<'a, W> {
 /// y [tokens, H] from x [tokens, H]; `saved` takes what backward needs; `work` is working memory, resized as needed.
 pub fn experts_forward<T: Element, W: Element>(
     y: &mut [T],
-    saved: &mut Saved<T>,
+    mut saved: Option<&mut Saved<T>>,
     x: &[T],
     routing: &Routing,
     dispatch: &Dispatch,
@@ -99,21 +104,30 @@ pub fn experts_forward<T: Element, W: Element>(
     check_len("y", y, x.len())?;
     let Dims { top_k, hidden, intermediate, .. } = dims;
     let (up_dims, down_dims) = linear_dims(dims);
-    saved.gate.resize(dispatch.slots.len() * intermediate, T::default());
-    saved.up.resize(dispatch.slots.len() * intermediate, T::default());
+    if let Some(saved) = saved.as_deref_mut() {
+        saved.gate.resize(dispatch.slots.len() * intermediate, T::default());
+        saved.up.resize(dispatch.slots.len() * intermediate, T::default());
+    }
     let load = dispatch.largest_load();
-    work.resize(tokens * hidden + load * (2 * hidden + intermediate), 0.0);
+    // Without `saved`, gate and up of one expert at a time, in their storage type.
+    let unsaved = if saved.is_some() { 0 } else { (load * intermediate * size_of::<T>()).div_ceil(4) };
+    work.resize(tokens * hidden + load * (2 * hidden + intermediate) + 2 * unsaved, 0.0);
     let mut slot = work.as_mut_slice();
     let sums = take(&mut slot, tokens * hidden);
     let rows = take(&mut slot, load * hidden);
     let out = take(&mut slot, load * hidden);
     let h = take(&mut slot, load * intermediate);
+    let gate_rows: &mut [T] = bytemuck::cast_slice_mut(take(&mut slot, unsaved));
+    let up_rows: &mut [T] = bytemuck::cast_slice_mut(take(&mut slot, unsaved));
     sums.fill(0.0);
     for (_, expert) in Expert::all(experts, dispatch, dims) {
         let n = expert.slots.len();
         let (rows, out, h) = (&mut rows[..n * hidden], &mut out[..n * hidden], &mut h[..n * intermediate]);
         let kept = expert.begin * intermediate..(expert.begin + n) * intermediate;
-        let (gate, up) = (&mut saved.gate[kept.clone()], &mut saved.up[kept]);
+        let (gate, up) = match saved.as_deref_mut() {
+            Some(saved) => (&mut saved.gate[kept.clone()], &mut saved.up[kept]),
+            None => (&mut gate_rows[..n * intermediate], &mut up_rows[..n * intermediate]),
+        };
         Dispatch::gather(rows, expert.slots, x, top_k, hidden);
         linear_forward(gate, rows, expert.gate, None, up_dims, scratch)?;
         linear_forward(up, rows, expert.up, None, up_dims, scratch)?;

@@ -73,6 +73,16 @@ impl Saved {
     }
 }
 
+/// Bytes of a [`Saved`] that RMSNorm, gated RMSNorm or l2norm has filled.
+pub fn saved_bytes(rows: usize) -> usize {
+    rows * size_of::<f32>()
+}
+
+/// Bytes of a [`Saved`] that LayerNorm has filled.
+pub fn layer_norm_saved_bytes(rows: usize) -> usize {
+    2 * rows * size_of::<f32>()
+}
+
 /// f32 of scratch that the backward of a norm over `rows` rows needs; `parameters` counts its weight and bias.
 pub fn norm_backward_scratch(rows: usize, width: usize, parameters: usize) -> usize {
     blocks(rows) * width * parameters

@@ -161,14 +161,8 @@ impl Attention {
                 let input = self.input(run, &q, kv);
                 self.see_logits(run, &input)?;
                 let options = self.options(run.precision);
-                saved.attention = kernel::attention_forward(
-                    &mut o,
-                    &input,
-                    self.dims(),
-                    &options,
-                    keep.any(),
-                    run.scratch,
-                )?;
+                let to = keep.any().then_some(&mut saved.attention);
+                kernel::attention_forward(&mut o, to, &input, self.dims(), &options, run.scratch)?;
             }
         }
         run.see(layer, "self_attn.o", &o);

@@ -146,12 +146,12 @@ impl Experts {
         match (run.weight(self.gate_up), run.weight(self.down)) {
             (Weight::F32(gate_up), Weight::F32(down)) => {
                 let weights = Weights { gate_up, down, activation: self.activation };
-                let to = &mut saved.experts;
+                let to = keep.any().then_some(&mut saved.experts);
                 experts_forward(&mut y, to, x, &routing, &dispatch, &weights, dims, &mut work, run.scratch)?;
             }
             (Weight::Bf16(gate_up), Weight::Bf16(down)) => {
                 let weights = Weights { gate_up, down, activation: self.activation };
-                let to = &mut saved.experts;
+                let to = keep.any().then_some(&mut saved.experts);
                 experts_forward(&mut y, to, x, &routing, &dispatch, &weights, dims, &mut work, run.scratch)?;
             }
             _ => unreachable!("weights are cast all at once"),
@@ -169,8 +169,6 @@ impl Experts {
         }
         if keep.any() {
             (saved.logits, saved.routing, saved.router_norm) = (logits, routing, router_norm);
-        } else {
-            saved.experts = moe::Saved::default();
         }
         Ok((y, saved))
     }
@@ -290,10 +288,10 @@ impl Experts {
                 Router::Biased { bias, .. },
             ) => {
                 let bias = Some(run.protected(*bias));
-                KernelRouter::SigmoidGroups { bias, groups, kept_groups, normalise, scaling }
+                KernelRouter::SigmoidGroups { bias, groups, kept_groups, normalize: normalise, scaling }
             }
-            (RouterShape::Softmax { normalise }, _) => KernelRouter::Softmax { normalise },
-            _ => KernelRouter::Softmax { normalise: true },
+            (RouterShape::Softmax { normalise }, _) => KernelRouter::Softmax { normalize: normalise },
+            _ => KernelRouter::Softmax { normalize: true },
         }
     }
 

@@ -2,7 +2,7 @@
 
 use ballast_checkpoint::tensor_file::{Array, TensorFile};
 use ballast_kernels::attention::{
-    Dims, Grads, Input, Options, attention_backward, attention_forward, backward_buffer,
+    Dims, Grads, Input, Options, Saved, attention_backward, attention_forward, backward_buffer,
 };
 use ballast_kernels::{Element, Scratch};
 use clap::Args;
@@ -98,7 +98,8 @@ impl Problem {
         let scratch = Scratch::new(0);
         check_memory(&[&[2, b, t, heads, value_dim]])?;
         let mut o = vec![T::default(); b * t * heads * value_dim];
-        let saved = attention_forward(&mut o, &input, self.dims, options, true, &scratch)?;
+        let mut saved = Saved::default();
+        attention_forward(&mut o, Some(&mut saved), &input, self.dims, options, &scratch)?;
         let mut results = vec![("o", wide(&[b, t, heads, value_dim], &o))];
         if let Some(d_o) = &self.d_o {
             let d_o = stored(d_o);
