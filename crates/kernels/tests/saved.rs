@@ -104,7 +104,8 @@ fn experts_of<T: Element>() {
     let dispatch = moe::Dispatch::new(&routing, dims).unwrap();
     let experts = moe::Experts { gate_up: &gate_up, down: &down, activation: glu::Activation::Silu };
     let run = |saved: Option<&mut moe::Saved<T>>| {
-        let (mut y, mut work, scratch) = (x.clone(), vec![], Scratch::new(0));
+        let len = moe::experts_forward_workspace::<T>(&dispatch, dims, saved.is_some());
+        let (mut y, mut work, scratch) = (x.clone(), vec![f32::NAN; len], Scratch::new(0));
         moe::experts_forward(&mut y, saved, &x, &routing, &dispatch, &experts, dims, &mut work, &scratch)
             .unwrap();
         y

@@ -13,8 +13,8 @@ use crate::scratch::take;
 use crate::shared::Shared;
 use crate::{Element, Rounding, Scratch};
 
-/// f32 that one slot of scratch needs for forward and decoding; `topk` is that of `selected`.
-pub fn forward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> usize {
+/// Number of f32 of one scratch slot of [`attention_forward`]; `topk` is that of `selected`.
+pub fn attention_forward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> usize {
     let width = dims.head_dim + dims.value_dim;
     // q, o, x, maximum and sum of the rows; k and v where they are copied; the list of keys
     block_rows(dims) * (width + KEYS + 2) + key_rows_len::<T>(width, topk.is_some()) + topk.unwrap_or(0)
@@ -64,7 +64,7 @@ pub(super) fn run<T: Element>(
     }
     let topk = problem.selected.map(|s| s.topk);
     tasks.par_iter().with_max_len(1).for_each(|&(span, first, kv_head)| {
-        scratch.with(forward_scratch::<T>(dims, topk), |slot| {
+        scratch.with(attention_forward_scratch::<T>(dims, topk), |slot| {
             let tokens = block_tokens(dims).min(span.queries - first);
             Block::take(slot, problem, topk).run(&targets, span, first, tokens, kv_head);
         });

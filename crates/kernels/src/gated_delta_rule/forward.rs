@@ -18,8 +18,8 @@ pub struct Output<'a, T> {
     pub ht: Option<&'a mut [f32]>,
 }
 
-/// f32 that one slot of scratch needs for forward.
-pub fn forward_scratch(dims: Dims, options: &Options) -> usize {
+/// Number of f32 of one scratch slot of [`gated_delta_rule_forward`].
+pub fn gated_delta_rule_forward_scratch(dims: Dims, options: &Options) -> usize {
     let c = options.chunk;
     Keys::len(dims, c) + Head::len(dims, c) + c * c + c * dims.value_dim + dims.group() * dims.state_len()
 }
@@ -73,7 +73,7 @@ pub fn gated_delta_rule_forward<T: Element>(
     let tasks: Vec<(usize, usize)> =
         (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
     tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
-        scratch.with(forward_scratch(dims, options), |slot| {
+        scratch.with(gated_delta_rule_forward_scratch(dims, options), |slot| {
             run(&targets, input, q, k, dims, options, sequence, key_head, first_kept[sequence], slot);
         });
     });

@@ -47,10 +47,10 @@ mod step;
 #[cfg(test)]
 mod tests;
 
-pub use backward::{Grads, backward_scratch, gated_delta_rule_backward};
-pub use forward::{Output, forward_scratch, gated_delta_rule_forward};
+pub use backward::{Grads, gated_delta_rule_backward, gated_delta_rule_backward_scratch};
+pub use forward::{Output, gated_delta_rule_forward, gated_delta_rule_forward_scratch};
 pub use gates::{GateGrads, Gates, RawGates, gates_backward, gates_forward};
-pub use step::{gated_delta_rule_step, step_scratch};
+pub use step::{gated_delta_rule_step, gated_delta_rule_step_scratch};
 
 pub use crate::packing::check_cu_seqlens;
 

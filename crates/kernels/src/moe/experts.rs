@@ -7,7 +7,7 @@ use super::{Dims, Dispatch, Routing, check_dims};
 use crate::error::{Result, check, check_len, check_shape};
 use crate::glu::{Activation, glu_backward, glu_forward};
 use crate::linear::{self, linear_backward_input, linear_backward_weight, linear_forward, linear_scratch};
-use crate::scratch::take;
+use crate::scratch::{check_workspace, take};
 use crate::{Element, Scratch};
 
 /// The weights of all experts.
@@ -54,8 +54,8 @@ pub fn saved_bytes<T: Element>(dims: Dims, tokens: usize) -> usize {
     2 * tokens * dims.top_k * dims.intermediate * size_of::<T>()
 }
 
-/// f32 that one slot of scratch needs for any call on `tokens` tokens.
-pub fn moe_scratch(dims: Dims, tokens: usize) -> usize {
+/// Number of f32 of one scratch slot of [`experts_forward`] and [`experts_backward`].
+pub fn experts_scratch(dims: Dims, tokens: usize) -> usize {
     let up = linear::Dims { inputs: dims.hidden, outputs: dims.intermediate };
     let down = linear::Dims { inputs: dims.intermediate, outputs: dims.hidden };
     linear_scratch(up, tokens).max(linear_scratch(down, tokens))
@@ -88,7 +88,28 @@ impl<'a, W> Expert<'a, W> {
     }
 }
 
-/// y [tokens, H] from x [tokens, H]; `saved` takes what backward needs; `work` is working memory, resized as needed.
+/// Elements of gate or up of the busiest expert, counted in f32.
+fn unsaved_len<T>(dispatch: &Dispatch, dims: Dims) -> usize {
+    (dispatch.largest_load() * dims.intermediate * size_of::<T>()).div_ceil(size_of::<f32>())
+}
+
+/// Number of f32 of the workspace of [`experts_forward`]; `saves` says whether there is a [`Saved`]. Without one it
+/// holds gate and up of one expert at a time.
+pub fn experts_forward_workspace<T: Element>(dispatch: &Dispatch, dims: Dims, saves: bool) -> usize {
+    let Dims { top_k, hidden, intermediate, .. } = dims;
+    let unsaved = if saves { 0 } else { 2 * unsaved_len::<T>(dispatch, dims) };
+    let tokens = dispatch.slots.len() / top_k;
+    tokens * hidden + dispatch.largest_load() * (2 * hidden + intermediate) + unsaved
+}
+
+/// Number of f32 of the workspace of [`experts_backward`].
+pub fn experts_backward_workspace(dispatch: &Dispatch, dims: Dims) -> usize {
+    let Dims { top_k, hidden, intermediate, .. } = dims;
+    let tokens = dispatch.slots.len() / top_k;
+    tokens * hidden + dispatch.largest_load() * (3 * hidden + 6 * intermediate)
+}
+
+/// y [tokens, H] from x [tokens, H]; `saved` takes what backward needs.
 pub fn experts_forward<T: Element, W: Element>(
     y: &mut [T],
     mut saved: Option<&mut Saved<T>>,
@@ -97,7 +118,7 @@ pub fn experts_forward<T: Element, W: Element>(
     dispatch: &Dispatch,
     experts: &Experts<'_, W>,
     dims: Dims,
-    work: &mut Vec<f32>,
+    workspace: &mut [f32],
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_experts(x, routing, dispatch, experts, dims)?;
@@ -108,17 +129,15 @@ pub fn experts_forward<T: Element, W: Element>(
         saved.gate.resize(dispatch.slots.len() * intermediate, T::default());
         saved.up.resize(dispatch.slots.len() * intermediate, T::default());
     }
-    let load = dispatch.largest_load();
-    // Without `saved`, gate and up of one expert at a time, in their storage type.
-    let unsaved = if saved.is_some() { 0 } else { (load * intermediate * size_of::<T>()).div_ceil(4) };
-    work.resize(tokens * hidden + load * (2 * hidden + intermediate) + 2 * unsaved, 0.0);
-    let mut slot = work.as_mut_slice();
-    let sums = take(&mut slot, tokens * hidden);
-    let rows = take(&mut slot, load * hidden);
-    let out = take(&mut slot, load * hidden);
-    let h = take(&mut slot, load * intermediate);
-    let gate_rows: &mut [T] = bytemuck::cast_slice_mut(take(&mut slot, unsaved));
-    let up_rows: &mut [T] = bytemuck::cast_slice_mut(take(&mut slot, unsaved));
+    check_workspace(workspace, experts_forward_workspace::<T>(dispatch, dims, saved.is_some()))?;
+    let (load, mut rest) = (dispatch.largest_load(), workspace);
+    let sums = take(&mut rest, tokens * hidden);
+    let rows = take(&mut rest, load * hidden);
+    let out = take(&mut rest, load * hidden);
+    let h = take(&mut rest, load * intermediate);
+    let unsaved = if saved.is_some() { 0 } else { unsaved_len::<T>(dispatch, dims) };
+    let gate_rows: &mut [T] = bytemuck::cast_slice_mut(take(&mut rest, unsaved));
+    let up_rows: &mut [T] = bytemuck::cast_slice_mut(take(&mut rest, unsaved));
     sums.fill(0.0);
     for (_, expert) in Expert::all(experts, dispatch, dims) {
         let n = expert.slots.len();
@@ -139,7 +158,7 @@ pub fn experts_forward<T: Element, W: Element>(
     Ok(())
 }
 
-/// All gradients from dy [tokens, H], x and what forward kept; `work` as in [`experts_forward`].
+/// All gradients from dy [tokens, H], x and what forward kept.
 pub fn experts_backward<T: Element, W: Element>(
     grads: ExpertsGrads<'_, T>,
     dy: &[T],
@@ -149,7 +168,7 @@ pub fn experts_backward<T: Element, W: Element>(
     dispatch: &Dispatch,
     experts: &Experts<'_, W>,
     dims: Dims,
-    work: &mut Vec<f32>,
+    workspace: &mut [f32],
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_experts(x, routing, dispatch, experts, dims)?;
@@ -163,12 +182,11 @@ pub fn experts_backward<T: Element, W: Element>(
     check_shape("saved gate", &saved.gate, [dispatch.slots.len(), intermediate])?;
     check_shape("saved up", &saved.up, [dispatch.slots.len(), intermediate])?;
     let (up_dims, down_dims) = linear_dims(dims);
-    let load = dispatch.largest_load();
-    work.resize(tokens * hidden + load * (3 * hidden + 6 * intermediate), 0.0);
-    let mut slot = work.as_mut_slice();
-    let sums = take(&mut slot, tokens * hidden);
-    let mut wide = [(); 3].map(|_| take(&mut slot, load * hidden));
-    let mut inner = [(); 6].map(|_| take(&mut slot, load * intermediate));
+    check_workspace(workspace, experts_backward_workspace(dispatch, dims))?;
+    let (load, mut rest) = (dispatch.largest_load(), workspace);
+    let sums = take(&mut rest, tokens * hidden);
+    let mut wide = [(); 3].map(|_| take(&mut rest, load * hidden));
+    let mut inner = [(); 6].map(|_| take(&mut rest, load * intermediate));
     sums.fill(0.0);
     let len = hidden * intermediate;
     for (e, expert) in Expert::all(experts, dispatch, dims) {

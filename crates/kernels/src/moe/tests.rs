@@ -234,9 +234,10 @@ impl Problem {
         let (gate_up, down): (Vec<W>, Vec<W>) = (cast(&self.gate_up), cast(&self.down));
         let experts = Experts { gate_up: &gate_up, down: &down, activation: self.activation };
         let dispatch = Dispatch::new(&self.routing, self.dims).unwrap();
-        let scratch = Scratch::new(moe_scratch(self.dims, x.len() / self.dims.hidden));
-        let (mut y, mut saved, mut work) = (x.clone(), Saved::default(), Vec::new());
+        let scratch = Scratch::new(experts_scratch(self.dims, x.len() / self.dims.hidden));
         let (dims, routing) = (self.dims, &self.routing);
+        let (mut y, mut saved) = (x.clone(), Saved::default());
+        let mut work = vec![f32::NAN; experts_forward_workspace::<T>(&dispatch, dims, true)];
         experts_forward(
             &mut y,
             Some(&mut saved),
@@ -254,6 +255,7 @@ impl Problem {
         let (mut dgate_up, mut ddown) = (vec![1.0; gate_up.len()], vec![1.0; down.len()]);
         let grads =
             ExpertsGrads { dx: &mut dx, dweights: &mut dweights, dgate_up: &mut dgate_up, ddown: &mut ddown };
+        let mut work = vec![f32::NAN; experts_backward_workspace(&dispatch, dims)];
         experts_backward(grads, &dy, &x, &saved, routing, &dispatch, &experts, dims, &mut work, &scratch)
             .unwrap();
         (y, dx, dweights, dgate_up, ddown)

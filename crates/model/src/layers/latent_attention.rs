@@ -216,7 +216,7 @@ impl LatentAttention {
         {
             let input = self.input(run, &saved.q, &saved.k, &saved.v, &saved.selected);
             let (dims, options) = (self.dims(), self.options(run.precision));
-            let mut buffer = vec![0.0; kernel::backward_buffer::<A>(dims, run.tokens())];
+            let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, run.tokens())];
             let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
             kernel::attention_backward(
                 to,
@@ -226,7 +226,7 @@ impl LatentAttention {
                 &saved.attention,
                 dims,
                 &options,
-                &mut buffer,
+                &mut workspace,
                 run.scratch,
             )?;
         }
@@ -473,7 +473,7 @@ impl LatentAttention {
         let (dims, shape) = (self.dims(), &self.shape);
         let made_anew = if keep == Keep::Everything { 0 } else { shape.q_rank + shape.kv_rank };
         let elements = made_anew + 2 * dims.heads * (dims.head_dim + dims.value_dim);
-        let buffer = 4 * kernel::backward_buffer::<A>(dims, tokens);
+        let buffer = 4 * kernel::attention_backward_workspace::<A>(dims, tokens);
         let indexer = stage.map_or(0, |_| self.indexer.transient::<A>(tokens));
         tokens * elements * size_of::<A>() + buffer.max(indexer)
     }
@@ -487,8 +487,8 @@ impl LatentAttention {
             .chain([
                 self.q_norm.scratch(tokens),
                 self.kv_norm.scratch(tokens),
-                kernel::forward_scratch::<A>(dims, topk),
-                kernel::backward_scratch::<A>(dims, topk),
+                kernel::attention_forward_scratch::<A>(dims, topk),
+                kernel::attention_backward_scratch::<A>(dims, topk),
                 self.indexer.scratch::<A>(tokens, dims),
             ])
             .max()

@@ -2,7 +2,7 @@
 
 use ballast_checkpoint::tensor_file::{Array, TensorFile};
 use ballast_kernels::attention::{
-    Dims, Grads, Input, Options, Saved, attention_backward, attention_forward, backward_buffer,
+    Dims, Grads, Input, Options, Saved, attention_backward, attention_backward_workspace, attention_forward,
 };
 use ballast_kernels::{Element, Scratch};
 use clap::Args;
@@ -106,9 +106,19 @@ impl Problem {
             let (mut dq, mut dk, mut dv) =
                 (vec![T::default(); q.len()], vec![T::default(); k.len()], vec![T::default(); v.len()]);
             let mut dsinks = sinks.map(|s| vec![0.0; s.len()]);
-            let mut buffer = vec![0.0; backward_buffer::<T>(self.dims, b * t)];
+            let mut workspace = vec![0.0; attention_backward_workspace::<T>(self.dims, b * t)];
             let grads = Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: dsinks.as_deref_mut() };
-            attention_backward(grads, &d_o, &o, &input, &saved, self.dims, options, &mut buffer, &scratch)?;
+            attention_backward(
+                grads,
+                &d_o,
+                &o,
+                &input,
+                &saved,
+                self.dims,
+                options,
+                &mut workspace,
+                &scratch,
+            )?;
             results.extend([
                 ("dq", wide(&self.q.shape, &dq)),
                 ("dk", wide(&self.k.shape, &dk)),

@@ -44,7 +44,9 @@ fn kernel<T: Element>(r: &Reference, dims: Dims, options: &Options, d_o: &[f64])
         cu_seqlens: &r.cu_seqlens,
     };
     let tokens = *r.cu_seqlens.last().unwrap();
-    let scratch = Scratch::new(forward_scratch::<T>(dims, topk).max(backward_scratch::<T>(dims, topk)));
+    let scratch = Scratch::new(
+        attention_forward_scratch::<T>(dims, topk).max(attention_backward_scratch::<T>(dims, topk)),
+    );
     let planned = scratch.bytes();
     let mut o = vec![T::default(); tokens * dims.heads * dims.value_dim];
     let mut saved = Saved::default();
@@ -54,7 +56,7 @@ fn kernel<T: Element>(r: &Reference, dims: Dims, options: &Options, d_o: &[f64])
         (vec![T::default(); q.len()], vec![T::default(); k.len()], vec![T::default(); v.len()]);
     // Parameter gradients are added to: what was there before stays.
     let mut dsinks = vec![2.0f32; dims.heads];
-    let mut buffer = vec![f32::NAN; backward_buffer::<T>(dims, tokens)];
+    let mut buffer = vec![f32::NAN; attention_backward_workspace::<T>(dims, tokens)];
     let grads =
         Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: r.sinks.is_some().then_some(&mut dsinks[..]) };
     attention_backward(grads, &d_o, &o, &input, &saved, dims, options, &mut buffer, &scratch).unwrap();
