@@ -12,7 +12,7 @@ use ballast_kernels::linear::{
 use ballast_kernels::linear_cross_entropy::{self as loss, linear_cross_entropy};
 use ballast_kernels::matmul::{Mat, matmul};
 use ballast_kernels::moe::{self, experts_backward, experts_forward, route_forward};
-use ballast_kernels::norm::{self, Gamma, norm_backward_scratch, rms_norm_backward, rms_norm_forward};
+use ballast_kernels::norm::{self, Gamma, rms_norm_backward, rms_norm_backward_scratch, rms_norm_forward};
 use ballast_kernels::rotary::{Frequencies, Heads, Layout, Rotary, rotary_forward};
 use ballast_kernels::{Element, Scratch};
 use rayon::prelude::*;
@@ -81,7 +81,8 @@ pub fn gated_delta_rule<T: Element + 'static>(
         (stored::<T>(keys, 1), stored::<T>(keys, 2), stored::<T>(vals, 3), stored::<T>(vals, 4));
     let g: Vec<f32> = values(gates, 5).into_iter().map(|x| -0.1 * x.abs()).collect();
     let beta: Vec<f32> = values(gates, 6).into_iter().map(f32::abs).collect();
-    let len = gdn::forward_scratch(dims, &options).max(gdn::backward_scratch(dims, &options));
+    let len = gdn::gated_delta_rule_forward_scratch(dims, &options)
+        .max(gdn::gated_delta_rule_backward_scratch(dims, &options));
     let scratch = Scratch::new(len);
     let mut o = zeros::<T>(vals);
     let (mut dq, mut dk, mut dv) = (zeros::<T>(keys), zeros::<T>(keys), zeros::<T>(vals));
@@ -119,18 +120,21 @@ pub fn attention<T: Element + 'static>(
     let (outs, vals) = (tokens * dims.heads * dims.value_dim, tokens * dims.kv_heads * dims.value_dim);
     let (q, k, v, d_o) =
         (stored::<T>(queries, 1), stored::<T>(keys, 2), stored::<T>(vals, 3), stored::<T>(outs, 4));
-    let len = attention::forward_scratch::<T>(dims, None).max(attention::backward_scratch::<T>(dims, None));
+    let len = attention::attention_forward_scratch::<T>(dims, None)
+        .max(attention::attention_backward_scratch::<T>(dims, None));
     let scratch = Scratch::new(len);
-    let mut buffer = zeros(attention::backward_buffer::<T>(dims, tokens));
+    let mut workspace = zeros(attention::attention_backward_workspace::<T>(dims, tokens));
     let mut o = zeros::<T>(outs);
     let (mut dq, mut dk, mut dv) = (zeros::<T>(queries), zeros::<T>(keys), zeros::<T>(vals));
+    let mut saved = attention::Saved::default();
     Box::new(move || {
         let cu_seqlens = &[0, tokens];
         let input = attention::Input { q: &q, k: &k, v: &v, sinks: None, selected: None, cu_seqlens };
-        let saved = attention_forward(&mut o, &input, dims, &options, pass == Pass::Both, &scratch)?;
+        let keep = (pass == Pass::Both).then_some(&mut saved);
+        attention_forward(&mut o, keep, &input, dims, &options, &scratch)?;
         if pass == Pass::Both {
             let grads = attention::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
-            attention_backward(grads, &d_o, &o, &input, &saved, dims, &options, &mut buffer, &scratch)?;
+            attention_backward(grads, &d_o, &o, &input, &saved, dims, &options, &mut workspace, &scratch)?;
         }
         Ok(())
     })
@@ -176,12 +180,12 @@ pub fn cross_entropy<T: Element + 'static>(
     let (hidden, w) = (stored::<T>(tokens * dims.inputs, 1), stored::<T>(dims.weight_len(), 2));
     let targets: Vec<i64> = (0..tokens).map(|t| (t * 7919 % dims.outputs) as i64).collect();
     let (mut dhidden, mut dw) = (zeros::<T>(hidden.len()), zeros(w.len()));
-    let mut logits = zeros(loss::logits_len(dims.outputs, tokens, &options));
+    let mut workspace = zeros(loss::linear_cross_entropy_workspace(dims, tokens, &options));
     let scratch = Scratch::new(loss::linear_cross_entropy_scratch(dims, tokens, &options));
     Box::new(move || {
         let (dw, scale) = (Some(&mut dw[..]), 1.0 / tokens as f32);
         let grads = loss::Grads { dhidden: &mut dhidden, dw, scale };
-        linear_cross_entropy(Some(grads), &hidden, &w, &targets, dims, &options, &mut logits, &scratch)?;
+        linear_cross_entropy(Some(grads), &hidden, &w, &targets, dims, &options, &mut workspace, &scratch)?;
         Ok(())
     })
 }
@@ -193,13 +197,14 @@ pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> a
     let options = indexer::Options { loss_scale: 0.01, ..Default::default() };
     let served = attention::Dims { heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
     let (query, key) = (values(tokens * 8 * 64, 4), values(tokens * 2 * 64, 5));
-    let len = indexer::topk_scratch::<f32>(dims, tokens)
-        .max(indexer::loss_scratch::<f32>(dims, served, tokens, None))
-        .max(attention::forward_scratch::<f32>(served, None));
+    let len = indexer::indexer_topk_scratch::<f32>(dims, tokens)
+        .max(indexer::indexer_loss_scratch::<f32>(dims, served, tokens, None))
+        .max(attention::attention_forward_scratch::<f32>(served, None));
     let scratch = Scratch::new(len);
     let served_options = attention::Options::default();
     let cu_seqlens = [0, tokens];
-    let saved = {
+    let mut saved = attention::Saved::default();
+    {
         let input = attention::Input {
             q: &query,
             k: &key,
@@ -208,10 +213,11 @@ pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> a
             selected: None,
             cu_seqlens: &cu_seqlens,
         };
-        attention_forward(&mut query.clone(), &input, served, &served_options, true, &scratch)?
-    };
+        let mut o = zeros(query.len());
+        attention_forward(&mut o, Some(&mut saved), &input, served, &served_options, &scratch)?;
+    }
     let mut selected = vec![0; tokens * topk];
-    let mut buffer = zeros(indexer::loss_buffer(dims, tokens));
+    let mut workspace = zeros(indexer::indexer_loss_workspace(dims, tokens));
     let (mut dq, mut dk, mut dw) = (zeros::<f32>(q.len()), zeros::<f32>(k.len()), zeros(w.len()));
     Ok(Box::new(move || {
         let input = indexer::Input { q: &q, k: &k, w: &w, cu_seqlens: &cu_seqlens };
@@ -230,7 +236,7 @@ pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> a
         let target =
             indexer::Target { input: &attention, saved: &saved, dims: served, options: &served_options };
         let grads = indexer::Grads { dq: &mut dq, dk: &mut dk, dw: &mut dw };
-        indexer_loss(Some(grads), &input, &target, dims, &options, &mut buffer, &scratch)?;
+        indexer_loss(Some(grads), &input, &target, dims, &options, &mut workspace, &scratch)?;
         Ok(())
     }))
 }
@@ -239,7 +245,7 @@ pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> a
 pub fn rms_norm(rows: usize, width: usize, pass: Pass) -> Work {
     let (x, w, dy) = (values(rows * width, 1), values(width, 2), values(rows * width, 3));
     let (mut y, mut dx, mut dw) = (zeros::<f32>(x.len()), zeros::<f32>(x.len()), zeros(width));
-    let scratch = Scratch::new(norm_backward_scratch(rows, width, 1));
+    let scratch = Scratch::new(rms_norm_backward_scratch(rows, width));
     let mut saved = norm::Saved::default();
     Box::new(move || {
         rms_norm_forward(&mut y, Some(&mut saved), &x, Gamma::OnePlus(&w), 1e-6, width)?;
@@ -257,7 +263,7 @@ pub fn convolution(tokens: usize, channels: usize, pass: Pass) -> Work {
     let (x, weight, dy) =
         (values(tokens * channels, 1), values(channels * 4, 2), values(tokens * channels, 3));
     let (mut y, mut dx, mut dweight) = (zeros::<f32>(x.len()), zeros::<f32>(x.len()), zeros(weight.len()));
-    let scratch = Scratch::new(conv::forward_scratch(dims).max(conv::backward_scratch(dims)));
+    let scratch = Scratch::new(conv::conv_forward_scratch(dims).max(conv::conv_backward_scratch(dims)));
     Box::new(move || {
         let input = conv::Input { x: &x, weight: &weight, state: None, cu_seqlens: &[0, tokens] };
         conv_forward(&mut y, None, &input, dims, &scratch)?;
@@ -296,16 +302,19 @@ pub fn experts(tokens: usize, dims: moe::Dims, pass: Pass) -> anyhow::Result<Wor
     let (x, dy) = (values(tokens * dims.hidden, 1), values(tokens * dims.hidden, 2));
     let (gate_up, down) = (values(2 * len, 3), values(len, 4));
     let logits = values(tokens * dims.experts, 5);
-    let scratch = Scratch::new(moe::moe_scratch(dims, tokens));
+    let scratch = Scratch::new(moe::experts_scratch(dims, tokens));
     let (mut y, mut dx) = (zeros::<f32>(x.len()), zeros::<f32>(x.len()));
     let (mut dgate_up, mut ddown) = (zeros(2 * len), zeros(len));
     let mut dweights = zeros(tokens * dims.top_k);
-    let (mut saved, mut work) = (moe::Saved::default(), Vec::new());
+    let (mut saved, mut workspace) = (moe::Saved::default(), Vec::new());
     Ok(Box::new(move || {
         let weights = moe::Experts { gate_up: &gate_up, down: &down, activation: Activation::Silu };
-        let routing = route_forward(&logits, None, &moe::Router::Softmax { normalise: true }, dims)?;
+        let routing = route_forward(&logits, None, &moe::Router::Softmax { normalize: true }, dims)?;
         let dispatch = moe::Dispatch::new(&routing, dims)?;
-        experts_forward(&mut y, &mut saved, &x, &routing, &dispatch, &weights, dims, &mut work, &scratch)?;
+        let len = moe::experts_forward_workspace::<f32>(&dispatch, dims, pass == Pass::Both);
+        workspace.resize(len.max(moe::experts_backward_workspace(&dispatch, dims)), 0.0);
+        let keep = (pass == Pass::Both).then_some(&mut saved);
+        experts_forward(&mut y, keep, &x, &routing, &dispatch, &weights, dims, &mut workspace, &scratch)?;
         if pass == Pass::Both {
             let grads = moe::ExpertsGrads {
                 dx: &mut dx,
@@ -314,7 +323,16 @@ pub fn experts(tokens: usize, dims: moe::Dims, pass: Pass) -> anyhow::Result<Wor
                 ddown: &mut ddown,
             };
             experts_backward(
-                grads, &dy, &x, &saved, &routing, &dispatch, &weights, dims, &mut work, &scratch,
+                grads,
+                &dy,
+                &x,
+                &saved,
+                &routing,
+                &dispatch,
+                &weights,
+                dims,
+                &mut workspace,
+                &scratch,
             )?;
         }
         Ok(())

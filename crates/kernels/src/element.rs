@@ -5,7 +5,7 @@ use half::bf16;
 use crate::simd::simd_fn;
 
 /// A storage type. Arithmetic is never done in it.
-pub trait Element: Copy + Default + Send + Sync + PartialEq + std::fmt::Debug + 'static {
+pub trait Element: bytemuck::Pod + Default + Send + Sync + PartialEq + std::fmt::Debug {
     /// Name, as the checkpoint format has it.
     const NAME: &'static str;
     /// The exact value.

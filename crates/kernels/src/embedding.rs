@@ -11,6 +11,7 @@ use rayon::prelude::*;
 use crate::Element;
 use crate::error::{Result, check, check_shape};
 use crate::partition::task_rows;
+use crate::scratch::check_workspace;
 use crate::shared::Shared;
 use crate::simd::simd_fn;
 
@@ -33,21 +34,26 @@ pub fn embedding_forward<T: Element, W: Element>(
     Ok(())
 }
 
-/// dw [vocabulary, width] (accumulated) from dy [tokens, width] and ids \[tokens\]; `order` is working memory that is
-/// resized to one u32 per token.
+/// Number of f32 of the workspace of [`embedding_backward`]: the tokens in the order of their ids, as u32.
+pub fn embedding_backward_workspace(tokens: usize) -> usize {
+    tokens
+}
+
+/// dw [vocabulary, width] (accumulated) from dy [tokens, width] and ids \[tokens\].
 pub fn embedding_backward<T: Element>(
     dw: &mut [f32],
     dy: &[T],
     ids: &[u32],
     scale: f32,
     width: usize,
-    order: &mut Vec<u32>,
+    workspace: &mut [f32],
 ) -> Result {
     check_ids(ids, dw, width)?;
     check_shape("dy", dy, [ids.len(), width])?;
     check(u32::try_from(ids.len()).is_ok(), || format!("{} tokens: at most 2^32 - 1", ids.len()))?;
-    order.clear();
-    order.extend(0..ids.len() as u32);
+    check_workspace(workspace, embedding_backward_workspace(ids.len()))?;
+    let order: &mut [u32] = bytemuck::cast_slice_mut(&mut workspace[..ids.len()]);
+    order.iter_mut().zip(0..).for_each(|(slot, t)| *slot = t);
     // By id, then by token: no two keys are equal, so the order is the only one.
     order.sort_unstable_by_key(|t| (ids[*t as usize], *t));
     let dw = Shared::new(dw);
@@ -116,7 +122,7 @@ mod tests {
         let (wt, dyt): (Vec<W>, Vec<T>) = (cast(&w), cast(&dy));
         let (mut y, mut dw) = (dyt.clone(), vec![1.0; w.len()]);
         embedding_forward(&mut y, ids, &wt, scale, width).unwrap();
-        embedding_backward(&mut dw, &dyt, ids, scale, width, &mut Vec::new()).unwrap();
+        embedding_backward(&mut dw, &dyt, ids, scale, width, &mut vec![f32::NAN; ids.len()]).unwrap();
         assert_close("y", &y, &y_expected, 1e-7);
         assert_close("dw, on top of 1", &dw, &dw_expected, 1e-6);
     }
@@ -142,7 +148,7 @@ mod tests {
         let dy: Vec<f32> = cast(&values.take(2000 * 9, 1.0));
         same_on_any_pool(|| {
             let mut dw = vec![0.0; 50 * 9];
-            embedding_backward(&mut dw, &dy, &ids, 1.0, 9, &mut Vec::new()).unwrap();
+            embedding_backward(&mut dw, &dy, &ids, 1.0, 9, &mut vec![0.0; ids.len()]).unwrap();
             let mut y = dy.clone();
             embedding_forward(&mut y, &ids, &dw, 0.3, 9).unwrap();
             (dw, y)

@@ -1,7 +1,7 @@
 //! The matrix product of f32 blocks, behind one function so that its implementation can be swapped.
 //!
 //! C = alpha A B + beta C, one thread. A, B and C are strided views; the result depends on shapes and values alone.
-//! Large products go to the `gemm` crate, which packs its operands; `small` has those of blocks that lie in a cache, `bf16`
+//! Large products go to the `gemm` crates, which pack their operands; `small` has those of blocks that lie in a cache, `bf16`
 //! those whose operands are both stored in bf16. [`matmul_f64`] is for references, which want the same in f64.
 
 mod bf16;
@@ -11,6 +11,8 @@ pub(crate) use bf16::{SCRATCH as BF16_SCRATCH, Side, dot_bf16, matmul_tile_bf16}
 pub(crate) use small::{By, Onto, matmul_small};
 
 use std::ops::Range;
+
+use gemm_common::Parallelism;
 
 use crate::shared::Shared;
 
@@ -118,14 +120,7 @@ pub fn matmul_f64(c: &mut [f64], row_stride: usize, alpha: f64, a: Mat<'_, f64>,
     strided(c, row_stride, alpha, a, b, beta);
 }
 
-fn strided<T: Default + PartialEq + 'static>(
-    c: &mut [T],
-    row_stride: usize,
-    alpha: T,
-    a: Mat<'_, T>,
-    b: Mat<'_, T>,
-    beta: T,
-) {
+fn strided<T: Real>(c: &mut [T], row_stride: usize, alpha: T, a: Mat<'_, T>, b: Mat<'_, T>, beta: T) {
     let (m, n, k) = (a.rows, b.columns, a.columns);
     assert_eq!(k, b.rows, "inner sizes");
     if m == 0 || n == 0 {
@@ -165,40 +160,70 @@ pub(crate) unsafe fn matmul_tile(
 
 /// # Safety
 /// `c` points to m rows of n elements, `row_stride` apart, that nothing else uses.
-unsafe fn product<T: Default + PartialEq + 'static>(
-    c: *mut T,
-    row_stride: usize,
-    alpha: T,
-    a: Mat<'_, T>,
-    b: Mat<'_, T>,
-    beta: T,
-) {
+unsafe fn product<T: Real>(c: *mut T, row_stride: usize, alpha: T, a: Mat<'_, T>, b: Mat<'_, T>, beta: T) {
     let (m, n, k) = (a.rows, b.columns, a.columns);
     let row_stride = if m > 1 { row_stride } else { n };
+    let reads_c = beta != T::default();
+    let (a_data, a_columns, a_rows) = (a.data.as_ptr(), a.column_stride as isize, a.row_stride as isize);
+    let (b_data, b_columns, b_rows) = (b.data.as_ptr(), b.column_stride as isize, b.row_stride as isize);
+    let (gemm, none, stride) = (T::gemm(), Parallelism::None, row_stride as isize);
     // SAFETY: every element of A and B that the product touches lies inside its slice, as `Mat::new` has checked;
     // C by the caller's promise.
     unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            c,
-            1,
-            row_stride as isize,
-            beta != T::default(),
-            a.data.as_ptr(),
-            a.column_stride as isize,
-            a.row_stride as isize,
-            b.data.as_ptr(),
-            b.column_stride as isize,
-            b.row_stride as isize,
-            beta,
-            alpha,
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
+        // The microkernels prefer a column-major C. A row-major C is computed as C^T = B^T A^T.
+        if stride > 1 {
+            gemm(
+                n, m, k, c, stride, 1, reads_c, b_data, b_rows, b_columns, a_data, a_rows, a_columns, beta,
+                alpha, false, false, false, none,
+            );
+        } else {
+            gemm(
+                m, n, k, c, 1, stride, reads_c, a_data, a_columns, a_rows, b_data, b_columns, b_rows, beta,
+                alpha, false, false, false, none,
+            );
+        }
+    }
+}
+
+/// C [m, n] = beta C + alpha A B in the arguments of the `gemm` crates: m, n, k; C, its column and row stride, and
+/// whether it is read; A and B with their strides; beta, alpha; three flags for complex numbers; the parallelism.
+type Gemm<T> = unsafe fn(
+    usize,
+    usize,
+    usize,
+    *mut T,
+    isize,
+    isize,
+    bool,
+    *const T,
+    isize,
+    isize,
+    *const T,
+    isize,
+    isize,
+    T,
+    T,
+    bool,
+    bool,
+    bool,
+    Parallelism,
+);
+
+/// A type that the `gemm` crates multiply.
+trait Real: Copy + Default + PartialEq {
+    /// The product for this machine's instruction set.
+    fn gemm() -> Gemm<Self>;
+}
+
+impl Real for f32 {
+    fn gemm() -> Gemm<f32> {
+        gemm_f32::gemm::f32::get_gemm_fn()
+    }
+}
+
+impl Real for f64 {
+    fn gemm() -> Gemm<f64> {
+        gemm_f64::gemm::f64::get_gemm_fn()
     }
 }
 

@@ -1,9 +1,22 @@
-//! Working memory that the caller owns: one slot per thread.
+//! Working memory that the caller owns.
 //!
-//! Every kernel that needs scratch has a sibling `*_scratch(...)` that says how many f32 one slot must have; a
-//! model makes one [`Scratch`] of the largest of these and hands it to every call.
+//! A kernel allocates no memory that grows with its inputs. It takes what it needs from two arguments, always the last
+//! ones, in this order:
+//!
+//! | argument | memory | size |
+//! |---|---|---|
+//! | `workspace: &mut [f32]` | one buffer that all threads of the call share | `<function>_workspace(...)` |
+//! | `scratch: &Scratch` | one slot per thread | `<function>_scratch(...)`: number of f32 of one slot |
+//!
+//! Both functions stand beside the kernel. Where several kernels need the same, the name is what their names have in
+//! common: `linear_scratch` serves `linear_forward` and `linear_backward_weight`.
+//!
+//! A model makes one [`Scratch`] of the largest slot that it needs and passes it to every call. A workspace that is too
+//! short is an error, a slot that is too short grows. The content of both is unspecified before and after a call.
 
 use std::sync::{Mutex, PoisonError};
+
+use crate::error::{Result, check};
 
 /// One buffer of f32 per thread of a pool.
 #[derive(Debug)]
@@ -41,7 +54,12 @@ impl Scratch {
     }
 }
 
-/// Takes `len` f32 off the front of a slot.
+/// Checks that a workspace has at least `len` f32.
+pub(crate) fn check_workspace(workspace: &[f32], len: usize) -> Result {
+    check(workspace.len() >= len, || format!("workspace must have {len} f32, got {}", workspace.len()))
+}
+
+/// Takes `len` f32 off the front of a slot or a workspace.
 pub(crate) fn take<'a>(slot: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
     let (head, tail) = std::mem::take(slot).split_at_mut(len);
     *slot = tail;

@@ -7,7 +7,7 @@
 //! layer are enough to have in memory, and several runs can go side by side.
 
 use ballast_kernels::elementwise::{accumulate, convert};
-use ballast_kernels::embedding::embedding_backward;
+use ballast_kernels::embedding::{embedding_backward, embedding_backward_workspace};
 use ballast_kernels::linear_cross_entropy::Loss;
 use ballast_kernels::norm::Saved as NormSaved;
 use ballast_kernels::rotary::Table;
@@ -155,7 +155,8 @@ impl Model {
         if let Some(dw) = grads.of(self.embedding) {
             run.forget_padding(&mut dx);
             let (scale, ids) = (self.embedding_scale(), &run.batch.ids);
-            embedding_backward(dw, &dx, ids, scale, self.config.hidden, &mut Vec::new())?;
+            let mut workspace = vec![0.0; embedding_backward_workspace(ids.len())];
+            embedding_backward(dw, &dx, ids, scale, self.config.hidden, &mut workspace)?;
         }
         Ok(())
     }

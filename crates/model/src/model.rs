@@ -6,7 +6,8 @@ use ballast_kernels::elementwise::scale;
 use ballast_kernels::embedding::embedding_forward;
 use ballast_kernels::indexer::Ties;
 use ballast_kernels::linear_cross_entropy::{
-    self as loss_kernel, Loss, linear_cross_entropy, linear_cross_entropy_scratch, logits_len,
+    self as loss_kernel, Loss, linear_cross_entropy, linear_cross_entropy_scratch,
+    linear_cross_entropy_workspace,
 };
 use ballast_kernels::rotary::{Rotary, Table};
 use ballast_kernels::simd;
@@ -328,10 +329,20 @@ impl Model {
             let trail = self.forward::<A>(run, None)?;
             let hidden = self.last_norm(run, &trail.x)?;
             let options = self.loss_options(options);
-            let mut logits = zeros(logits_len(self.config.vocabulary, run.tokens(), &options));
+            let mut workspace =
+                zeros(linear_cross_entropy_workspace(self.head.dims(), run.tokens(), &options));
             with_weight!(run.weight(self.head.weight()), |w| {
                 let (dims, targets) = (self.head.dims(), &batch.targets);
-                Ok(linear_cross_entropy(None, &hidden, w, targets, dims, &options, &mut logits, run.scratch)?)
+                Ok(linear_cross_entropy(
+                    None,
+                    &hidden,
+                    w,
+                    targets,
+                    dims,
+                    &options,
+                    &mut workspace,
+                    run.scratch,
+                )?)
             })
         })
     }
@@ -419,7 +430,8 @@ impl Model {
             None => 1.0 / run.batch.counted().max(1) as f32,
         };
         let kernel_options = self.loss_options(options);
-        let mut logits = zeros(logits_len(self.config.vocabulary, run.tokens(), &kernel_options));
+        let mut workspace =
+            zeros(linear_cross_entropy_workspace(self.head.dims(), run.tokens(), &kernel_options));
         let loss = with_weight!(run.weight(self.head.weight()), |w| {
             let to = loss_kernel::Grads { dhidden: &mut dhidden, dw: grads.of(self.head.weight()), scale };
             let (dims, targets) = (self.head.dims(), &run.batch.targets);
@@ -430,7 +442,7 @@ impl Model {
                 targets,
                 dims,
                 &kernel_options,
-                &mut logits,
+                &mut workspace,
                 run.scratch,
             )?
         });

@@ -1,7 +1,7 @@
 //! How much memory a step takes, without running it: from the same structs that the layers keep.
 
 use ballast_kernels::Element;
-use ballast_kernels::linear_cross_entropy::logits_len;
+use ballast_kernels::linear_cross_entropy::linear_cross_entropy_workspace;
 use half::bf16;
 use serde::Serialize;
 
@@ -109,7 +109,7 @@ impl Model {
         let learned = self.specs.all().filter(|spec| spec.trainable && (step.learned)(spec));
         // This model has no values but those of the adapters.
         let adapters = self.params.bytes();
-        let logits = logits_len(self.config.vocabulary, tokens, &self.loss_options(&loss));
+        let logits = linear_cross_entropy_workspace(self.head.dims(), tokens, &self.loss_options(&loss));
         let mut plan = Plan {
             parameters: self.specs.bytes(self.precision().params),
             protected: self.specs.protected.iter().map(|spec| 4 * spec.len()).sum(),

@@ -9,7 +9,7 @@ use super::tile::{
 use super::{Dims, Input, Options, Saved, Selected, check_input};
 use crate::error::{Result, check, check_len, check_shape};
 use crate::matmul::Mat;
-use crate::scratch::take;
+use crate::scratch::{check_workspace, take};
 use crate::shared::Shared;
 use crate::simd::{axpy, dot, exp_f32, simd_fn};
 use crate::{Element, Rounding, Scratch};
@@ -26,8 +26,8 @@ pub struct Grads<'a, T> {
     pub dsinks: Option<&'a mut [f32]>,
 }
 
-/// f32 that one slot of scratch needs for backward; `topk` is that of `selected`.
-pub fn backward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> usize {
+/// Number of f32 of one scratch slot of [`attention_backward`]; `topk` is that of `selected`.
+pub fn attention_backward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> usize {
     let width = dims.head_dim + dims.value_dim;
     // q, dq, do, x and dp of the rows; dk and dv of the keys; k and v where they are copied; the list of keys
     block_rows(dims) * (width + dims.head_dim + 2 * KEYS)
@@ -36,9 +36,9 @@ pub fn backward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> usize {
         + topk.unwrap_or(0)
 }
 
-/// f32 of the buffer that backward needs beside scratch: D [tokens, heads]; where storage is not f32 also the sums of
-/// dq, dk and dv of one kv head.
-pub fn backward_buffer<T: Element>(dims: Dims, tokens: usize) -> usize {
+/// Number of f32 of the workspace of [`attention_backward`]: D [tokens, heads]; where storage is not f32 also the sums
+/// of dq, dk and dv of one kv head.
+pub fn attention_backward_workspace<T: Element>(dims: Dims, tokens: usize) -> usize {
     let sums = if T::as_f32(&[]).is_some() {
         0
     } else {
@@ -57,7 +57,7 @@ pub fn attention_backward<T: Element>(
     saved: &Saved,
     dims: Dims,
     options: &Options,
-    buffer: &mut [f32],
+    workspace: &mut [f32],
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_input(dims, options, input)?;
@@ -70,10 +70,8 @@ pub fn attention_backward<T: Element>(
     let lowered = if options.logits == Rounding::F32 { 0 } else { 2 };
     check_shape("saved.max_sum", &saved.max_sum, [lowered, tokens, dims.heads])?;
     check(grads.dsinks.is_some() == input.sinks.is_some(), || "sinks and dsinks come together".into())?;
-    check(buffer.len() >= backward_buffer::<T>(dims, tokens), || {
-        "buffer is shorter than backward_buffer says".into()
-    })?;
-    let (d, sums) = buffer.split_at_mut(tokens * dims.heads);
+    check_workspace(workspace, attention_backward_workspace::<T>(dims, tokens))?;
+    let (d, sums) = workspace.split_at_mut(tokens * dims.heads);
     d.par_iter_mut().enumerate().with_min_len(64).for_each(|(row, d)| {
         let row = row * dims.value_dim..(row + 1) * dims.value_dim;
         *d = wide_dot(&d_o[row.clone()], &o[row]);
@@ -207,7 +205,7 @@ struct Pass<'a, T> {
 impl<T: Element> Pass<'_, T> {
     fn run(&self, targets: &Targets<'_>, spans: &[Span], kv_heads: std::ops::Range<usize>) {
         let topk = self.problem.selected.map(|s| s.topk);
-        let len = backward_scratch::<T>(self.problem.dims, topk);
+        let len = attention_backward_scratch::<T>(self.problem.dims, topk);
         if let Some(selected) = self.problem.selected {
             let mut tasks = Vec::new();
             for span in spans {

@@ -1,8 +1,8 @@
 //! New tokens against a cache: forward's formulas and code, with queries that begin in the middle.
 
-use super::forward::run;
+use super::forward::{attention_forward_scratch, run};
 use super::tile::{Problem, Span};
-use super::{Dims, Options, Saved, Selected, check_dims, check_extras};
+use super::{Dims, Options, Selected, check_dims, check_extras};
 use crate::error::{Result, check, check_shape};
 use crate::{Element, Scratch};
 
@@ -17,8 +17,13 @@ pub struct Cache<'a, T> {
     pub len: usize,
 }
 
+/// Number of f32 of one scratch slot of [`attention_decode`]; `topk` is that of `selected`.
+pub fn attention_decode_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> usize {
+    attention_forward_scratch::<T>(dims, topk)
+}
+
 /// o [n, heads, vd] of the last n tokens of the cache, whose queries are q [n, heads, hd]. `selected` has a row for
-/// each of them; scratch is that of [`super::forward_scratch`].
+/// each of them.
 #[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn attention_decode<T: Element>(
     o: &mut [T],
@@ -44,6 +49,6 @@ pub fn attention_decode<T: Element>(
     check_shape("cache.v", cache.v, [capacity, dims.kv_heads, dims.value_dim])?;
     let problem = Problem { q, k: cache.k, v: cache.v, sinks, selected, dims, options: *options };
     let span = Span { query: 0, queries, key: 0, offset: cache.len - queries };
-    run(o, &mut Saved::default(), &problem, &[span], scratch);
+    run(o, None, &problem, &[span], scratch);
     Ok(())
 }

@@ -13,51 +13,48 @@ use crate::scratch::take;
 use crate::shared::Shared;
 use crate::{Element, Rounding, Scratch};
 
-/// f32 that one slot of scratch needs for forward and decoding; `topk` is that of `selected`.
-pub fn forward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> usize {
+/// Number of f32 of one scratch slot of [`attention_forward`]; `topk` is that of `selected`.
+pub fn attention_forward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> usize {
     let width = dims.head_dim + dims.value_dim;
     // q, o, x, maximum and sum of the rows; k and v where they are copied; the list of keys
     block_rows(dims) * (width + KEYS + 2) + key_rows_len::<T>(width, topk.is_some()) + topk.unwrap_or(0)
 }
 
-/// o [tokens, heads, vd] from the inputs; with `save`, what backward needs.
+/// o [tokens, heads, vd] from the inputs; `saved` takes what backward needs.
 pub fn attention_forward<T: Element>(
     o: &mut [T],
+    mut saved: Option<&mut Saved>,
     input: &Input<'_, T>,
     dims: Dims,
     options: &Options,
-    save: bool,
     scratch: &Scratch,
-) -> Result<Saved> {
+) -> Result {
     let tokens = check_input(dims, options, input)?;
     check_shape("o", o, [tokens, dims.heads, dims.value_dim])?;
-    let mut saved = Saved::default();
-    if save {
-        saved.lse = vec![0.0; tokens * dims.heads];
-        if options.logits != Rounding::F32 {
-            saved.max_sum = vec![0.0; 2 * tokens * dims.heads];
-        }
+    if let Some(saved) = saved.as_deref_mut() {
+        let max_sum = if options.logits == Rounding::F32 { 0 } else { 2 * tokens * dims.heads };
+        saved.lse.resize(tokens * dims.heads, 0.0);
+        saved.max_sum.resize(max_sum, 0.0);
     }
-    run(o, &mut saved, &Problem::new(input, dims, options), &spans(input.cu_seqlens), scratch);
-    Ok(saved)
+    run(o, saved, &Problem::new(input, dims, options), &spans(input.cu_seqlens), scratch);
+    Ok(())
 }
 
 /// Forward of all queries of the spans.
 pub(super) fn run<T: Element>(
     o: &mut [T],
-    saved: &mut Saved,
+    saved: Option<&mut Saved>,
     problem: &Problem<'_, T>,
     spans: &[Span],
     scratch: &Scratch,
 ) {
     let dims = problem.dims;
-    let targets = Targets {
-        keep_lse: !saved.lse.is_empty(),
-        keep_max_sum: !saved.max_sum.is_empty(),
-        o: Shared::new(o),
-        lse: Shared::new(&mut saved.lse),
-        max_sum: Shared::new(&mut saved.max_sum),
+    let keep_max_sum = problem.options.logits != Rounding::F32;
+    let (lse, max_sum) = match saved {
+        Some(Saved { lse, max_sum }) => (Some(Shared::new(lse)), keep_max_sum.then(|| Shared::new(max_sum))),
+        None => (None, None),
     };
+    let targets = Targets { o: Shared::new(o), lse, max_sum };
     let mut tasks = Vec::new();
     for span in spans {
         // The last blocks have the most keys: they go first.
@@ -67,7 +64,7 @@ pub(super) fn run<T: Element>(
     }
     let topk = problem.selected.map(|s| s.topk);
     tasks.par_iter().with_max_len(1).for_each(|&(span, first, kv_head)| {
-        scratch.with(forward_scratch::<T>(dims, topk), |slot| {
+        scratch.with(attention_forward_scratch::<T>(dims, topk), |slot| {
             let tokens = block_tokens(dims).min(span.queries - first);
             Block::take(slot, problem, topk).run(&targets, span, first, tokens, kv_head);
         });
@@ -77,10 +74,8 @@ pub(super) fn run<T: Element>(
 /// What the tasks write: every (query, kv head) its own rows.
 struct Targets<'a, T> {
     o: Shared<'a, T>,
-    lse: Shared<'a, f32>,
-    max_sum: Shared<'a, f32>,
-    keep_lse: bool,
-    keep_max_sum: bool,
+    lse: Option<Shared<'a, f32>>,
+    max_sum: Option<Shared<'a, f32>>,
 }
 
 /// Scratch of a block of queries.
@@ -273,11 +268,11 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
             // SAFETY: a query and a head belong to one task alone.
             unsafe {
                 T::store(targets.o.part(at * value_dim, value_dim), o);
-                if targets.keep_lse {
-                    targets.lse.part(at, 1)[0] = max + sum.ln();
+                if let Some(lse) = &targets.lse {
+                    lse.part(at, 1)[0] = max + sum.ln();
                 }
-                if targets.keep_max_sum {
-                    targets.max_sum.part(2 * at, 2).copy_from_slice(&[max, sum]);
+                if let Some(max_sum) = &targets.max_sum {
+                    max_sum.part(2 * at, 2).copy_from_slice(&[max, sum]);
                 }
             }
         }

@@ -42,9 +42,9 @@ pub(crate) mod tile;
 #[cfg(test)]
 mod tests;
 
-pub use backward::{Grads, attention_backward, backward_buffer, backward_scratch};
-pub use decode::{Cache, attention_decode};
-pub use forward::{attention_forward, forward_scratch};
+pub use backward::{Grads, attention_backward, attention_backward_scratch, attention_backward_workspace};
+pub use decode::{Cache, attention_decode, attention_decode_scratch};
+pub use forward::{attention_forward, attention_forward_scratch};
 pub use logits::attention_logits;
 
 use crate::Rounding;
@@ -144,7 +144,7 @@ impl Saved {
     }
 }
 
-/// Bytes that [`Saved`] will have, without running.
+/// Bytes of a [`Saved`] that forward has filled.
 pub fn saved_bytes(dims: Dims, options: &Options, tokens: usize) -> usize {
     let fields = if options.logits == Rounding::F32 { 1 } else { 3 };
     fields * tokens * dims.heads * size_of::<f32>()

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::forward::convolve;
-use super::{Dims, Input, ROWS, TILE, Tile, backward_scratch, check_input};
+use super::{Dims, Input, ROWS, TILE, Tile, check_input, conv_backward_scratch};
 use crate::error::{Result, check_len, check_shape};
 use crate::scratch::take;
 use crate::shared::Shared;
@@ -51,7 +51,7 @@ pub fn conv_backward<T: Element, W: Element>(
         dstate: grads.dstate.map(Shared::new),
     };
     Tile::all(dims.channels).for_each(|tile| {
-        scratch.with(backward_scratch(dims), |mut slot| {
+        scratch.with(conv_backward_scratch(dims), |mut slot| {
             let taps = tile.load_taps(&mut slot, input.weight, dims.width);
             let dtaps = take(&mut slot, dims.width * TILE);
             dtaps.fill(0.0);

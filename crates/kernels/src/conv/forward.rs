@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Dims, Input, ROWS, TILE, Tile, check_dims, check_input, forward_scratch};
+use super::{Dims, Input, ROWS, TILE, Tile, check_dims, check_input, conv_forward_scratch};
 use crate::error::{Result, check_len, check_shape};
 use crate::scratch::take;
 use crate::shared::Shared;
@@ -29,7 +29,7 @@ pub fn conv_forward<T: Element, W: Element>(
     }
     let y = Shared::new(y);
     Tile::all(dims.channels).for_each(|tile| {
-        scratch.with(forward_scratch(dims), |slot| run(&y, input, dims, sequences, tile, slot));
+        scratch.with(conv_forward_scratch(dims), |slot| run(&y, input, dims, sequences, tile, slot));
     });
     Ok(())
 }

@@ -64,13 +64,13 @@ pub struct Input<'a, T, W> {
     pub cu_seqlens: &'a [usize],
 }
 
-/// f32 that one slot of scratch needs for forward.
-pub fn forward_scratch(dims: Dims) -> usize {
+/// Number of f32 of one scratch slot of [`conv_forward`].
+pub fn conv_forward_scratch(dims: Dims) -> usize {
     (dims.width + (ROWS + dims.width - 1) + ROWS) * TILE
 }
 
-/// f32 that one slot of scratch needs for backward.
-pub fn backward_scratch(dims: Dims) -> usize {
+/// Number of f32 of one scratch slot of [`conv_backward`].
+pub fn conv_backward_scratch(dims: Dims) -> usize {
     // taps and their gradients; x with what comes before and after; dp with what comes after; one row of dx
     (2 * dims.width + (ROWS + 2 * (dims.width - 1)) + (ROWS + dims.width - 1) + 1) * TILE
 }

@@ -59,7 +59,7 @@ impl Problem {
     fn run<T: Element, W: Element>(&self) -> (Vec<T>, Vec<T>, Vec<T>, Vec<f32>, Vec<T>) {
         let (x, w, state): (Vec<T>, Vec<W>, Vec<T>) = (cast(&self.x), cast(&self.w), cast(&self.state));
         let input = Input { x: &x, weight: &w, state: Some(&state), cu_seqlens: &self.cu_seqlens };
-        let scratch = Scratch::new(forward_scratch(self.dims).max(backward_scratch(self.dims)));
+        let scratch = Scratch::new(conv_forward_scratch(self.dims).max(conv_backward_scratch(self.dims)));
         let planned = scratch.bytes();
         let (mut y, mut final_state) = (x.clone(), state.clone());
         conv_forward(&mut y, Some(&mut final_state), &input, self.dims, &scratch).unwrap();

@@ -31,8 +31,8 @@ pub struct Grads<'a, T> {
     pub dh0: Option<&'a mut [f32]>,
 }
 
-/// f32 that one slot of scratch needs for backward.
-pub fn backward_scratch(dims: Dims, options: &Options) -> usize {
+/// Number of f32 of one scratch slot of [`gated_delta_rule_backward`].
+pub fn gated_delta_rule_backward_scratch(dims: Dims, options: &Options) -> usize {
     let (c, every) = (options.chunk, options.states_every);
     every * Keys::len(dims, c)
         + every * dims.group() * Head::len(dims, c)
@@ -81,7 +81,7 @@ pub fn gated_delta_rule_backward<T: Element>(
         let targets = Targets { dq, dk, dv, gates, dh0 };
         let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };
         tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
-            scratch.with(backward_scratch(dims, options), |slot| {
+            scratch.with(gated_delta_rule_backward_scratch(dims, options), |slot| {
                 task.run(sequence, key_head, first_kept[sequence], slot);
             });
         });
@@ -143,7 +143,7 @@ impl<'s> Work<'s> {
 impl<T: Element> Task<'_, '_, T> {
     fn qk(&self) -> (&[T], &[T]) {
         match self.options.l2norm {
-            L2Norm::Outside => (&self.saved.q_normalised, &self.saved.k_normalised),
+            L2Norm::Outside => (&self.saved.q_normalized, &self.saved.k_normalized),
             _ => (self.input.q, self.input.k),
         }
     }

@@ -18,8 +18,8 @@ pub struct Output<'a, T> {
     pub ht: Option<&'a mut [f32]>,
 }
 
-/// f32 that one slot of scratch needs for forward.
-pub fn forward_scratch(dims: Dims, options: &Options) -> usize {
+/// Number of f32 of one scratch slot of [`gated_delta_rule_forward`].
+pub fn gated_delta_rule_forward_scratch(dims: Dims, options: &Options) -> usize {
     let c = options.chunk;
     Keys::len(dims, c) + Head::len(dims, c) + c * c + c * dims.value_dim + dims.group() * dims.state_len()
 }
@@ -53,14 +53,14 @@ pub fn gated_delta_rule_forward<T: Element>(
     let states = elements("saved.states", [kept, dims.value_heads, dims.key_dim, dims.value_dim])?;
     saved.q_rstd.resize(norm_rows, 0.0);
     saved.k_rstd.resize(norm_rows, 0.0);
-    saved.q_normalised.resize(copies, T::default());
-    saved.k_normalised.resize(copies, T::default());
+    saved.q_normalized.resize(copies, T::default());
+    saved.k_normalized.resize(copies, T::default());
     saved.states.resize(states, 0.0);
     let (mut q, mut k) = (input.q, input.k);
     if options.l2norm == L2Norm::Outside {
-        l2norm_copy(&mut saved.q_normalised, &mut saved.q_rstd, input.q, dims.key_dim);
-        l2norm_copy(&mut saved.k_normalised, &mut saved.k_rstd, input.k, dims.key_dim);
-        (q, k) = (&saved.q_normalised, &saved.k_normalised);
+        l2norm_copy(&mut saved.q_normalized, &mut saved.q_rstd, input.q, dims.key_dim);
+        l2norm_copy(&mut saved.k_normalized, &mut saved.k_rstd, input.k, dims.key_dim);
+        (q, k) = (&saved.q_normalized, &saved.k_normalized);
     }
     let targets = Targets {
         o: Shared::new(output.o),
@@ -73,7 +73,7 @@ pub fn gated_delta_rule_forward<T: Element>(
     let tasks: Vec<(usize, usize)> =
         (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
     tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
-        scratch.with(forward_scratch(dims, options), |slot| {
+        scratch.with(gated_delta_rule_forward_scratch(dims, options), |slot| {
             run(&targets, input, q, k, dims, options, sequence, key_head, first_kept[sequence], slot);
         });
     });

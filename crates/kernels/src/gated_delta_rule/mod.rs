@@ -47,10 +47,10 @@ mod step;
 #[cfg(test)]
 mod tests;
 
-pub use backward::{Grads, backward_scratch, gated_delta_rule_backward};
-pub use forward::{Output, forward_scratch, gated_delta_rule_forward};
+pub use backward::{Grads, gated_delta_rule_backward, gated_delta_rule_backward_scratch};
+pub use forward::{Output, gated_delta_rule_forward, gated_delta_rule_forward_scratch};
 pub use gates::{GateGrads, Gates, RawGates, gates_backward, gates_forward};
-pub use step::{gated_delta_rule_step, step_scratch};
+pub use step::{gated_delta_rule_step, gated_delta_rule_step_scratch};
 
 pub use crate::packing::check_cu_seqlens;
 
@@ -145,9 +145,9 @@ pub struct Saved<T> {
     /// [tokens, Hk], empty without l2norm
     pub k_rstd: Vec<f32>,
     /// [tokens, Hk, dk], only for [`L2Norm::Outside`]
-    pub q_normalised: Vec<T>,
+    pub q_normalized: Vec<T>,
     /// [tokens, Hk, dk], only for [`L2Norm::Outside`]
-    pub k_normalised: Vec<T>,
+    pub k_normalized: Vec<T>,
     /// [kept chunks, Hv, dk, dv]: the states that enter them
     pub states: Vec<f32>,
 }
@@ -156,11 +156,11 @@ impl<T> Saved<T> {
     /// Bytes of all fields.
     pub fn bytes(&self) -> usize {
         let f32s = self.q_rstd.len() + self.k_rstd.len() + self.states.len();
-        f32s * size_of::<f32>() + (self.q_normalised.len() + self.k_normalised.len()) * size_of::<T>()
+        f32s * size_of::<f32>() + (self.q_normalized.len() + self.k_normalized.len()) * size_of::<T>()
     }
 }
 
-/// Bytes that [`Saved`] will have, without running.
+/// Bytes of a [`Saved`] that forward has filled.
 pub fn saved_bytes<T: Element>(dims: Dims, options: &Options, cu_seqlens: &[usize]) -> usize {
     let tokens = cu_seqlens.last().copied().unwrap_or(0);
     let kept: usize = cu_seqlens.windows(2).map(|w| kept_chunks(w[1] - w[0], options)).sum();

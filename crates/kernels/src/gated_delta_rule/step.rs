@@ -4,12 +4,12 @@ use rayon::prelude::*;
 
 use super::chunk::{l2_rstd, scale};
 use super::{Dims, L2Norm, Options};
-use crate::Element;
 use crate::error::{Result, check_len, check_shape};
 use crate::simd::{axpy, scale_into};
+use crate::{Element, Scratch};
 
-/// f32 of scratch that one step needs: see [`gated_delta_rule_step`].
-pub fn step_scratch(dims: Dims) -> usize {
+/// Number of f32 of one scratch slot of [`gated_delta_rule_step`].
+pub fn gated_delta_rule_step_scratch(dims: Dims) -> usize {
     2 * dims.key_heads * dims.key_dim + dims.value_heads * dims.value_dim * 2
 }
 
@@ -24,7 +24,7 @@ pub fn gated_delta_rule_step<T: Element>(
     beta: &[f32],
     dims: Dims,
     options: &Options,
-    scratch: &mut [f32],
+    scratch: &Scratch,
 ) -> Result {
     let Dims { key_heads, value_heads, key_dim: dk, value_dim: dv } = dims;
     check_shape("o", o, [value_heads, dv])?;
@@ -34,11 +34,27 @@ pub fn gated_delta_rule_step<T: Element>(
     check_shape("v", v, [value_heads, dv])?;
     check_len("g", g, value_heads)?;
     check_len("beta", beta, value_heads)?;
-    crate::error::check(scratch.len() >= step_scratch(dims), || {
-        "scratch is shorter than step_scratch says".into()
-    })?;
+    scratch.with(gated_delta_rule_step_scratch(dims), |slot| {
+        step(o, state, q, k, v, g, beta, dims, options, slot);
+    });
+    Ok(())
+}
+
+fn step<T: Element>(
+    o: &mut [T],
+    state: &mut [f32],
+    q: &[T],
+    k: &[T],
+    v: &[T],
+    g: &[f32],
+    beta: &[f32],
+    dims: Dims,
+    options: &Options,
+    slot: &mut [f32],
+) {
+    let Dims { key_heads, key_dim: dk, value_dim: dv, .. } = dims;
     let s = options.scale.unwrap_or((dk as f32).powf(-0.5));
-    let (qk, rest) = scratch.split_at_mut(2 * key_heads * dk);
+    let (qk, rest) = slot.split_at_mut(2 * key_heads * dk);
     let (q_wide, k_wide) = qk.split_at_mut(key_heads * dk);
     T::load(q_wide, q);
     T::load(k_wide, k);
@@ -72,5 +88,4 @@ pub fn gated_delta_rule_step<T: Element>(
         T::store(o, delta);
         options.state.round_all(state);
     });
-    Ok(())
 }

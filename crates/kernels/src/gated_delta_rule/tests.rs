@@ -42,7 +42,9 @@ fn kernel<T: Element>(
         h0: Some(&h0),
         cu_seqlens: &r.cu_seqlens,
     };
-    let scratch = Scratch::new(forward_scratch(dims, options).max(backward_scratch(dims, options)));
+    let scratch = Scratch::new(
+        gated_delta_rule_forward_scratch(dims, options).max(gated_delta_rule_backward_scratch(dims, options)),
+    );
     let planned = scratch.bytes();
     let (mut o, mut ht) = (vec![T::default(); v.len()], vec![0.0; h0.len()]);
     let output = Output { o: &mut o, ht: Some(&mut ht) };
@@ -434,7 +436,8 @@ fn single_steps_are_the_whole_sequence() {
     let (q, k, v, g, beta) = (narrow(&r.q), narrow(&r.k), narrow(&r.v), narrow(&r.g), narrow(&r.beta));
     let mut state = narrow(&r.h0);
     let mut o = vec![0.0; v.len()];
-    let mut scratch = vec![0.0; step_scratch(dims)];
+    let scratch = Scratch::new(gated_delta_rule_step_scratch(dims));
+    let planned = scratch.bytes();
     for t in 0..30 {
         let row = |width: usize| t * width..(t + 1) * width;
         let (keys, values, gates) = (row(32), row(32), row(4));
@@ -448,10 +451,11 @@ fn single_steps_are_the_whole_sequence() {
             &beta[gates],
             dims,
             &p.options(),
-            &mut scratch,
+            &scratch,
         )
         .unwrap();
     }
+    assert_eq!(scratch.bytes(), planned, "the scratch functions say what is needed");
     assert!(ratio(o.iter().map(|x| *x as f64), &whole.o).0 < 1e-5);
     assert!(ratio(state.iter().map(|x| *x as f64), &whole.ht).0 < 1e-5);
 }

@@ -13,7 +13,7 @@ use crate::attention::tile::{
 use crate::attention::{self, Saved};
 use crate::error::{Result, check, check_len, check_shape};
 use crate::matmul::Mat;
-use crate::scratch::take;
+use crate::scratch::{check_workspace, take};
 use crate::shared::Shared;
 use crate::simd::{axpy, simd_fn, sum_lanes};
 use crate::{Element, Scratch};
@@ -66,9 +66,9 @@ fn row_len(longest: usize, topk: Option<usize>) -> usize {
     topk.unwrap_or(longest)
 }
 
-/// f32 that one slot of scratch needs for [`indexer_loss`] and [`attention_distribution`]; `longest` is the length of
-/// the longest sequence, `topk` that of `selected`.
-pub fn loss_scratch<T: Element>(
+/// Number of f32 of one scratch slot of [`indexer_loss`]; `longest` is the length of the longest sequence, `topk` that
+/// of `selected`.
+pub fn indexer_loss_scratch<T: Element>(
     dims: Dims,
     attention: attention::Dims,
     longest: usize,
@@ -83,8 +83,8 @@ pub fn loss_scratch<T: Element>(
         + topk.unwrap_or(0)
 }
 
-/// f32 of the buffer that [`indexer_loss`] needs beside scratch if gradients are asked for: the parts of dk.
-pub fn loss_buffer(dims: Dims, tokens: usize) -> usize {
+/// Number of f32 of the workspace of [`indexer_loss`] with gradients: the parts of dk. Without them it needs none.
+pub fn indexer_loss_workspace(dims: Dims, tokens: usize) -> usize {
     LANES * tokens * dims.dim
 }
 
@@ -96,7 +96,7 @@ pub fn indexer_loss<T: Element>(
     target: &Target<'_, T>,
     dims: Dims,
     options: &Options,
-    buffer: &mut [f32],
+    workspace: &mut [f32],
     scratch: &Scratch,
 ) -> Result<f32> {
     let tokens = check_input(dims, input)?;
@@ -105,9 +105,7 @@ pub fn indexer_loss<T: Element>(
         check_len("dq", grads.dq, input.q.len())?;
         check_len("dk", grads.dk, input.k.len())?;
         check_len("dw", grads.dw, input.w.len())?;
-        check(buffer.len() >= loss_buffer(dims, tokens), || {
-            "buffer is shorter than loss_buffer says".into()
-        })?;
+        check_workspace(workspace, indexer_loss_workspace(dims, tokens))?;
     }
     if tokens == 0 {
         return Ok(0.0);
@@ -117,13 +115,14 @@ pub fn indexer_loss<T: Element>(
     let lanes = |span: &Span| LANES.min(span.queries.div_ceil(block_tokens(dims)));
     let tasks: Vec<(Span, usize)> = all.iter().flat_map(|s| (0..lanes(s)).map(|lane| (*s, lane))).collect();
     let (mut dk, targets) = match grads {
-        Some(Grads { dq, dk, dw }) => {
-            (Some(dk), Some(Targets { dq: Shared::new(dq), dw: Shared::new(dw), lanes: Shared::new(buffer) }))
-        }
+        Some(Grads { dq, dk, dw }) => (
+            Some(dk),
+            Some(Targets { dq: Shared::new(dq), dw: Shared::new(dw), lanes: Shared::new(workspace) }),
+        ),
         None => (None, None),
     };
     let job = Job { input, target, dims, options, longest, tokens, targets: targets.as_ref() };
-    let len = loss_scratch::<T>(dims, target.dims, longest, target.topk());
+    let len = indexer_loss_scratch::<T>(dims, target.dims, longest, target.topk());
     // Collected in the order of the tasks, so that the sum has one order.
     let sums: Vec<f64> = tasks
         .par_iter()
@@ -132,7 +131,7 @@ pub fn indexer_loss<T: Element>(
         .collect();
     if let Some(dk) = &mut dk {
         for span in &all {
-            sum_lanes_of_dk(dk, buffer, *span, lanes(span), tokens, dims.dim);
+            sum_lanes_of_dk(dk, workspace, *span, lanes(span), tokens, dims.dim);
         }
     }
     Ok((options.loss_scale as f64 * sums.iter().sum::<f64>() / tokens as f64) as f32)
@@ -140,18 +139,26 @@ pub fn indexer_loss<T: Element>(
 
 fn sum_lanes_of_dk<T: Element>(
     dk: &mut [T],
-    buffer: &mut [f32],
+    workspace: &mut [f32],
     span: Span,
     lanes: usize,
     tokens: usize,
     dim: usize,
 ) {
     let rows = span.query * dim..(span.query + span.queries) * dim;
-    let (sum, rest) = buffer.split_at_mut(tokens * dim);
+    let (sum, rest) = workspace.split_at_mut(tokens * dim);
     for lane in rest.chunks_exact(tokens * dim).take(lanes.saturating_sub(1)) {
         axpy(&mut sum[rows.clone()], 1.0, &lane[rows.clone()]);
     }
     T::store(&mut dk[rows.clone()], &sum[rows]);
+}
+
+/// One token at a time: the dimensions of an indexer with so many heads that a block is one token.
+const ONE_TOKEN: Dims = Dims { heads: 512, dim: 1 };
+
+/// Number of f32 of one scratch slot of [`attention_distribution`].
+pub fn attention_distribution_scratch<T: Element>(attention: attention::Dims) -> usize {
+    Distribution::len::<T>(ONE_TOKEN, attention, None)
 }
 
 /// p [tokens.len(), tokens.end] of some queries of one sequence, counted from its start: zero for keys they do not see.
@@ -172,11 +179,9 @@ pub fn attention_distribution<T: Element>(
         format!("sequence {sequence} has no tokens {tokens:?}")
     })?;
     check_shape("p", p, [tokens.len(), tokens.end])?;
-    // One token at a time: an indexer of so many heads that a block is one token.
-    let one = Dims { heads: 512, dim: 1 };
     let problem = Problem::new(target.input, target.dims, target.options);
-    scratch.with(Distribution::len::<T>(one, target.dims, None), |mut slot| {
-        let mut distribution = Distribution::take::<T>(&mut slot, one, target.dims, None);
+    scratch.with(attention_distribution_scratch::<T>(target.dims), |mut slot| {
+        let mut distribution = Distribution::take::<T>(&mut slot, ONE_TOKEN, target.dims, None);
         for (row, i) in p.chunks_exact_mut(tokens.end.max(1)).zip(tokens.clone()) {
             row.fill(0.0);
             let keys = problem.block_keys(all[sequence], i, 1);

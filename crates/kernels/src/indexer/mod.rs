@@ -36,10 +36,15 @@ mod ties;
 #[cfg(test)]
 mod tests;
 
-pub use loss::{Grads, Target, attention_distribution, indexer_loss, loss_buffer, loss_scratch};
+pub use loss::{
+    Grads, Target, attention_distribution, attention_distribution_scratch, indexer_loss,
+    indexer_loss_scratch, indexer_loss_workspace,
+};
 pub use ties::{Score, Ties, choose};
 
-pub use score::{indexer_scores, indexer_topk, indexer_topk_decode, topk_scratch};
+pub use score::{
+    indexer_scores, indexer_scores_scratch, indexer_topk, indexer_topk_decode, indexer_topk_scratch,
+};
 
 use crate::Rounding;
 use crate::error::{Result, check, check_shape};

@@ -119,11 +119,16 @@ simd_fn! {
     }
 }
 
-/// f32 that one slot of scratch needs for [`indexer_topk`], [`indexer_topk_decode`] and [`indexer_scores`]; `longest` is
-/// the length of the longest sequence.
-pub fn topk_scratch<T: Element>(dims: Dims, longest: usize) -> usize {
+/// Number of f32 of one scratch slot of [`indexer_topk`] and [`indexer_topk_decode`]; `longest` is the length of the
+/// longest sequence or of the cache.
+pub fn indexer_topk_scratch<T: Element>(dims: Dims, longest: usize) -> usize {
     // the scores of a block; the order of one query's keys
     Scorer::len::<T>(dims, false) + block_tokens(dims) * longest + longest
+}
+
+/// Number of f32 of one scratch slot of [`indexer_scores`].
+pub fn indexer_scores_scratch<T: Element>(dims: Dims) -> usize {
+    Scorer::len::<T>(dims, false)
 }
 
 /// scores [tokens.len(), tokens.end] of some queries of one sequence, counted from its start, with the keys up to the
@@ -144,7 +149,7 @@ pub fn indexer_scores<T: Element>(
     })?;
     check_shape("scores", scores, [tokens.len(), tokens.end])?;
     let (span, stride) = (all[sequence], tokens.end);
-    scratch.with(topk_scratch::<T>(dims, stride), |mut slot| {
+    scratch.with(indexer_scores_scratch::<T>(dims), |mut slot| {
         let mut scorer = Scorer::take::<T>(&mut slot, dims, options, false);
         for first in tokens.clone().step_by(block_tokens(dims)) {
             let count = block_tokens(dims).min(tokens.end - first);
@@ -176,7 +181,6 @@ pub fn indexer_topk<T: Element>(
 
 /// selected [n, topk] of the last n tokens of a cache of keys k [capacity, d], of which `len` are filled, the new ones
 /// included; q [n, heads, d] and w [n, heads] are theirs. A cache that is not longer than topk is selected unscored.
-/// Scratch is that of [`topk_scratch`] with `len` as the longest sequence.
 pub fn indexer_topk_decode<T: Element>(
     selected: &mut [u32],
     q: &[T],
@@ -240,7 +244,7 @@ fn choose_all<T: Element>(
             }
             return;
         }
-        scratch.with(topk_scratch::<T>(dims, longest), |mut slot| {
+        scratch.with(indexer_topk_scratch::<T>(dims, longest), |mut slot| {
             let mut scorer = Scorer::take::<T>(&mut slot, dims, options, false);
             let scores = take(&mut slot, block_tokens(dims) * longest);
             let order: &mut [u32] = bytemuck::cast_slice_mut(slot);

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::reference::{Reference, Results, distributions};
 use super::*;
-use crate::attention::{self, Selected, UNUSED, attention_forward, forward_scratch};
+use crate::attention::{self, Selected, UNUSED, attention_forward, attention_forward_scratch};
 use crate::{Element, Scratch};
 
 /// Numbers between -1 and 1, as f32 holds them.
@@ -62,7 +62,7 @@ fn topk<T: Element>(r: &Reference, dims: Dims, options: &Options, topk: usize) -
     let (q, k, w) = (cast::<T>(&r.q), cast::<T>(&r.k), cast::<f32>(&r.w));
     let input = Input { q: &q, k: &k, w: &w, cu_seqlens: &r.cu_seqlens };
     let longest = r.cu_seqlens.windows(2).map(|w| w[1] - w[0]).max().unwrap();
-    let scratch = Scratch::new(topk_scratch::<T>(dims, longest));
+    let scratch = Scratch::new(indexer_topk_scratch::<T>(dims, longest));
     let planned = scratch.bytes();
     let mut selected = vec![7; w.len() / dims.heads * topk];
     indexer_topk(&mut selected, &input, dims, options, topk, &scratch).unwrap();
@@ -94,18 +94,18 @@ fn kernel<T: Element>(
     };
     let tokens = *r.cu_seqlens.last().unwrap();
     let mut o = vec![T::default(); tokens * attention_dims.heads * attention_dims.value_dim];
-    let scratch = Scratch::new(forward_scratch::<T>(attention_dims, top));
-    let saved =
-        attention_forward(&mut o, &attention_input, attention_dims, attention_options, true, &scratch)
-            .unwrap();
+    let scratch = Scratch::new(attention_forward_scratch::<T>(attention_dims, top));
+    let mut saved = attention::Saved::default();
+    let keep = Some(&mut saved);
+    attention_forward(&mut o, keep, &attention_input, attention_dims, attention_options, &scratch).unwrap();
     let target =
         Target { input: &attention_input, saved: &saved, dims: attention_dims, options: attention_options };
     let longest = r.cu_seqlens.windows(2).map(|w| w[1] - w[0]).max().unwrap();
-    let scratch = Scratch::new(loss_scratch::<T>(dims, attention_dims, longest, top));
+    let scratch = Scratch::new(indexer_loss_scratch::<T>(dims, attention_dims, longest, top));
     let planned = scratch.bytes();
     let (mut dq, mut dk, mut dw) =
         (vec![T::default(); q.len()], vec![T::default(); k.len()], vec![f32::NAN; w.len()]);
-    let mut buffer = vec![f32::NAN; loss_buffer(dims, tokens)];
+    let mut buffer = vec![f32::NAN; indexer_loss_workspace(dims, tokens)];
     let grads = Grads { dq: &mut dq, dk: &mut dk, dw: &mut dw };
     let loss =
         indexer_loss(Some(grads), &input, &target, dims, options, &mut buffer, &scratch).unwrap() as f64;
@@ -146,7 +146,7 @@ fn scores_agree_with_the_plain_twin() {
             let end = lengths[sequence];
             let tokens = end / 3..end;
             let mut scores = vec![f32::NAN; tokens.len() * end];
-            let scratch = Scratch::new(topk_scratch::<f32>(dims, end));
+            let scratch = Scratch::new(indexer_scores_scratch::<f32>(dims));
             let planned = scratch.bytes();
             indexer_scores(&mut scores, &input, dims, &LOSS, sequence, tokens.clone(), &scratch).unwrap();
             assert_eq!(scratch.bytes(), planned);
@@ -289,7 +289,7 @@ fn new_queries_against_a_cache_have_the_keys_that_the_whole_sequence_gives_them(
         {
             let rows = len - queries..len;
             let of = |width: usize| rows.start * width..rows.end * width;
-            let scratch = Scratch::new(topk_scratch::<f32>(dims, len));
+            let scratch = Scratch::new(indexer_topk_scratch::<f32>(dims, len));
             let planned = scratch.bytes();
             let mut selected = vec![7; queries * k];
             let (q, w) = (&q[of(dims.heads * dims.dim)], &w[of(dims.heads)]);
@@ -308,7 +308,7 @@ fn lowered_logits_are_rounded_before_the_relu_and_nothing_else_is() {
         let (q, k, w) = (cast::<f32>(&r.q), cast::<f32>(&r.k), cast::<f32>(&r.w));
         let input = Input { q: &q, k: &k, w: &w, cu_seqlens: &r.cu_seqlens };
         let mut scores = vec![0.0; 100 * 100];
-        let scratch = Scratch::new(topk_scratch::<f32>(DIMS, 100));
+        let scratch = Scratch::new(indexer_scores_scratch::<f32>(DIMS));
         indexer_scores(&mut scores, &input, DIMS, options, 0, 0..100, &scratch).unwrap();
         scores
     };
@@ -412,8 +412,9 @@ fn the_distribution_of_a_block_sums_to_one_and_agrees_with_the_plain_twin() {
         cu_seqlens: &a.cu_seqlens,
     };
     let mut o = vec![0.0; 300 * 12];
-    let scratch = Scratch::new(forward_scratch::<f32>(ATTENTION, None));
-    let saved = attention_forward(&mut o, &input, ATTENTION, &options, true, &scratch).unwrap();
+    let scratch = Scratch::new(attention_forward_scratch::<f32>(ATTENTION, None));
+    let mut saved = attention::Saved::default();
+    attention_forward(&mut o, Some(&mut saved), &input, ATTENTION, &options, &scratch).unwrap();
     let target = Target { input: &input, saved: &saved, dims: ATTENTION, options: &options };
     let mut p = vec![f32::NAN; 40 * 290];
     attention_distribution(&mut p, &target, 1, 250..290, &scratch).unwrap();

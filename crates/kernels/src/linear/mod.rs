@@ -41,7 +41,7 @@ impl Dims {
     }
 }
 
-/// f32 that one slot of scratch needs for any call on `tokens` tokens.
+/// Number of f32 of one scratch slot of every function of this module on `tokens` tokens.
 pub fn linear_scratch(dims: Dims, tokens: usize) -> usize {
     let gemv = if tokens <= GEMV_TOKENS { tokens * dims.inputs } else { 0 };
     product::SCRATCH.max(gemv).max(blocks(tokens) * dims.outputs)

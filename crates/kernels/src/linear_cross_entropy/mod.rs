@@ -17,6 +17,7 @@ use rayon::prelude::*;
 
 use crate::error::{Result, check, check_len, check_shape};
 use crate::linear::{Dims, linear_backward_input, linear_backward_weight, linear_forward, linear_scratch};
+use crate::scratch::check_workspace;
 use crate::simd::{exp_f32, simd_fn, sum_by, tanh_f32};
 use crate::{Element, Rounding, Scratch};
 
@@ -73,12 +74,12 @@ pub struct Grads<'a, T> {
     pub scale: f32,
 }
 
-/// f32 that the logits of one slice need.
-pub fn logits_len(vocabulary: usize, tokens: usize, options: &Options) -> usize {
-    options.slice.min(tokens) * vocabulary
+/// Number of f32 of the workspace of [`linear_cross_entropy`]: the logits of one slice.
+pub fn linear_cross_entropy_workspace(dims: Dims, tokens: usize, options: &Options) -> usize {
+    options.slice.min(tokens) * dims.outputs
 }
 
-/// f32 that one slot of scratch needs.
+/// Number of f32 of one scratch slot of [`linear_cross_entropy`].
 pub fn linear_cross_entropy_scratch(dims: Dims, tokens: usize, options: &Options) -> usize {
     linear_scratch(dims, options.slice.min(tokens))
 }
@@ -89,7 +90,7 @@ pub fn counted_tokens(targets: &[i64], options: &Options) -> usize {
 }
 
 /// The loss of hidden [tokens, H] under w [V, H] (`dims.inputs` is H, `dims.outputs` V) and targets \[tokens\], and the
-/// gradients unless `None`. `logits` is working memory of [`logits_len`] f32.
+/// gradients unless `None`.
 pub fn linear_cross_entropy<T: Element, W: Element>(
     mut grads: Option<Grads<'_, T>>,
     hidden: &[T],
@@ -97,20 +98,18 @@ pub fn linear_cross_entropy<T: Element, W: Element>(
     targets: &[i64],
     dims: Dims,
     options: &Options,
-    logits: &mut [f32],
+    workspace: &mut [f32],
     scratch: &Scratch,
 ) -> Result<Loss> {
     check_input(&grads, hidden, w, targets, dims, options)?;
     let Dims { inputs, outputs } = dims;
-    check(logits.len() >= logits_len(outputs, targets.len(), options), || {
-        "logits is shorter than logits_len says".into()
-    })?;
+    check_workspace(workspace, linear_cross_entropy_workspace(dims, targets.len(), options))?;
     let scale = grads.as_ref().map(|grads| grads.scale);
     let mut loss = Loss::default();
     for (slice, targets) in targets.chunks(options.slice).enumerate() {
         let rows = slice * options.slice * inputs..(slice * options.slice + targets.len()) * inputs;
         let hidden = &hidden[rows.clone()];
-        let logits = &mut logits[..targets.len() * outputs];
+        let logits = &mut workspace[..targets.len() * outputs];
         linear_forward(logits, hidden, w, None, dims, scratch)?;
         // In the order of the tokens, each row by one task.
         let losses: Vec<Option<RowLoss>> = logits

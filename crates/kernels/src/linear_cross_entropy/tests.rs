@@ -57,7 +57,7 @@ impl Problem {
         let (hidden, w): (Vec<T>, Vec<W>) = (cast(&self.hidden), cast(&self.w));
         let (mut dhidden, mut dw) = (hidden.clone(), vec![1.0; w.len()]);
         let tokens = self.targets.len();
-        let mut logits = vec![f32::NAN; logits_len(self.dims.outputs, tokens, &self.options)];
+        let mut logits = vec![f32::NAN; linear_cross_entropy_workspace(self.dims, tokens, &self.options)];
         let scratch = Scratch::new(linear_cross_entropy_scratch(self.dims, tokens, &self.options));
         let grads = Grads { dhidden: &mut dhidden, dw: Some(&mut dw), scale: SCALE };
         let loss = linear_cross_entropy(

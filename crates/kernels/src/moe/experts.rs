@@ -7,7 +7,7 @@ use super::{Dims, Dispatch, Routing, check_dims};
 use crate::error::{Result, check, check_len, check_shape};
 use crate::glu::{Activation, glu_backward, glu_forward};
 use crate::linear::{self, linear_backward_input, linear_backward_weight, linear_forward, linear_scratch};
-use crate::scratch::take;
+use crate::scratch::{check_workspace, take};
 use crate::{Element, Scratch};
 
 /// The weights of all experts.
@@ -49,8 +49,13 @@ impl<T> Saved<T> {
     }
 }
 
-/// f32 that one slot of scratch needs for any call on `tokens` tokens.
-pub fn moe_scratch(dims: Dims, tokens: usize) -> usize {
+/// Bytes of a [`Saved`] that forward has filled.
+pub fn saved_bytes<T: Element>(dims: Dims, tokens: usize) -> usize {
+    2 * tokens * dims.top_k * dims.intermediate * size_of::<T>()
+}
+
+/// Number of f32 of one scratch slot of [`experts_forward`] and [`experts_backward`].
+pub fn experts_scratch(dims: Dims, tokens: usize) -> usize {
     let up = linear::Dims { inputs: dims.hidden, outputs: dims.intermediate };
     let down = linear::Dims { inputs: dims.intermediate, outputs: dims.hidden };
     linear_scratch(up, tokens).max(linear_scratch(down, tokens))
@@ -83,37 +88,65 @@ impl<'a, W> Expert<'a, W> {
     }
 }
 
-/// y [tokens, H] from x [tokens, H]; `saved` takes what backward needs; `work` is working memory, resized as needed.
+/// Elements of gate or up of the busiest expert, counted in f32.
+fn unsaved_len<T>(dispatch: &Dispatch, dims: Dims) -> usize {
+    (dispatch.largest_load() * dims.intermediate * size_of::<T>()).div_ceil(size_of::<f32>())
+}
+
+/// Number of f32 of the workspace of [`experts_forward`]; `saves` says whether there is a [`Saved`]. Without one it
+/// holds gate and up of one expert at a time.
+pub fn experts_forward_workspace<T: Element>(dispatch: &Dispatch, dims: Dims, saves: bool) -> usize {
+    let Dims { top_k, hidden, intermediate, .. } = dims;
+    let unsaved = if saves { 0 } else { 2 * unsaved_len::<T>(dispatch, dims) };
+    let tokens = dispatch.slots.len() / top_k;
+    tokens * hidden + dispatch.largest_load() * (2 * hidden + intermediate) + unsaved
+}
+
+/// Number of f32 of the workspace of [`experts_backward`].
+pub fn experts_backward_workspace(dispatch: &Dispatch, dims: Dims) -> usize {
+    let Dims { top_k, hidden, intermediate, .. } = dims;
+    let tokens = dispatch.slots.len() / top_k;
+    tokens * hidden + dispatch.largest_load() * (3 * hidden + 6 * intermediate)
+}
+
+/// y [tokens, H] from x [tokens, H]; `saved` takes what backward needs.
 pub fn experts_forward<T: Element, W: Element>(
     y: &mut [T],
-    saved: &mut Saved<T>,
+    mut saved: Option<&mut Saved<T>>,
     x: &[T],
     routing: &Routing,
     dispatch: &Dispatch,
     experts: &Experts<'_, W>,
     dims: Dims,
-    work: &mut Vec<f32>,
+    workspace: &mut [f32],
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_experts(x, routing, dispatch, experts, dims)?;
     check_len("y", y, x.len())?;
     let Dims { top_k, hidden, intermediate, .. } = dims;
     let (up_dims, down_dims) = linear_dims(dims);
-    saved.gate.resize(dispatch.slots.len() * intermediate, T::default());
-    saved.up.resize(dispatch.slots.len() * intermediate, T::default());
-    let load = dispatch.largest_load();
-    work.resize(tokens * hidden + load * (2 * hidden + intermediate), 0.0);
-    let mut slot = work.as_mut_slice();
-    let sums = take(&mut slot, tokens * hidden);
-    let rows = take(&mut slot, load * hidden);
-    let out = take(&mut slot, load * hidden);
-    let h = take(&mut slot, load * intermediate);
+    if let Some(saved) = saved.as_deref_mut() {
+        saved.gate.resize(dispatch.slots.len() * intermediate, T::default());
+        saved.up.resize(dispatch.slots.len() * intermediate, T::default());
+    }
+    check_workspace(workspace, experts_forward_workspace::<T>(dispatch, dims, saved.is_some()))?;
+    let (load, mut rest) = (dispatch.largest_load(), workspace);
+    let sums = take(&mut rest, tokens * hidden);
+    let rows = take(&mut rest, load * hidden);
+    let out = take(&mut rest, load * hidden);
+    let h = take(&mut rest, load * intermediate);
+    let unsaved = if saved.is_some() { 0 } else { unsaved_len::<T>(dispatch, dims) };
+    let gate_rows: &mut [T] = bytemuck::cast_slice_mut(take(&mut rest, unsaved));
+    let up_rows: &mut [T] = bytemuck::cast_slice_mut(take(&mut rest, unsaved));
     sums.fill(0.0);
     for (_, expert) in Expert::all(experts, dispatch, dims) {
         let n = expert.slots.len();
         let (rows, out, h) = (&mut rows[..n * hidden], &mut out[..n * hidden], &mut h[..n * intermediate]);
         let kept = expert.begin * intermediate..(expert.begin + n) * intermediate;
-        let (gate, up) = (&mut saved.gate[kept.clone()], &mut saved.up[kept]);
+        let (gate, up) = match saved.as_deref_mut() {
+            Some(saved) => (&mut saved.gate[kept.clone()], &mut saved.up[kept]),
+            None => (&mut gate_rows[..n * intermediate], &mut up_rows[..n * intermediate]),
+        };
         Dispatch::gather(rows, expert.slots, x, top_k, hidden);
         linear_forward(gate, rows, expert.gate, None, up_dims, scratch)?;
         linear_forward(up, rows, expert.up, None, up_dims, scratch)?;
@@ -125,7 +158,7 @@ pub fn experts_forward<T: Element, W: Element>(
     Ok(())
 }
 
-/// All gradients from dy [tokens, H], x and what forward kept; `work` as in [`experts_forward`].
+/// All gradients from dy [tokens, H], x and what forward kept.
 pub fn experts_backward<T: Element, W: Element>(
     grads: ExpertsGrads<'_, T>,
     dy: &[T],
@@ -135,7 +168,7 @@ pub fn experts_backward<T: Element, W: Element>(
     dispatch: &Dispatch,
     experts: &Experts<'_, W>,
     dims: Dims,
-    work: &mut Vec<f32>,
+    workspace: &mut [f32],
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_experts(x, routing, dispatch, experts, dims)?;
@@ -149,12 +182,11 @@ pub fn experts_backward<T: Element, W: Element>(
     check_shape("saved gate", &saved.gate, [dispatch.slots.len(), intermediate])?;
     check_shape("saved up", &saved.up, [dispatch.slots.len(), intermediate])?;
     let (up_dims, down_dims) = linear_dims(dims);
-    let load = dispatch.largest_load();
-    work.resize(tokens * hidden + load * (3 * hidden + 6 * intermediate), 0.0);
-    let mut slot = work.as_mut_slice();
-    let sums = take(&mut slot, tokens * hidden);
-    let mut wide = [(); 3].map(|_| take(&mut slot, load * hidden));
-    let mut inner = [(); 6].map(|_| take(&mut slot, load * intermediate));
+    check_workspace(workspace, experts_backward_workspace(dispatch, dims))?;
+    let (load, mut rest) = (dispatch.largest_load(), workspace);
+    let sums = take(&mut rest, tokens * hidden);
+    let mut wide = [(); 3].map(|_| take(&mut rest, load * hidden));
+    let mut inner = [(); 6].map(|_| take(&mut rest, load * intermediate));
     sums.fill(0.0);
     let len = hidden * intermediate;
     for (e, expert) in Expert::all(experts, dispatch, dims) {

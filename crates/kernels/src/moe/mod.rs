@@ -30,7 +30,10 @@ mod route;
 mod tests;
 
 pub use balance::Balance;
-pub use experts::{Experts, ExpertsGrads, Saved, experts_backward, experts_forward, moe_scratch};
+pub use experts::{
+    Experts, ExpertsGrads, Saved, experts_backward, experts_backward_workspace, experts_forward,
+    experts_forward_workspace, experts_scratch, saved_bytes,
+};
 pub use route::{Dispatch, Router, Routing, route_backward, route_forward};
 
 use crate::error::{Result, check};

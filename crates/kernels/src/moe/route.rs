@@ -15,7 +15,7 @@ pub enum Router<'a> {
     /// Softmax over all experts (Qwen, Gemma).
     Softmax {
         /// Whether the weights of a token are brought to a sum of 1.
-        normalise: bool,
+        normalize: bool,
     },
     /// Sigmoid and groups (DeepSeek).
     SigmoidGroups {
@@ -26,7 +26,7 @@ pub enum Router<'a> {
         /// Groups that are kept.
         kept_groups: usize,
         /// Whether the weights of a token are divided by their sum.
-        normalise: bool,
+        normalize: bool,
         /// What weights are multiplied by.
         scaling: f32,
     },
@@ -188,20 +188,20 @@ fn sigmoid(x: f32) -> f32 {
 fn weigh(weights: &mut [f32], experts: &[u32], logits: &[f32], router: &Router<'_>) {
     let chosen = experts.iter().map(|expert| logits[*expert as usize]);
     match *router {
-        Router::Softmax { normalise } => {
+        Router::Softmax { normalize } => {
             let max = logits[experts[0] as usize];
             weights.iter_mut().zip(chosen).for_each(|(w, l)| *w = (l - max).exp());
             // The quotient of probabilities is a softmax over the chosen alone.
-            let sum: f32 = if normalise {
+            let sum: f32 = if normalize {
                 weights.iter().sum()
             } else {
                 logits.iter().map(|l| (l - max).exp() as f64).sum::<f64>() as f32
             };
             weights.iter_mut().for_each(|w| *w /= sum);
         }
-        Router::SigmoidGroups { normalise, scaling, .. } => {
+        Router::SigmoidGroups { normalize, scaling, .. } => {
             weights.iter_mut().zip(chosen).for_each(|(w, l)| *w = sigmoid(l));
-            let sum = if normalise { weights.iter().sum::<f32>() + 1e-20 } else { 1.0 };
+            let sum = if normalize { weights.iter().sum::<f32>() + 1e-20 } else { 1.0 };
             weights.iter_mut().for_each(|w| *w = *w / sum * scaling);
         }
     }
@@ -218,12 +218,12 @@ fn row_backward(
     dlogits.fill(0.0);
     let along: f32 = dw.iter().zip(weights).map(|(dw, w)| dw * w).sum();
     match *router {
-        Router::Softmax { normalise: true } => {
+        Router::Softmax { normalize: true } => {
             for ((expert, dw), w) in experts.iter().zip(dw).zip(weights) {
                 dlogits[*expert as usize] = w * (dw - along);
             }
         }
-        Router::Softmax { normalise: false } => {
+        Router::Softmax { normalize: false } => {
             let max = logits[experts[0] as usize];
             let sum = logits.iter().map(|l| (l - max).exp() as f64).sum::<f64>() as f32;
             for (dl, l) in dlogits.iter_mut().zip(logits) {
@@ -233,9 +233,9 @@ fn row_backward(
                 dlogits[*expert as usize] += w * dw;
             }
         }
-        Router::SigmoidGroups { normalise, scaling, .. } => {
+        Router::SigmoidGroups { normalize, scaling, .. } => {
             let scores: f32 = experts.iter().map(|expert| sigmoid(logits[*expert as usize])).sum();
-            let (sum, along) = if normalise { (scores + 1e-20, along / scaling) } else { (1.0, 0.0) };
+            let (sum, along) = if normalize { (scores + 1e-20, along / scaling) } else { (1.0, 0.0) };
             for (expert, dw) in experts.iter().zip(dw) {
                 let s = sigmoid(logits[*expert as usize]);
                 dlogits[*expert as usize] = scaling * (dw - along) / sum * s * (1.0 - s);

@@ -22,17 +22,17 @@ fn weights_reference(
 ) -> Vec<f64> {
     let mut weights = Vec::new();
     for (row, chosen) in logits.chunks(dims.experts).zip(experts.chunks(dims.top_k)) {
-        let (scores, normalise, scaling): (Vec<f64>, bool, f64) = match *router {
-            Router::Softmax { normalise } => {
+        let (scores, normalize, scaling): (Vec<f64>, bool, f64) = match *router {
+            Router::Softmax { normalize } => {
                 let sum: f64 = row.iter().map(|l| l.exp()).sum();
-                (row.iter().map(|l| l.exp() / sum).collect(), normalise, 1.0)
+                (row.iter().map(|l| l.exp() / sum).collect(), normalize, 1.0)
             }
-            Router::SigmoidGroups { normalise, scaling, .. } => {
-                (row.iter().map(|l| 1.0 / (1.0 + (-l).exp())).collect(), normalise, scaling as f64)
+            Router::SigmoidGroups { normalize, scaling, .. } => {
+                (row.iter().map(|l| 1.0 / (1.0 + (-l).exp())).collect(), normalize, scaling as f64)
             }
         };
         let sum: f64 = chosen.iter().map(|e| scores[*e as usize]).sum();
-        let by = scaling / if normalise { sum } else { 1.0 };
+        let by = scaling / if normalize { sum } else { 1.0 };
         weights.extend(chosen.iter().map(|e| scores[*e as usize] * by * scale[*e as usize]));
     }
     weights
@@ -69,14 +69,14 @@ fn choice_reference(logits: &[f64], router: &Router<'_>, dims: Dims) -> Vec<u32>
 }
 
 fn routers(bias: &[f32]) -> [Router<'_>; 4] {
-    let groups = |normalise| Router::SigmoidGroups {
+    let groups = |normalize| Router::SigmoidGroups {
         bias: Some(bias),
         groups: 4,
         kept_groups: 2,
-        normalise,
+        normalize,
         scaling: 2.5,
     };
-    [Router::Softmax { normalise: true }, Router::Softmax { normalise: false }, groups(true), groups(false)]
+    [Router::Softmax { normalize: true }, Router::Softmax { normalize: false }, groups(true), groups(false)]
 }
 
 proptest! {
@@ -125,7 +125,7 @@ fn equal_scores_go_to_the_lowest_index() {
         ([0.0, 5.0, 0.0, 5.0, 7.0, 5.0, 0.0, 7.0], [4, 7, 1]),
         ([f32::NAN, 0.0, f32::NAN, 0.0, f32::NAN, f32::NAN, f32::NAN, -1.0], [1, 3, 7]),
     ] {
-        let routing = route_forward(&logits, None, &Router::Softmax { normalise: true }, dims).unwrap();
+        let routing = route_forward(&logits, None, &Router::Softmax { normalize: true }, dims).unwrap();
         assert_eq!(routing.experts, expected);
     }
     let groups = routers(&[0.0; 8])[2];
@@ -140,7 +140,7 @@ fn the_bias_changes_the_choice_and_not_the_weights() {
         bias: Some(&bias),
         groups: 1,
         kept_groups: 1,
-        normalise: false,
+        normalize: false,
         scaling: 1.0,
     };
     let routing = route_forward(&[3.0, 0.0, 0.0, 0.0], None, &router, dims).unwrap();
@@ -150,9 +150,9 @@ fn the_bias_changes_the_choice_and_not_the_weights() {
 #[test]
 fn huge_logits_make_finite_weights() {
     let dims = Dims { experts: 3, top_k: 2, hidden: 1, intermediate: 1 };
-    for normalise in [true, false] {
+    for normalize in [true, false] {
         let routing =
-            route_forward(&[1e30, -1e30, 200.0], None, &Router::Softmax { normalise }, dims).unwrap();
+            route_forward(&[1e30, -1e30, 200.0], None, &Router::Softmax { normalize }, dims).unwrap();
         assert_eq!(routing.weights, [1.0, 0.0]);
     }
 }
@@ -174,7 +174,7 @@ impl Problem {
         let len = dims.experts * dims.hidden * dims.intermediate;
         Problem {
             dims,
-            routing: route_forward(&logits, None, &Router::Softmax { normalise: true }, dims).unwrap(),
+            routing: route_forward(&logits, None, &Router::Softmax { normalize: true }, dims).unwrap(),
             x: values.take(tokens * dims.hidden, 1.0),
             gate_up: values.take(2 * len, 1.0),
             down: values.take(len, 1.0),
@@ -234,16 +234,28 @@ impl Problem {
         let (gate_up, down): (Vec<W>, Vec<W>) = (cast(&self.gate_up), cast(&self.down));
         let experts = Experts { gate_up: &gate_up, down: &down, activation: self.activation };
         let dispatch = Dispatch::new(&self.routing, self.dims).unwrap();
-        let scratch = Scratch::new(moe_scratch(self.dims, x.len() / self.dims.hidden));
-        let (mut y, mut saved, mut work) = (x.clone(), Saved::default(), Vec::new());
+        let scratch = Scratch::new(experts_scratch(self.dims, x.len() / self.dims.hidden));
         let (dims, routing) = (self.dims, &self.routing);
-        experts_forward(&mut y, &mut saved, &x, routing, &dispatch, &experts, dims, &mut work, &scratch)
-            .unwrap();
+        let (mut y, mut saved) = (x.clone(), Saved::default());
+        let mut work = vec![f32::NAN; experts_forward_workspace::<T>(&dispatch, dims, true)];
+        experts_forward(
+            &mut y,
+            Some(&mut saved),
+            &x,
+            routing,
+            &dispatch,
+            &experts,
+            dims,
+            &mut work,
+            &scratch,
+        )
+        .unwrap();
         assert_eq!(saved.bytes(), 2 * routing.experts.len() * dims.intermediate * size_of::<T>());
         let (mut dx, mut dweights) = (x.clone(), vec![f32::NAN; routing.weights.len()]);
         let (mut dgate_up, mut ddown) = (vec![1.0; gate_up.len()], vec![1.0; down.len()]);
         let grads =
             ExpertsGrads { dx: &mut dx, dweights: &mut dweights, dgate_up: &mut dgate_up, ddown: &mut ddown };
+        let mut work = vec![f32::NAN; experts_backward_workspace(&dispatch, dims)];
         experts_backward(grads, &dy, &x, &saved, routing, &dispatch, &experts, dims, &mut work, &scratch)
             .unwrap();
         (y, dx, dweights, dgate_up, ddown)
@@ -312,16 +324,16 @@ fn routes_weights_and_their_gradients_are_those_of_transformers() {
     {
         let (tensor, settings) = golden(name);
         let number = |key: &str| settings[key].parse::<usize>().unwrap();
-        let (logits, normalise) = (tensor("logits"), settings["normalise"] == "true");
+        let (logits, normalize) = (tensor("logits"), settings["normalise"] == "true");
         let dims = Dims { experts: 16, top_k: number("top_k"), hidden: 1, intermediate: 1 };
         let bias = if settings["router"] == "sigmoid" { tensor("bias") } else { vec![] };
         let router = match settings["router"].as_str() {
-            "softmax" => Router::Softmax { normalise },
+            "softmax" => Router::Softmax { normalize },
             _ => Router::SigmoidGroups {
                 bias: Some(&bias),
                 groups: number("groups"),
                 kept_groups: number("kept_groups"),
-                normalise,
+                normalize,
                 scaling: settings["scaling"].parse().unwrap(),
             },
         };
@@ -346,7 +358,7 @@ fn the_balance_of_two_layers_and_its_gradient_are_those_of_transformers() {
     let (tensor, settings) = golden("balance");
     let dims = Dims { experts: 16, top_k: settings["top_k"].parse().unwrap(), hidden: 1, intermediate: 1 };
     let logits = tensor("logits");
-    let routing = route_forward(&logits, None, &Router::Softmax { normalise: true }, dims).unwrap();
+    let routing = route_forward(&logits, None, &Router::Softmax { normalize: true }, dims).unwrap();
     let mut dlogits = vec![0.0; logits.len()];
     let mut balance = Balance::new(dims.experts);
     let (half, chosen) = (logits.len() / 2, routing.experts.len() / 2);
@@ -373,7 +385,7 @@ fn any_number_of_threads_gives_the_same_bits() {
             bias: Some(&bias),
             groups: 5,
             kept_groups: 3,
-            normalise: true,
+            normalize: true,
             scaling: 2.0,
         };
         let routing = route_forward(&logits, None, &router, dims).unwrap();
@@ -392,7 +404,7 @@ fn the_balance_loss_is_that_of_transformers_with_its_gradient() {
     let dims = Dims { experts: 4, top_k: 2, hidden: 1, intermediate: 1 };
     let logits = Values::new(4).take(24, 2.0);
     let logits_f32: Vec<f32> = cast(&logits);
-    let routing = route_forward(&logits_f32, None, &Router::Softmax { normalise: true }, dims).unwrap();
+    let routing = route_forward(&logits_f32, None, &Router::Softmax { normalize: true }, dims).unwrap();
     let reference = |logits: &[f64]| {
         let (mut share, mut mean) = ([0.0; 4], [0.0; 4]);
         routing.experts.iter().for_each(|e| share[*e as usize] += 1.0 / 6.0);
@@ -423,7 +435,7 @@ fn balance(logits: &[f32], routing: &Routing, dims: Dims) -> Balance {
 #[test]
 fn shapes_and_routings_that_make_no_sense_are_refused() {
     let dims = Dims { experts: 4, top_k: 2, hidden: 2, intermediate: 2 };
-    let softmax = Router::Softmax { normalise: true };
+    let softmax = Router::Softmax { normalize: true };
     assert!(route_forward(&[0.0; 8], None, &softmax, dims).is_ok());
     assert!(route_forward(&[0.0; 7], None, &softmax, dims).is_err());
     assert!(route_forward(&[0.0; 8], Some(&[1.0; 3]), &softmax, dims).is_err());
@@ -432,7 +444,7 @@ fn shapes_and_routings_that_make_no_sense_are_refused() {
         bias: None,
         groups,
         kept_groups,
-        normalise: true,
+        normalize: true,
         scaling: 1.0,
     };
     assert!(route_forward(&[0.0; 8], None, &groups(2, 1), dims).is_ok());

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Saved, check_rows, for_rows, norm_backward_scratch};
+use super::{Saved, check_rows, for_rows, partials_len};
 use crate::error::{Result, check_len};
 use crate::partition::{add_partials, block_rows};
 use crate::simd::{sigmoid_f32, silu_f32, simd_fn, sum_by, sum_by_four};
@@ -27,6 +27,11 @@ pub fn gated_rms_norm_forward<T: Element, W: Element>(
     Ok(())
 }
 
+/// Number of f32 of one scratch slot of [`gated_rms_norm_backward`].
+pub fn gated_rms_norm_backward_scratch(rows: usize, width: usize) -> usize {
+    partials_len(rows, width)
+}
+
 /// dx, dz [tokens, heads, dv] (written) and dw \[dv\] (accumulated) from dy, x, z and the saved rstd.
 pub fn gated_rms_norm_backward<T: Element, W: Element>(
     dx: &mut [T],
@@ -49,7 +54,7 @@ pub fn gated_rms_norm_backward<T: Element, W: Element>(
     check_len("saved rstd", &saved.rstd, rows)?;
     let block = block_rows(rows);
     let len = block * width;
-    scratch.with(norm_backward_scratch(rows, width, 1), |partials| {
+    scratch.with(gated_rms_norm_backward_scratch(rows, width), |partials| {
         partials.fill(0.0);
         let blocks = dx
             .par_chunks_mut(len)

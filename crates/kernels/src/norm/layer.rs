@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Saved, check_rows, for_rows, norm_backward_scratch};
+use super::{Saved, check_rows, for_rows, partials_len};
 use crate::error::{Result, check_len};
 use crate::partition::{add_partials, block_rows};
 use crate::simd::{simd_fn, sum_by};
@@ -25,6 +25,11 @@ pub fn layer_norm_forward<T: Element, W: Element>(
     Ok(())
 }
 
+/// Number of f32 of one scratch slot of [`layer_norm_backward`].
+pub fn layer_norm_backward_scratch(rows: usize, width: usize) -> usize {
+    2 * partials_len(rows, width)
+}
+
 /// dx [rows, width] (written), dweight and dbias \[width\] (accumulated) from dy, x and what was saved.
 pub fn layer_norm_backward<T: Element, W: Element>(
     dx: &mut [T],
@@ -45,9 +50,9 @@ pub fn layer_norm_backward<T: Element, W: Element>(
     check_len("saved rstd", &saved.rstd, rows)?;
     check_len("saved mean", &saved.mean, rows)?;
     let block = block_rows(rows);
-    scratch.with(norm_backward_scratch(rows, width, 2), |partials| {
+    scratch.with(layer_norm_backward_scratch(rows, width), |partials| {
         partials.fill(0.0);
-        let (dw_partials, db_partials) = partials.split_at_mut(norm_backward_scratch(rows, width, 1));
+        let (dw_partials, db_partials) = partials.split_at_mut(partials_len(rows, width));
         let blocks = dx
             .par_chunks_mut(block * width)
             .zip(dy.par_chunks(block * width))

@@ -20,10 +20,10 @@ mod rms;
 #[cfg(test)]
 mod tests;
 
-pub use gated::{gated_rms_norm_backward, gated_rms_norm_forward};
+pub use gated::{gated_rms_norm_backward, gated_rms_norm_backward_scratch, gated_rms_norm_forward};
 pub use l2::{l2norm_backward, l2norm_forward};
-pub use layer::{layer_norm_backward, layer_norm_forward};
-pub use rms::{rms_norm_backward, rms_norm_forward};
+pub use layer::{layer_norm_backward, layer_norm_backward_scratch, layer_norm_forward};
+pub use rms::{rms_norm_backward, rms_norm_backward_scratch, rms_norm_forward};
 
 use rayon::prelude::*;
 
@@ -73,9 +73,19 @@ impl Saved {
     }
 }
 
-/// f32 of scratch that the backward of a norm over `rows` rows needs; `parameters` counts its weight and bias.
-pub fn norm_backward_scratch(rows: usize, width: usize, parameters: usize) -> usize {
-    blocks(rows) * width * parameters
+/// Bytes of a [`Saved`] that RMSNorm, gated RMSNorm or l2norm has filled.
+pub fn saved_bytes(rows: usize) -> usize {
+    rows * size_of::<f32>()
+}
+
+/// Bytes of a [`Saved`] that LayerNorm has filled.
+pub fn layer_norm_saved_bytes(rows: usize) -> usize {
+    2 * rows * size_of::<f32>()
+}
+
+/// f32 of the partial sums of one parameter's gradient.
+fn partials_len(rows: usize, width: usize) -> usize {
+    blocks(rows) * width
 }
 
 /// The number of rows.

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Gamma, Saved, check_rows, for_rows, norm_backward_scratch};
+use super::{Gamma, Saved, check_rows, for_rows, partials_len};
 use crate::error::{Result, check_len};
 use crate::partition::{add_partials, block_rows};
 use crate::simd::{simd_fn, sum_by};
@@ -22,6 +22,11 @@ pub fn rms_norm_forward<T: Element, W: Element>(
     gamma.check(width)?;
     for_rows(y, saved, false, x, width, |_, y, x| (rms_row(y, x, gamma, eps), 0.0));
     Ok(())
+}
+
+/// Number of f32 of one scratch slot of [`rms_norm_backward`].
+pub fn rms_norm_backward_scratch(rows: usize, width: usize) -> usize {
+    partials_len(rows, width)
 }
 
 /// dx [rows, width] (written) and dw \[width\] (accumulated, unless `None`) from dy, x and the saved rstd.
@@ -44,7 +49,7 @@ pub fn rms_norm_backward<T: Element, W: Element>(
         check_len("dw", dw, width)?;
     }
     let block = block_rows(rows);
-    scratch.with(norm_backward_scratch(rows, width, 1), |partials| {
+    scratch.with(rms_norm_backward_scratch(rows, width), |partials| {
         partials.fill(0.0);
         let blocks = dx
             .par_chunks_mut(block * width)

@@ -59,7 +59,7 @@ fn rms<T: Element, W: Element>(rows: usize, width: usize, kind: usize, seed: u64
         (values.take(rows * width, 2.0), values.take(width, 1.0), values.take(rows * width, 1.0));
     let loss = |x: &[f64], w: &[f64]| inner(&rms_reference(x, &|i| gamma_reference(kind, w[i]), width), &dy);
     let (xt, wt, dyt): (Vec<T>, Vec<W>, Vec<T>) = (cast(&x), cast(&w), cast(&dy));
-    let scratch = Scratch::new(norm_backward_scratch(rows, width, 1));
+    let scratch = Scratch::new(rms_norm_backward_scratch(rows, width));
     let planned = scratch.bytes();
     let (mut y, mut dx, mut dw) = (xt.clone(), xt.clone(), vec![1.0; width]);
     let mut saved = Saved::default();
@@ -83,7 +83,7 @@ fn layer<T: Element>(rows: usize, width: usize, seed: u64) {
     let loss = |x: &[f64], w: &[f64], b: &[f64]| inner(&layer_reference(x, w, b), &dy);
     let (xt, dyt): (Vec<T>, Vec<T>) = (cast(&x), cast(&dy));
     let (wt, bt): (Vec<T>, Vec<T>) = (cast(&w), cast(&b));
-    let scratch = Scratch::new(norm_backward_scratch(rows, width, 2));
+    let scratch = Scratch::new(layer_norm_backward_scratch(rows, width));
     let planned = scratch.bytes();
     let (mut y, mut dx, mut dw, mut db) = (xt.clone(), xt.clone(), vec![0.0; width], vec![0.0; width]);
     let mut saved = Saved::default();
@@ -109,7 +109,7 @@ fn gated<T: Element, W: Element>(rows: usize, width: usize, seed: u64) {
     let w = values.take(width, 1.0);
     let loss = |x: &[f64], z: &[f64], w: &[f64]| inner(&gated_reference(x, z, w), &dy);
     let (xt, zt, dyt, wt): (Vec<T>, Vec<T>, Vec<T>, Vec<W>) = (cast(&x), cast(&z), cast(&dy), cast(&w));
-    let scratch = Scratch::new(norm_backward_scratch(rows, width, 1));
+    let scratch = Scratch::new(gated_rms_norm_backward_scratch(rows, width));
     let (mut y, mut dx, mut dz, mut dw) = (xt.clone(), xt.clone(), xt.clone(), vec![0.0; width]);
     let mut saved = Saved::default();
     gated_rms_norm_forward(&mut y, Some(&mut saved), &xt, &zt, &wt, EPS).unwrap();
@@ -163,7 +163,7 @@ fn any_number_of_threads_gives_the_same_bits() {
     let dy: Vec<f32> = cast(&values.take(rows * width, 1.0));
     let w: Vec<f32> = cast(&values.take(width, 1.0));
     same_on_any_pool(|| {
-        let scratch = Scratch::new(norm_backward_scratch(rows, width, 2));
+        let scratch = Scratch::new(layer_norm_backward_scratch(rows, width));
         let (mut y, mut dx, mut dz) = (x.clone(), x.clone(), x.clone());
         let mut dw = vec![vec![0.0; width]; 4];
         let mut saved = Saved::default();

@@ -161,14 +161,8 @@ impl Attention {
                 let input = self.input(run, &q, kv);
                 self.see_logits(run, &input)?;
                 let options = self.options(run.precision);
-                saved.attention = kernel::attention_forward(
-                    &mut o,
-                    &input,
-                    self.dims(),
-                    &options,
-                    keep.any(),
-                    run.scratch,
-                )?;
+                let to = keep.any().then_some(&mut saved.attention);
+                kernel::attention_forward(&mut o, to, &input, self.dims(), &options, run.scratch)?;
             }
         }
         run.see(layer, "self_attn.o", &o);
@@ -222,7 +216,7 @@ impl Attention {
         {
             let input = self.input(run, &saved.q, kv);
             let (dims, options) = (self.dims(), self.options(run.precision));
-            let mut buffer = vec![0.0; kernel::backward_buffer::<A>(dims, run.tokens())];
+            let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, run.tokens())];
             let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
             kernel::attention_backward(
                 to,
@@ -232,7 +226,7 @@ impl Attention {
                 &saved.attention,
                 dims,
                 &options,
-                &mut buffer,
+                &mut workspace,
                 run.scratch,
             )?;
         }
@@ -505,7 +499,7 @@ impl Attention {
         let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let gated = if shape.gated { q } else { 0 };
         let made_anew = if keep == Keep::Everything || !shape.qk_norm { 0 } else { q + gated + 2 * kv };
-        let buffer = 4 * kernel::backward_buffer::<A>(self.dims(), tokens);
+        let buffer = 4 * kernel::attention_backward_workspace::<A>(self.dims(), tokens);
         buffer + tokens * (made_anew + gated + 2 * q + 2 * kv) * size_of::<A>()
     }
 
@@ -513,8 +507,8 @@ impl Attention {
         let mut needs = vec![
             self.q.scratch(tokens),
             self.out.scratch(tokens),
-            kernel::forward_scratch::<A>(self.dims(), None),
-            kernel::backward_scratch::<A>(self.dims(), None),
+            kernel::attention_forward_scratch::<A>(self.dims(), None),
+            kernel::attention_backward_scratch::<A>(self.dims(), None),
         ];
         needs.extend(self.q_norm.iter().map(|norm| norm.scratch(tokens * self.shape.heads)));
         if let Some(kv) = &self.kv {

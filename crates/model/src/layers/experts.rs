@@ -10,10 +10,11 @@ use ballast_kernels::elementwise::{accumulate, add_assign, row_products, scale_r
 use ballast_kernels::glu::Activation;
 use ballast_kernels::moe::{
     self, Dims, Dispatch, Experts as Weights, ExpertsGrads, Router as KernelRouter, Routing,
-    experts_backward, experts_forward, moe_scratch, route_backward, route_forward,
+    experts_backward, experts_backward_workspace, experts_forward, experts_forward_workspace,
+    experts_scratch, route_backward, route_forward,
 };
 use ballast_kernels::norm::{
-    Gamma, Saved as NormSaved, norm_backward_scratch, rms_norm_backward, rms_norm_forward,
+    Gamma, Saved as NormSaved, rms_norm_backward, rms_norm_backward_scratch, rms_norm_forward,
 };
 
 use super::mlp::{self, Mlp};
@@ -142,16 +143,17 @@ impl Experts {
             balance.add(&logits, &routing, dims)?;
         }
         let dispatch = Dispatch::new(&routing, dims)?;
-        let (mut y, mut work) = (zeros(x.len()), Vec::new());
+        let mut y = zeros(x.len());
+        let mut work = vec![0.0; experts_forward_workspace::<A>(&dispatch, dims, keep.any())];
         match (run.weight(self.gate_up), run.weight(self.down)) {
             (Weight::F32(gate_up), Weight::F32(down)) => {
                 let weights = Weights { gate_up, down, activation: self.activation };
-                let to = &mut saved.experts;
+                let to = keep.any().then_some(&mut saved.experts);
                 experts_forward(&mut y, to, x, &routing, &dispatch, &weights, dims, &mut work, run.scratch)?;
             }
             (Weight::Bf16(gate_up), Weight::Bf16(down)) => {
                 let weights = Weights { gate_up, down, activation: self.activation };
-                let to = &mut saved.experts;
+                let to = keep.any().then_some(&mut saved.experts);
                 experts_forward(&mut y, to, x, &routing, &dispatch, &weights, dims, &mut work, run.scratch)?;
             }
             _ => unreachable!("weights are cast all at once"),
@@ -169,8 +171,6 @@ impl Experts {
         }
         if keep.any() {
             (saved.logits, saved.routing, saved.router_norm) = (logits, routing, router_norm);
-        } else {
-            saved.experts = moe::Saved::default();
         }
         Ok((y, saved))
     }
@@ -192,7 +192,7 @@ impl Experts {
         let dispatch = Dispatch::new(routing, dims)?;
         let mut d_experts: Vec<A> = zeros(x.len());
         let mut dweights = vec![0.0; routing.weights.len()];
-        let mut work = Vec::new();
+        let mut work = vec![0.0; experts_backward_workspace(&dispatch, dims)];
         // Both gradients at once: they are taken out for a moment.
         let mut dgate_up = std::mem::take(&mut grads[self.gate_up]);
         let mut ddown = std::mem::take(&mut grads[self.down]);
@@ -290,10 +290,10 @@ impl Experts {
                 Router::Biased { bias, .. },
             ) => {
                 let bias = Some(run.protected(*bias));
-                KernelRouter::SigmoidGroups { bias, groups, kept_groups, normalise, scaling }
+                KernelRouter::SigmoidGroups { bias, groups, kept_groups, normalize: normalise, scaling }
             }
-            (RouterShape::Softmax { normalise }, _) => KernelRouter::Softmax { normalise },
-            _ => KernelRouter::Softmax { normalise: true },
+            (RouterShape::Softmax { normalise }, _) => KernelRouter::Softmax { normalize: normalise },
+            _ => KernelRouter::Softmax { normalize: true },
         }
     }
 
@@ -415,10 +415,10 @@ impl Experts {
         let router = match &self.router {
             Router::Plain { linear } | Router::Biased { linear, .. } => linear.scratch(tokens),
             Router::Normed { linear, .. } => {
-                linear.scratch(tokens).max(norm_backward_scratch(tokens, self.hidden, 1))
+                linear.scratch(tokens).max(rms_norm_backward_scratch(tokens, self.hidden))
             }
         };
-        moe_scratch(self.dims(), tokens).max(shared).max(router)
+        experts_scratch(self.dims(), tokens).max(shared).max(router)
     }
 }
 

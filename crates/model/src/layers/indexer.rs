@@ -11,7 +11,7 @@ use ballast_kernels::Element;
 use ballast_kernels::elementwise::{accumulate, scale};
 use ballast_kernels::indexer as kernel;
 use ballast_kernels::norm::{
-    Saved as NormSaved, layer_norm_backward, layer_norm_forward, norm_backward_scratch,
+    Saved as NormSaved, layer_norm_backward, layer_norm_backward_scratch, layer_norm_forward,
 };
 use ballast_kernels::rotary::{Heads, rotary_backward, rotary_forward};
 
@@ -191,11 +191,11 @@ impl Indexer {
         }
         let (mut dq, mut dk, mut dw) =
             (zeros(saved.q.len()), zeros::<A>(saved.k.len()), zeros(saved.w.len()));
-        let mut buffer = vec![0.0; kernel::loss_buffer(self.dims, run.tokens())];
+        let mut workspace = vec![0.0; kernel::indexer_loss_workspace(self.dims, run.tokens())];
         let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dw: &mut dw };
         let (input, options) = (self.input(run, &saved), self.options(run, loss_scale));
         let loss =
-            kernel::indexer_loss(Some(to), &input, target, self.dims, &options, &mut buffer, run.scratch)?;
+            kernel::indexer_loss(Some(to), &input, target, self.dims, &options, &mut workspace, run.scratch)?;
         run.see_gradient(Some(self.layer), "self_attn.indexer.q", &dq);
         run.see_gradient(Some(self.layer), "self_attn.indexer.k", &dk);
         run.see_gradient(Some(self.layer), "self_attn.indexer.w", &dw);
@@ -287,7 +287,7 @@ impl Indexer {
     pub(crate) fn transient<A>(&self, tokens: usize) -> usize {
         let kernel::Dims { heads, dim } = self.dims;
         let gradients = tokens * ((heads + 2) * dim * size_of::<A>() + 4 * heads);
-        gradients + 4 * kernel::loss_buffer(self.dims, tokens)
+        gradients + 4 * kernel::indexer_loss_workspace(self.dims, tokens)
     }
 
     /// f32 that one slot of scratch needs; no sequence is longer than `tokens`.
@@ -300,10 +300,10 @@ impl Indexer {
             self.q.scratch(tokens),
             self.k.scratch(tokens),
             self.weights.scratch(tokens),
-            norm_backward_scratch(tokens, self.dims.dim, 2),
-            kernel::topk_scratch::<A>(self.dims, tokens),
-            kernel::loss_scratch::<A>(self.dims, attention, tokens, None),
-            kernel::loss_scratch::<A>(self.dims, attention, tokens, Some(self.topk)),
+            layer_norm_backward_scratch(tokens, self.dims.dim),
+            kernel::indexer_topk_scratch::<A>(self.dims, tokens),
+            kernel::indexer_loss_scratch::<A>(self.dims, attention, tokens, None),
+            kernel::indexer_loss_scratch::<A>(self.dims, attention, tokens, Some(self.topk)),
         ]
         .into_iter()
         .max()

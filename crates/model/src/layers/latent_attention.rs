@@ -177,14 +177,8 @@ impl LatentAttention {
                 let input = self.input(run, &q, &k, &v, &saved.selected);
                 self.see_logits(run, &input)?;
                 let options = self.options(run.precision);
-                saved.attention = kernel::attention_forward(
-                    &mut o,
-                    &input,
-                    self.dims(),
-                    &options,
-                    keep.any(),
-                    run.scratch,
-                )?;
+                let to = keep.any().then_some(&mut saved.attention);
+                kernel::attention_forward(&mut o, to, &input, self.dims(), &options, run.scratch)?;
             }
         }
         run.see(layer, "self_attn.o", &o);
@@ -222,7 +216,7 @@ impl LatentAttention {
         {
             let input = self.input(run, &saved.q, &saved.k, &saved.v, &saved.selected);
             let (dims, options) = (self.dims(), self.options(run.precision));
-            let mut buffer = vec![0.0; kernel::backward_buffer::<A>(dims, run.tokens())];
+            let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, run.tokens())];
             let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
             kernel::attention_backward(
                 to,
@@ -232,7 +226,7 @@ impl LatentAttention {
                 &saved.attention,
                 dims,
                 &options,
-                &mut buffer,
+                &mut workspace,
                 run.scratch,
             )?;
         }
@@ -479,7 +473,7 @@ impl LatentAttention {
         let (dims, shape) = (self.dims(), &self.shape);
         let made_anew = if keep == Keep::Everything { 0 } else { shape.q_rank + shape.kv_rank };
         let elements = made_anew + 2 * dims.heads * (dims.head_dim + dims.value_dim);
-        let buffer = 4 * kernel::backward_buffer::<A>(dims, tokens);
+        let buffer = 4 * kernel::attention_backward_workspace::<A>(dims, tokens);
         let indexer = stage.map_or(0, |_| self.indexer.transient::<A>(tokens));
         tokens * elements * size_of::<A>() + buffer.max(indexer)
     }
@@ -493,8 +487,8 @@ impl LatentAttention {
             .chain([
                 self.q_norm.scratch(tokens),
                 self.kv_norm.scratch(tokens),
-                kernel::forward_scratch::<A>(dims, topk),
-                kernel::backward_scratch::<A>(dims, topk),
+                kernel::attention_forward_scratch::<A>(dims, topk),
+                kernel::attention_backward_scratch::<A>(dims, topk),
                 self.indexer.scratch::<A>(tokens, dims),
             ])
             .max()

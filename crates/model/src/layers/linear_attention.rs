@@ -12,8 +12,8 @@ use ballast_kernels::conv::{self, Grads as ConvGrads, conv_backward, conv_forwar
 use ballast_kernels::elementwise::accumulate;
 use ballast_kernels::gated_delta_rule::{self as gdn, L2NORM_EPS, L2Norm};
 use ballast_kernels::norm::{
-    Saved as NormSaved, gated_rms_norm_backward, gated_rms_norm_forward, l2norm_backward, l2norm_forward,
-    norm_backward_scratch,
+    Saved as NormSaved, gated_rms_norm_backward, gated_rms_norm_backward_scratch, gated_rms_norm_forward,
+    l2norm_backward, l2norm_forward,
 };
 use ballast_kernels::{Element, Rounding};
 
@@ -423,25 +423,22 @@ impl LinearAttention {
         let dims = self.dims();
         let (kd, vd, hv) =
             (dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim, dims.value_heads);
-        run.scratch.with(gdn::step_scratch(dims), |scratch| {
-            for (i, state) in states.chunks_mut(hv * dims.state_len()).enumerate() {
-                let (keys, values, heads) =
-                    (i * kd..(i + 1) * kd, i * vd..(i + 1) * vd, i * hv..(i + 1) * hv);
-                gdn::gated_delta_rule_step(
-                    &mut o[values.clone()],
-                    state,
-                    &q[keys.clone()],
-                    &k[keys],
-                    &v[values],
-                    &g[heads.clone()],
-                    &beta[heads],
-                    dims,
-                    options,
-                    scratch,
-                )?;
-            }
-            Ok(())
-        })
+        for (i, state) in states.chunks_mut(hv * dims.state_len()).enumerate() {
+            let (keys, values, heads) = (i * kd..(i + 1) * kd, i * vd..(i + 1) * vd, i * hv..(i + 1) * hv);
+            gdn::gated_delta_rule_step(
+                &mut o[values.clone()],
+                state,
+                &q[keys.clone()],
+                &k[keys],
+                &v[values],
+                &g[heads.clone()],
+                &beta[heads],
+                dims,
+                options,
+                run.scratch,
+            )?;
+        }
+        Ok(())
     }
 
     fn rule_backward<A: Element>(
@@ -508,15 +505,15 @@ impl LinearAttention {
     pub(crate) fn scratch(&self, tokens: usize) -> usize {
         let (dims, options) = (self.dims(), gdn::Options::default());
         let linears = self.qkv.iter().chain([&self.z, &self.a, &self.b, &self.out]);
-        let convs = (0..PARTS).map(|part| conv::backward_scratch(self.conv_dims(part)));
+        let convs = (0..PARTS).map(|part| conv::conv_backward_scratch(self.conv_dims(part)));
         linears
             .map(|linear| linear.scratch(tokens))
             .chain(convs)
             .chain([
-                gdn::forward_scratch(dims, &options),
-                gdn::backward_scratch(dims, &options),
-                gdn::step_scratch(dims),
-                norm_backward_scratch(tokens * dims.value_heads, dims.value_dim, 1),
+                gdn::gated_delta_rule_forward_scratch(dims, &options),
+                gdn::gated_delta_rule_backward_scratch(dims, &options),
+                gdn::gated_delta_rule_step_scratch(dims),
+                gated_rms_norm_backward_scratch(tokens * dims.value_heads, dims.value_dim),
             ])
             .max()
             .unwrap_or(0)

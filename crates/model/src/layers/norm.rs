@@ -1,7 +1,7 @@
 //! RMSNorm in the forms that models have.
 
 use ballast_kernels::Element;
-use ballast_kernels::norm::{Gamma, Saved, norm_backward_scratch, rms_norm_backward, rms_norm_forward};
+use ballast_kernels::norm::{Gamma, Saved, rms_norm_backward, rms_norm_backward_scratch, rms_norm_forward};
 
 use crate::config::Config;
 use crate::error::Result;
@@ -74,6 +74,6 @@ impl Norm {
 
     /// f32 of scratch, for `rows` rows.
     pub(crate) fn scratch(&self, rows: usize) -> usize {
-        norm_backward_scratch(rows, self.width, 1)
+        rms_norm_backward_scratch(rows, self.width)
     }
 }

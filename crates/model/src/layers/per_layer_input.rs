@@ -9,7 +9,7 @@
 //! ```
 
 use ballast_kernels::elementwise::{accumulate, add_assign, scale};
-use ballast_kernels::embedding::{embedding_backward, embedding_forward};
+use ballast_kernels::embedding::{embedding_backward, embedding_backward_workspace, embedding_forward};
 use ballast_kernels::glu::{Activation, glu_backward, glu_forward};
 use ballast_kernels::norm::Saved as NormSaved;
 use ballast_kernels::{Element, Rounding};
@@ -116,7 +116,8 @@ impl PerLayerInputs {
         self.projection.backward(run, grads, dx, &d_projected, x)?;
         if let Some(dw) = grads.of(self.embedding) {
             run.forget_padding(&mut d);
-            embedding_backward(dw, &d, &run.batch.ids, self.token_scale(run), all, &mut Vec::new())?;
+            let mut workspace = vec![0.0; embedding_backward_workspace(run.tokens())];
+            embedding_backward(dw, &d, &run.batch.ids, self.token_scale(run), all, &mut workspace)?;
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use ballast_checkpoint::tensor_file::{Array, TensorFile};
 use ballast_kernels::attention::{
-    Dims, Grads, Input, Options, attention_backward, attention_forward, backward_buffer,
+    Dims, Grads, Input, Options, Saved, attention_backward, attention_backward_workspace, attention_forward,
 };
 use ballast_kernels::{Element, Scratch};
 use clap::Args;
@@ -98,16 +98,27 @@ impl Problem {
         let scratch = Scratch::new(0);
         check_memory(&[&[2, b, t, heads, value_dim]])?;
         let mut o = vec![T::default(); b * t * heads * value_dim];
-        let saved = attention_forward(&mut o, &input, self.dims, options, true, &scratch)?;
+        let mut saved = Saved::default();
+        attention_forward(&mut o, Some(&mut saved), &input, self.dims, options, &scratch)?;
         let mut results = vec![("o", wide(&[b, t, heads, value_dim], &o))];
         if let Some(d_o) = &self.d_o {
             let d_o = stored(d_o);
             let (mut dq, mut dk, mut dv) =
                 (vec![T::default(); q.len()], vec![T::default(); k.len()], vec![T::default(); v.len()]);
             let mut dsinks = sinks.map(|s| vec![0.0; s.len()]);
-            let mut buffer = vec![0.0; backward_buffer::<T>(self.dims, b * t)];
+            let mut workspace = vec![0.0; attention_backward_workspace::<T>(self.dims, b * t)];
             let grads = Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: dsinks.as_deref_mut() };
-            attention_backward(grads, &d_o, &o, &input, &saved, self.dims, options, &mut buffer, &scratch)?;
+            attention_backward(
+                grads,
+                &d_o,
+                &o,
+                &input,
+                &saved,
+                self.dims,
+                options,
+                &mut workspace,
+                &scratch,
+            )?;
             results.extend([
                 ("dq", wide(&self.q.shape, &dq)),
                 ("dk", wide(&self.k.shape, &dk)),

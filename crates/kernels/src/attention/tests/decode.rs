@@ -16,7 +16,7 @@ fn decode<T: Element>(r: &Reference, p: &Problem, len: usize, n: usize) -> Vec<f
         .as_ref()
         .map(|(keys, topk)| Selected { keys: &keys[(len - n) * topk..len * topk], topk: *topk });
     let mut o = vec![T::default(); n * d.heads * d.value_dim];
-    let scratch = Scratch::new(forward_scratch::<T>(d, p.topk));
+    let scratch = Scratch::new(attention_decode_scratch::<T>(d, p.topk));
     let planned = scratch.bytes();
     let q = &q[(len - n) * d.heads * d.head_dim..len * d.heads * d.head_dim];
     let cache = Cache { k: &k, v: &v, len };

@@ -44,16 +44,19 @@ fn kernel<T: Element>(r: &Reference, dims: Dims, options: &Options, d_o: &[f64])
         cu_seqlens: &r.cu_seqlens,
     };
     let tokens = *r.cu_seqlens.last().unwrap();
-    let scratch = Scratch::new(forward_scratch::<T>(dims, topk).max(backward_scratch::<T>(dims, topk)));
+    let scratch = Scratch::new(
+        attention_forward_scratch::<T>(dims, topk).max(attention_backward_scratch::<T>(dims, topk)),
+    );
     let planned = scratch.bytes();
     let mut o = vec![T::default(); tokens * dims.heads * dims.value_dim];
-    let saved = attention_forward(&mut o, &input, dims, options, true, &scratch).unwrap();
+    let mut saved = Saved::default();
+    attention_forward(&mut o, Some(&mut saved), &input, dims, options, &scratch).unwrap();
     assert_eq!(saved.bytes(), saved_bytes(dims, options, tokens));
     let (mut dq, mut dk, mut dv) =
         (vec![T::default(); q.len()], vec![T::default(); k.len()], vec![T::default(); v.len()]);
     // Parameter gradients are added to: what was there before stays.
     let mut dsinks = vec![2.0f32; dims.heads];
-    let mut buffer = vec![f32::NAN; backward_buffer::<T>(dims, tokens)];
+    let mut buffer = vec![f32::NAN; attention_backward_workspace::<T>(dims, tokens)];
     let grads =
         Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: r.sinks.is_some().then_some(&mut dsinks[..]) };
     attention_backward(grads, &d_o, &o, &input, &saved, dims, options, &mut buffer, &scratch).unwrap();
@@ -393,7 +396,7 @@ fn bad_shapes_are_errors_that_name_the_argument() {
         let selected = Some(Selected { keys: &keys, topk: 3 });
         let input = Input { q: &q, k: &k, v: &v, sinks: Some(&sinks), selected, cu_seqlens: cu };
         let mut o = vec![0f32; 2 * dims.heads * 4];
-        attention_forward(&mut o, &input, dims, &options, false, &scratch).err().map(|e| e.to_string())
+        attention_forward(&mut o, None, &input, dims, &options, &scratch).err().map(|e| e.to_string())
     };
     let ok = Dims { heads: 4, kv_heads: 2, head_dim: 4, value_dim: 4 };
     let options = Options::default();
