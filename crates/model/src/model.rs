@@ -22,6 +22,7 @@ use crate::params::{Grads, Id, Init, Params, Spec, Specs, Weight};
 use crate::precision::{Precision, Storage};
 use crate::probe::Probe;
 use crate::run::{Balancing, IndexerTraining, Parameters, Run, lower, zeros};
+use crate::site::Site;
 use crate::with_weight;
 
 /// What is kept for backward; the rest is made anew, in the same bits.
@@ -313,7 +314,7 @@ impl Model {
             simd::tanh(&mut logits);
             scale(&mut logits, cap);
         }
-        lower(&mut logits, self.precision.loss);
+        lower(&mut logits, self.precision.site(Site::Loss));
         run.see(None, "logits", &logits);
         Ok(logits)
     }
@@ -342,7 +343,7 @@ impl Model {
             soft_cap: self.config.final_cap,
             z_loss: options.z_loss,
             label_smoothing: options.label_smoothing,
-            logits: self.precision.loss,
+            logits: self.precision.site(Site::Loss),
             ..loss_kernel::Options::default()
         }
     }

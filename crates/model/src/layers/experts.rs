@@ -22,6 +22,7 @@ use crate::config::{Config, Experts as Shape, Router as RouterShape};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
 use crate::run::{Run, lower, zeros};
+use crate::site::Site;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Experts {
@@ -316,7 +317,7 @@ impl Experts {
                 logits
             }
         };
-        lower(&mut logits, run.precision.router);
+        lower(&mut logits, run.precision.site(Site::Router));
         Ok((logits, saved))
     }
 

@@ -22,6 +22,7 @@ use crate::model::IndexerStage;
 use crate::params::{Grads, Id, Init, Specs, Weight};
 use crate::precision::Precision;
 use crate::run::Run;
+use crate::site::Site;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Layer {
@@ -373,7 +374,7 @@ impl Layer {
         let tokens = cu_seqlens[cu_seqlens.len() - 1];
         let (tensor, rstd) = (tokens * config.hidden * size_of::<A>(), 4 * tokens);
         let mixer = match &self.mixer {
-            Mixer::Linear(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision.l2norm),
+            Mixer::Linear(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision.site(Site::L2Norm)),
             Mixer::Softmax(mixer) => mixer.saved_bytes::<A>(tokens, keep, precision),
             Mixer::Latent(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision, stage),
         };

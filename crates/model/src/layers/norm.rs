@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Specs, Weight};
 use crate::run::{Run, lower, zeros};
+use crate::site::Site;
 use crate::with_weight;
 
 /// x / rms(x), times 1 + w, w or nothing, over rows of `width`.
@@ -45,7 +46,7 @@ impl Norm {
                 rms_norm_forward(&mut y, keep, x, gamma, self.eps, self.width)?;
             }),
         }
-        lower(&mut y, run.precision.norms);
+        lower(&mut y, run.precision.site(Site::Norms));
         Ok((y, saved))
     }
 
