@@ -124,9 +124,12 @@ impl Choice {
                 what.push(format!("{}, in {dtype}", site.what()));
                 kind = Kind::Site;
             } else if let Some((_, words)) = STORAGE.iter().find(|(part, _)| part == term) {
-                let place =
-                    if *term == "params" { &mut precision.params } else { &mut precision.activations };
-                *place = Storage::Bf16;
+                if *term == "params" {
+                    precision.params = Storage::Bf16;
+                } else {
+                    precision.activations = Storage::Bf16;
+                    precision.set(Site::Residual, Precision::bf16().site(Site::Residual));
+                }
                 what.push(words.to_string());
                 kind = Kind::Several;
             } else if *term == EVERY {

@@ -129,6 +129,13 @@ sites! {
         exists: always,
         probes: &["logits"],
     }
+    Residual {
+        name: "residual",
+        what: "the residual stream and its gradient, after every sum",
+        bf16_in: &["bf16", "megatron", "nemo", "maxtext-default", "hf-bf16"],
+        exists: always,
+        probes: &["embed", "middle", "out"],
+    }
 }
 
 fn always(_: &Config) -> bool {

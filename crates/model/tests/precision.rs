@@ -186,8 +186,11 @@ fn a_site_is_lowered_by_its_name_and_nothing_else_is() {
 #[test]
 fn a_lowered_site_is_first_seen_where_it_is_said_to_be() {
     for (name, sites) in [
-        ("qwen3_5_moe", &["gate_projections", "decay_gate", "beta", "l2norm", "qk_product", "logits"][..]),
-        ("gemma3", &["qk_product", "logits", "norms", "loss"]),
+        (
+            "qwen3_5_moe",
+            &["gate_projections", "decay_gate", "beta", "l2norm", "qk_product", "logits", "residual"][..],
+        ),
+        ("gemma3", &["qk_product", "logits", "norms", "loss", "residual"]),
         ("deepseek_v32", &["indexer_logits", "router", "norms", "loss"]),
     ] {
         for site in sites {
@@ -210,7 +213,10 @@ fn a_lowered_site_is_first_seen_where_it_is_said_to_be() {
             assert_eq!(Site::behind(&format!("d.{}", first.site)), Site::behind(&first.site));
         }
     }
-    for site in ["param.layers.0.linear_attn.A_log", "embed", "layers.0.out", "layers.0.linear_attn.norm"] {
+    for site in ["param.layers.0.linear_attn.A_log", "layers.0.mixer.out", "layers.0.linear_attn.norm"] {
         assert!(Site::behind(site).is_empty(), "{site}");
+    }
+    for site in ["embed", "d.embed", "layers.0.middle", "layers.0.out", "d.layers.7.out"] {
+        assert_eq!(Site::behind(site), [Site::Residual], "{site}");
     }
 }
