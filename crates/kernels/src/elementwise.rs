@@ -3,16 +3,19 @@
 //! ```text
 //! add          y = a + b
 //! accumulate   y += x                                 y in f32
+//! accumulate_rounded   y = r(y + x)                   y in f32, r a rounding
+//! round        y = r(y)                               y in f32
 //! scale        y = s y
 //! scale_rows   y_t = x_t r_t                          dx_t = dy_t r_t        dr_t = <dy_t, x_t>
 //! ```
 
 use rayon::prelude::*;
 
-use crate::Element;
 use crate::error::{Result, check, check_len, check_shape};
 use crate::partition::{ELEMENTS, task_rows};
+use crate::rounding::{to_bf16, to_f16};
 use crate::simd::simd_fn;
+use crate::{Element, Rounding};
 
 /// y = a + b.
 pub fn add<T: Element>(y: &mut [T], a: &[T], b: &[T]) -> Result {
@@ -35,6 +38,25 @@ pub fn accumulate<T: Element>(y: &mut [f32], x: &[T]) -> Result {
     check_len("x", x, y.len())?;
     y.par_chunks_mut(ELEMENTS).zip(x.par_chunks(ELEMENTS)).for_each(|(y, x)| accumulate_all(y, x));
     Ok(())
+}
+
+/// y = r(y + x), y in f32.
+pub fn accumulate_rounded<T: Element>(y: &mut [f32], x: &[T], rounding: Rounding) -> Result {
+    check_len("x", x, y.len())?;
+    let tasks = y.par_chunks_mut(ELEMENTS).zip(x.par_chunks(ELEMENTS));
+    tasks.for_each(|(y, x)| match rounding {
+        Rounding::F32 => accumulate_all(y, x),
+        Rounding::Bf16 => accumulate_bf16(y, x),
+        Rounding::F16 => accumulate_f16(y, x),
+    });
+    Ok(())
+}
+
+/// y = r(y).
+pub fn round(y: &mut [f32], rounding: Rounding) {
+    if rounding != Rounding::F32 {
+        y.par_chunks_mut(ELEMENTS).for_each(|y| rounding.round_all(y));
+    }
 }
 
 /// y = x, rounded once.
@@ -108,6 +130,22 @@ simd_fn! {
 }
 
 simd_fn! {
+    fn accumulate_bf16<T: Element>(y: &mut [f32], x: &[T]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = to_bf16(*y + x.to_f32());
+        }
+    }
+}
+
+simd_fn! {
+    fn accumulate_f16<T: Element>(y: &mut [f32], x: &[T]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = to_f16(*y + x.to_f32());
+        }
+    }
+}
+
+simd_fn! {
     fn scale_all<T: Element>(y: &mut [T], by: f32) {
         for y in y {
             *y = T::from_f32(y.to_f32() * by);
@@ -147,6 +185,13 @@ mod tests {
         let mut sum: Vec<f32> = cast(&a);
         accumulate(&mut sum, &b_t).unwrap();
         assert_close("accumulate", &sum, &zip(|a, b| a + b), 1e-6);
+        for rounding in [Rounding::F32, Rounding::Bf16, Rounding::F16] {
+            let (mut rounded, mut apart): (Vec<f32>, Vec<f32>) = (cast(&a), cast(&a));
+            accumulate_rounded(&mut rounded, &b_t, rounding).unwrap();
+            accumulate(&mut apart, &b_t).unwrap();
+            round(&mut apart, rounding);
+            assert!(rounded == apart && apart.iter().zip(&sum).all(|(y, x)| *y == rounding.round(*x)));
+        }
         convert(&mut y, &sum).unwrap();
         assert_close("convert", &y, &wide(&sum), 1e-6);
         let mut y = a_t.clone();

@@ -3,6 +3,7 @@
 //! A choice "matters" by comparison: with what storing everything else in bf16 costs (the run `bf16`, which keeps the
 //! contract), since that is the price that was accepted already; and with the floor, the run in f32.
 
+use ballast_model::Site;
 use ballast_report::format::{
     bytes, capitalized, exact_percent, name_pattern, number, percent, plural, signed,
 };
@@ -217,10 +218,11 @@ fn resolution(findings: &Findings) -> Option<Answer> {
     };
     let mut short = if widest.f16_ulp.is_none() { "f16 overflows" } else { "no overflow" }.to_string();
     let changed = |run: &Run| run.attention.iter().map(|a| a.top_key_changed).fold(0.0, f64::max);
-    for name in ["qk_product", "logits", "qk_product=f16", "logits=f16"] {
+    let [product, logits] = [Site::QkProduct, Site::Logits].map(Site::name);
+    for name in [product, logits, &format!("{product}=f16"), &format!("{logits}=f16")] {
         if let Some(run) = run(findings, name) {
             let (word, brief, _) = judge(findings, run);
-            if name == "qk_product" || name == "logits" {
+            if name == product || name == logits {
                 short += &format!("; {name} in bf16: {word}");
             }
             text += &format!(
@@ -229,14 +231,14 @@ fn resolution(findings: &Findings) -> Option<Answer> {
             );
         }
     }
-    if run(findings, "qk_product").is_some() {
+    if run(findings, product).is_some() {
         text += " (qk_product rounds the product alone; logits rounds maximum, exponentials and sum of the softmax too.)";
     }
     Some(Answer { question: "Do attention logits overflow, or lose resolution?".into(), short, text })
 }
 
 fn indexer(findings: &Findings) -> Option<Answer> {
-    let run = run(findings, "indexer_logits")?;
+    let run = run(findings, Site::IndexerLogits.name())?;
     let question = "Do the indexer's logits need f32?".to_string();
     let learning = learning(findings, run);
     if run.indexer.is_empty() {
@@ -288,7 +290,7 @@ fn l2norm(findings: &Findings) -> Option<Answer> {
         );
     }
     let mut short = "it loses nothing".to_string();
-    if let Some(run) = run(findings, "l2norm") {
+    if let Some(run) = run(findings, Site::L2Norm.name()) {
         let (word, sentence) = verdict(findings, run);
         short = format!("it loses nothing; outside in bf16 matters: {word}");
         text += &format!(" Normalised outside and rounded to bf16, {sentence}.");

@@ -11,10 +11,10 @@
 //! all-sites              f32 storage, but every tensor and site above at once
 //! ```
 
-use ballast_model::config::Mixer;
+use ballast_kernels::Rounding;
 use ballast_model::params::Specs;
 use ballast_model::precision::{PRESETS, Storage};
-use ballast_model::{Config, Precision};
+use ballast_model::{Config, Precision, Site};
 
 use crate::error::{Error, Result};
 use crate::findings::Kind;
@@ -71,21 +71,6 @@ fn tensors(specs: &Specs) -> Vec<Tensor> {
     ends.into_iter().map(tensor).collect()
 }
 
-/// Sites by name and what is rounded there.
-const SITES: [(&str, &str); 11] = [
-    ("gate_projections", "a and b of the delta rule, as they leave their projections"),
-    ("decay_gate", "the decay g = -exp(A_log) softplus(a + dt_bias)"),
-    ("beta", "beta = sigmoid(b)"),
-    ("l2norm", "q and k of the delta rule after their norm, outside the kernel"),
-    ("state", "the recurrent state, from chunk to chunk"),
-    ("qk_product", "the product of q and k"),
-    ("logits", "attention logits and their softmax"),
-    ("indexer_logits", "the indexer's q.k, before the relu"),
-    ("router", "the router's logits"),
-    ("norms", "the output of every norm but the delta rule's"),
-    ("loss", "the output logits, before the softmax"),
-];
-
 const STORAGE: [(&str, &str); 2] = [
     ("params", "weights stored in bf16, strict contract"),
     ("activations", "everything that flows stored in bf16"),
@@ -127,8 +112,8 @@ impl Choice {
                 precision.rounded.push(tensor.end.clone());
                 what.push(format!("{}, rounded to bf16", tensor.what));
                 kind = Kind::Tensor;
-            } else if let Some((_, words)) = SITES.iter().find(|(site, _)| *site == name) {
-                if !has_site(config, name) {
+            } else if let Some(site) = Site::named(name) {
+                if !site.is_in(config) {
                     return refused(format!("this model has no {name}"));
                 }
                 let before = precision.clone();
@@ -136,12 +121,15 @@ impl Choice {
                 if dtype == "f32" && precision == before {
                     return refused(format!("{name} is f32 already"));
                 }
-                what.push(format!("{words}, in {dtype}"));
+                what.push(format!("{}, in {dtype}", site.what()));
                 kind = Kind::Site;
             } else if let Some((_, words)) = STORAGE.iter().find(|(part, _)| part == term) {
-                let place =
-                    if *term == "params" { &mut precision.params } else { &mut precision.activations };
-                *place = Storage::Bf16;
+                if *term == "params" {
+                    precision.params = Storage::Bf16;
+                } else {
+                    precision.activations = Storage::Bf16;
+                    precision.set(Site::Residual, Precision::bf16().site(Site::Residual));
+                }
                 what.push(words.to_string());
                 kind = Kind::Several;
             } else if *term == EVERY {
@@ -169,12 +157,13 @@ impl Choice {
     pub fn defaults(config: &Config, specs: &Specs) -> Result<Vec<Choice>> {
         let mut names: Vec<String> = PRESETS[1..].iter().map(|(name, _)| name.to_string()).collect();
         names.extend(tensors(specs).into_iter().map(|tensor| tensor.name));
-        names.extend(sites(config).map(String::from));
-        if has_site(config, "logits") {
-            names.extend(["qk_product=f16".into(), "logits=f16".into()]);
+        names.extend(sites(config).map(|site| site.name().to_string()));
+        let in_f16 = |site: Site| format!("{}=f16", site.name());
+        if Site::Logits.is_in(config) {
+            names.extend([Site::QkProduct, Site::Logits].map(in_f16));
         }
-        if has_site(config, "indexer_logits") {
-            names.push("indexer_logits=f16".into());
+        if Site::IndexerLogits.is_in(config) {
+            names.push(in_f16(Site::IndexerLogits));
         }
         names.extend(STORAGE.iter().map(|(name, _)| name.to_string()));
         names.push(EVERY.into());
@@ -189,28 +178,14 @@ impl Choice {
 
 fn lower_all(precision: &mut Precision, tensors: &[Tensor]) {
     precision.rounded = tensors.iter().map(|tensor| tensor.end.clone()).collect();
-    for (name, _) in SITES {
-        precision.set_site(name, "bf16").expect("the sites are the model's");
+    for site in Site::ALL {
+        precision.set(site, Rounding::Bf16);
     }
 }
 
 /// The sites that a model has.
-fn sites(config: &Config) -> impl Iterator<Item = &'static str> {
-    SITES.iter().map(|(name, _)| *name).filter(|name| has_site(config, name))
-}
-
-/// Whether a model has anything at a site.
-fn has_site(config: &Config, site: &str) -> bool {
-    let mixer = |wanted: fn(&Mixer) -> bool| config.layers.iter().any(|layer| wanted(&layer.mixer));
-    match site {
-        "gate_projections" | "decay_gate" | "beta" | "l2norm" | "state" => {
-            mixer(|mixer| matches!(mixer, Mixer::Linear(_)))
-        }
-        "qk_product" | "logits" => mixer(|mixer| !matches!(mixer, Mixer::Linear(_))),
-        "indexer_logits" => config.has_indexer(),
-        "router" => config.layers.iter().any(|layer| layer.experts.is_some()),
-        _ => true,
-    }
+fn sites(config: &Config) -> impl Iterator<Item = Site> {
+    Site::ALL.into_iter().filter(|site| site.is_in(config))
 }
 
 fn unknown(text: &str, problem: &str, config: &Config, tensors: &[Tensor]) -> Error {
@@ -219,7 +194,7 @@ fn unknown(text: &str, problem: &str, config: &Config, tensors: &[Tensor]) -> Er
         [] => "none in this model".to_string(),
         tensors => tensors.iter().map(|tensor| tensor.name.as_str()).collect::<Vec<_>>().join(", "),
     };
-    let sites = sites(config).collect::<Vec<_>>().join(", ");
+    let sites = sites(config).map(Site::name).collect::<Vec<_>>().join(", ");
     Error::Choice(format!(
         "{text:?}: {problem}\npresets: {presets}\ntensors: {tensors}\nsites (=bf16, =f16): {sites}\n\
          storage: params, activations; everything: {EVERY}; several with +"

@@ -7,7 +7,7 @@ use ballast_lab::experiment::Arithmetic;
 use ballast_lab::findings::Kind;
 use ballast_lab::{Choice, More};
 use ballast_model::probe::Recorder;
-use ballast_model::{LazyCheckpoint, Model, Precision};
+use ballast_model::{LazyCheckpoint, Model, Precision, Site};
 use common::{MODELS, batch, defaults, folder, run, study};
 
 /// The first tensor whose bits differ, among everything that a probe can see.
@@ -53,9 +53,9 @@ fn every_single_choice_changes_its_own_site_first() {
                 }
             } else {
                 let first = first.unwrap_or_else(|| panic!("{name}: {} changes nothing", choice.name));
-                let sites = Precision::site_of(&first);
+                let sites = Site::behind(&first);
                 assert!(
-                    sites.contains(&site),
+                    sites.contains(&Site::named(site).unwrap()),
                     "{name}: {} changes {first} first, which is {sites:?}",
                     choice.name
                 );
@@ -167,6 +167,6 @@ fn names_that_mean_nothing_are_refused_with_those_that_do() {
         assert!(error.contains(problem), "{text}: {error}");
     }
     let several = Choice::parse("bf16+A_log+state=f16", &checkpoint.config, &checkpoint.specs).unwrap();
-    assert_eq!((several.kind, several.precision.state), (Kind::Several, Rounding::F16));
+    assert_eq!((several.kind, several.precision.site(Site::State)), (Kind::Several, Rounding::F16));
     assert_eq!(several.precision.rounded, ["linear_attn.A_log"]);
 }

@@ -166,13 +166,13 @@ impl Model {
             indexer: None,
             balance: None,
         };
-        let mut x = self.embed::<A>(&run)?;
+        let mut x = self.embed(&run)?;
         let mut links = Links::new(&self.config);
         links.per_layer_inputs = self.per_layer_inputs(&run, &x)?;
         for layer in self.layers() {
             x = layer.forward(&run, x, &mut links, Some(&mut *states), Keep::Nothing)?.0;
         }
-        let hidden = self.last_norm(&run, &x)?;
+        let hidden: Vec<A> = self.last_norm(&run, &x)?;
         if all {
             return self.project(&run, &hidden);
         }

@@ -6,7 +6,7 @@
 //! [`Model::forward_backward`] walks this way in one go. A [`LayerwiseRun`] stops wherever its caller wants, so that the parameters of one
 //! layer are enough to have in memory, and several runs can go side by side.
 
-use ballast_kernels::elementwise::{accumulate, convert};
+use ballast_kernels::elementwise::round;
 use ballast_kernels::embedding::{embedding_backward, embedding_backward_workspace};
 use ballast_kernels::linear_cross_entropy::Loss;
 use ballast_kernels::norm::Saved as NormSaved;
@@ -16,17 +16,20 @@ use half::bf16;
 
 use crate::batch::Batch;
 use crate::error::{Error, Result};
-use crate::layers::{InputsSaved, Keep, Links, Saved};
+use crate::layers::{InputsSaved, Keep, Links, Saved, Stream, narrowed, with_stream};
 use crate::model::{IndexerLoss, LossOptions, Model, Recompute};
 use crate::params::Grads;
 use crate::precision::Storage;
 use crate::probe::Probe;
 use crate::run::Run;
+use crate::site::Site;
 
 /// What flows, and what a forward kept.
 pub(crate) struct Trail<A> {
     /// The residual stream [tokens, H]; on the way back its gradient
-    pub(crate) x: Vec<A>,
+    pub(crate) x: Vec<f32>,
+    /// The stream after the last layer, for the backward of the last norm
+    last: Stream,
     layers: Vec<LayerTrail<A>>,
     pub(crate) norm: NormSaved,
     links: Links<A>,
@@ -38,20 +41,22 @@ pub(crate) struct Trail<A> {
 }
 
 enum LayerTrail<A> {
-    Input(Vec<A>),
+    Input(Stream),
     Saved(Box<Saved<A>>),
 }
 
 impl<A> Trail<A> {
     pub(crate) fn bytes(&self) -> usize {
         let layer = |trail: &LayerTrail<A>| match trail {
-            LayerTrail::Input(x) => x.len() * size_of::<A>(),
+            LayerTrail::Input(x) => x.bytes(),
             LayerTrail::Saved(saved) => saved.bytes(),
         };
         let per_layer_inputs: usize =
             self.links.per_layer_inputs.iter().map(|input| input.len() * size_of::<A>()).sum();
         self.layers.iter().map(layer).sum::<usize>()
-            + (self.x.len() + self.embedded.len()) * size_of::<A>()
+            + size_of_val(&self.x[..])
+            + self.last.bytes()
+            + size_of_val(&self.embedded[..])
             + self.norm.bytes()
             + self.per_layer_inputs.bytes()
             + per_layer_inputs
@@ -74,22 +79,26 @@ impl Model {
 
     /// The embedding.
     fn begin<A: Element>(&self, run: &Run<'_>, recompute: Option<Recompute>) -> Result<Trail<A>> {
-        let x = self.embed::<A>(run)?;
+        let x = self.embed(run)?;
         let mut links = Links::new(&self.config);
         let (mut embedded, mut per_layer_inputs) = (Vec::new(), InputsSaved::default());
         if let Some(inputs) = &self.per_layer_inputs {
             let keep = if recompute.is_some() { Keep::Everything } else { Keep::Nothing };
+            let x: Vec<A> = narrowed(&x)?;
             (links.per_layer_inputs, per_layer_inputs) = inputs.forward(run, &x, keep)?;
-            embedded = keep.always(x.clone());
+            embedded = keep.always(x);
         }
-        let (layers, norm) = (Vec::new(), NormSaved::default());
-        Ok(Trail { x, layers, norm, links, embedded, per_layer_inputs, recompute })
+        let (last, layers, norm) = (Stream::default(), Vec::new(), NormSaved::default());
+        Ok(Trail { x, last, layers, norm, links, embedded, per_layer_inputs, recompute })
     }
 
     /// One layer forward.
     fn layer_forward<A: Element>(&self, run: &Run<'_>, trail: &mut Trail<A>, index: usize) -> Result {
         let keep = trail.recompute.map_or(Keep::Nothing, Recompute::keep);
-        let input = (trail.recompute == Some(Recompute::Full)).then(|| trail.x.clone());
+        let input = match trail.recompute {
+            Some(Recompute::Full) => Some(Stream::new(trail.x.clone(), run.precision.site(Site::Residual))?),
+            _ => None,
+        };
         let x = std::mem::take(&mut trail.x);
         let (out, saved) = self.layers()[index].forward(run, x, &mut trail.links, None, keep)?;
         trail.x = out;
@@ -109,14 +118,29 @@ impl Model {
         trail: &mut Trail<A>,
         options: &LossOptions,
     ) -> Result<Loss> {
-        let (hidden, norm) = self.norm.forward(run, &trail.x)?;
+        let hidden = self.keep_last_norm(run, trail)?;
         run.see(None, "norm", &hidden);
-        trail.norm = norm;
         let (loss, dhidden) = self.head_backward(run, grads, &hidden, options)?;
         drop(hidden);
         run.see_gradient(None, "norm", &dhidden);
-        trail.x = self.norm.backward(run, grads, &dhidden, &trail.x, &trail.norm)?;
+        let dx = self.norm.backward_stream(run, grads, &dhidden, &trail.last, &trail.norm)?;
+        drop(dhidden);
+        trail.last = Stream::default();
+        trail.x = dx.into_f32();
+        round(&mut trail.x, run.precision.site(Site::Residual));
         Ok(loss)
+    }
+
+    fn last_norm_of<A: Element>(&self, run: &Run<'_>, trail: &Trail<A>) -> Result<Vec<A>> {
+        self.last_norm(run, &trail.x)
+    }
+
+    /// The last norm's output; stores what its backward needs in the place of the stream.
+    pub(crate) fn keep_last_norm<A: Element>(&self, run: &Run<'_>, trail: &mut Trail<A>) -> Result<Vec<A>> {
+        trail.last = Stream::new(std::mem::take(&mut trail.x), run.precision.site(Site::Residual))?;
+        let hidden;
+        (hidden, trail.norm) = with_stream!(&trail.last, |x| self.norm.forward(run, x)?);
+        Ok(hidden)
     }
 
     /// One layer backward, the last first.
@@ -131,10 +155,9 @@ impl Model {
         let not_kept = || Error::Input(format!("layer {index} cannot go back: nothing was kept of it"));
         let saved = match trail.layers.pop().ok_or_else(not_kept)? {
             LayerTrail::Saved(saved) => *saved,
-            LayerTrail::Input(x) => layer.forward(run, x, links, None, Keep::Everything)?.1,
+            LayerTrail::Input(x) => layer.forward(run, x.into_f32(), links, None, Keep::Everything)?.1,
         };
-        trail.x = layer.backward(run, grads, std::mem::take(&mut trail.x), links, saved)?;
-        Ok(())
+        layer.backward(run, grads, &mut trail.x, links, saved)
     }
 
     /// Back to the embedding.
@@ -146,12 +169,10 @@ impl Model {
     ) -> Result {
         let Trail { x: mut dx, links, embedded, per_layer_inputs, .. } = trail;
         if let Some(inputs) = &self.per_layer_inputs {
-            let mut sum = vec![0.0; dx.len()];
-            accumulate(&mut sum, &dx)?;
-            inputs.backward(run, grads, &mut sum, &links.d_per_layer_inputs, &embedded, &per_layer_inputs)?;
-            convert(&mut dx, &sum)?;
+            inputs.backward(run, grads, &mut dx, &links.d_per_layer_inputs, &embedded, &per_layer_inputs)?;
+            round(&mut dx, run.precision.site(Site::Residual));
         }
-        run.see_gradient(None, "embed", &dx);
+        run.see_stream("d.", None, "embed", &dx);
         if let Some(dw) = grads.of(self.embedding) {
             run.forget_padding(&mut dx);
             let (scale, ids) = (self.embedding_scale(), &run.batch.ids);
@@ -227,13 +248,13 @@ impl<'b> LayerwiseRun<'b> {
 
     /// The last norm, for a probe: [`LayerwiseRun::logits`] and [`LayerwiseRun::loss_backward`] take it themselves.
     pub fn norm(&self, model: &Model, probe: &mut dyn Probe) -> Result {
-        with_flow!(self, model, Some(probe), |run, trail| model.last_norm(run, &trail.x).map(drop))
+        with_flow!(self, model, Some(probe), |run, trail| model.last_norm_of(run, trail).map(drop))
     }
 
     /// The logits [rows, V] of these tokens.
     pub fn logits(&self, model: &Model, rows: std::ops::Range<usize>) -> Result<Vec<f32>> {
         with_flow!(self, model, None, |run, trail| {
-            let hidden = model.last_norm(run, &trail.x)?;
+            let hidden = model.last_norm_of(run, trail)?;
             let width = model.config.hidden;
             model.project(run, &hidden[rows.start * width..rows.end * width])
         })

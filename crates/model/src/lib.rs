@@ -26,6 +26,7 @@ pub mod probe;
 mod random;
 mod run;
 mod save;
+mod site;
 pub mod text;
 
 pub use adapters::AdapterSettings;
@@ -41,6 +42,7 @@ pub use plan::{Plan, Step, Targets};
 pub use precision::Precision;
 pub use probe::Probe;
 pub use save::NamedTensor;
+pub use site::Site;
 
 /// The examples of README.md, run as tests.
 #[cfg(doctest)]

@@ -2,7 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 
-use ballast_kernels::elementwise::scale;
+use ballast_kernels::elementwise::{round, scale};
 use ballast_kernels::embedding::embedding_forward;
 use ballast_kernels::indexer::Ties;
 use ballast_kernels::linear_cross_entropy::{
@@ -17,12 +17,13 @@ use half::bf16;
 use crate::batch::{Batch, IGNORED};
 use crate::config::{Config, Mixer, Rope};
 use crate::error::{Error, Result};
-use crate::layers::{Keep, Layer, Linear, Norm, PerLayerInputs};
+use crate::layers::{Keep, Layer, Linear, Norm, PerLayerInputs, narrowed};
 use crate::load::Source;
 use crate::params::{Grads, Id, Init, Params, Spec, Specs, Weight};
 use crate::precision::{Precision, Storage};
 use crate::probe::Probe;
 use crate::run::{Balancing, IndexerTraining, Parameters, Run, lower, zeros};
+use crate::site::Site;
 use crate::with_weight;
 
 /// What is kept for backward; the rest is made anew, in the same bits.
@@ -301,7 +302,7 @@ impl Model {
     fn logits_in<A: Element>(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
         self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
             let trail = self.forward::<A>(run, None)?;
-            let hidden = self.last_norm(run, &trail.x)?;
+            let hidden: Vec<A> = self.last_norm(run, &trail.x)?;
             self.project(run, &hidden)
         })
     }
@@ -314,7 +315,7 @@ impl Model {
             simd::tanh(&mut logits);
             scale(&mut logits, cap);
         }
-        lower(&mut logits, self.precision.loss);
+        lower(&mut logits, self.precision.site(Site::Loss));
         run.see(None, "logits", &logits);
         Ok(logits)
     }
@@ -327,7 +328,7 @@ impl Model {
     ) -> Result<Loss> {
         self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
             let trail = self.forward::<A>(run, None)?;
-            let hidden = self.last_norm(run, &trail.x)?;
+            let hidden: Vec<A> = self.last_norm(run, &trail.x)?;
             let options = self.loss_options(options);
             let mut workspace =
                 zeros(linear_cross_entropy_workspace(self.head.dims(), run.tokens(), &options));
@@ -353,7 +354,7 @@ impl Model {
             soft_cap: self.config.final_cap,
             z_loss: options.z_loss,
             label_smoothing: options.label_smoothing,
-            logits: self.precision.loss,
+            logits: self.precision.site(Site::Loss),
             ..loss_kernel::Options::default()
         }
     }
@@ -363,26 +364,28 @@ impl Model {
     }
 
     /// The inputs that layers have of their own, if they do; for decoding, which keeps nothing.
-    pub(crate) fn per_layer_inputs<A: Element>(&self, run: &Run<'_>, x: &[A]) -> Result<Vec<Vec<A>>> {
+    pub(crate) fn per_layer_inputs<A: Element>(&self, run: &Run<'_>, x: &[f32]) -> Result<Vec<Vec<A>>> {
         match &self.per_layer_inputs {
-            Some(inputs) => Ok(inputs.forward(run, x, Keep::Nothing)?.0),
+            Some(inputs) => Ok(inputs.forward(run, &narrowed::<A>(x)?, Keep::Nothing)?.0),
             None => Ok(Vec::new()),
         }
     }
 
-    pub(crate) fn last_norm<A: Element>(&self, run: &Run<'_>, x: &[A]) -> Result<Vec<A>> {
+    pub(crate) fn last_norm<A: Element>(&self, run: &Run<'_>, x: &[f32]) -> Result<Vec<A>> {
         let (hidden, _) = self.norm.forward(run, x)?;
         run.see(None, "norm", &hidden);
         Ok(hidden)
     }
 
-    pub(crate) fn embed<A: Element>(&self, run: &Run<'_>) -> Result<Vec<A>> {
+    /// The residual stream before the first layer.
+    pub(crate) fn embed(&self, run: &Run<'_>) -> Result<Vec<f32>> {
         let hidden = self.config.hidden;
-        let mut x = zeros(run.tokens() * hidden);
+        let mut x: Vec<f32> = zeros(run.tokens() * hidden);
         with_weight!(run.weight(self.embedding), |w| {
             embedding_forward(&mut x, &run.batch.ids, w, self.embedding_scale(), hidden)?;
         });
-        run.see(None, "embed", &x);
+        round(&mut x, run.precision.site(Site::Residual));
+        run.see_stream("", None, "embed", &x);
         Ok(x)
     }
 
@@ -465,7 +468,7 @@ impl Model {
     ) -> Result<usize> {
         self.with_run::<A, _>(batch, None, options, |run| {
             let mut trail = self.forward::<A>(run, Some(recompute))?;
-            trail.norm = self.norm.forward(run, &trail.x)?.1;
+            self.keep_last_norm(run, &mut trail)?;
             Ok(trail.bytes())
         })
     }

@@ -7,10 +7,11 @@ use serde::Serialize;
 
 use crate::config::{Config, Mixer};
 use crate::error::Result;
-use crate::layers::Keep;
+use crate::layers::{Keep, Stream};
 use crate::model::{LossOptions, Model, Recompute};
 use crate::params::Spec;
 use crate::precision::{Precision, Storage};
+use crate::site::Site;
 
 /// Whether a module is to carry an adapter, by its name in transformers.
 pub type Targets<'a> = &'a dyn Fn(&str) -> bool;
@@ -105,7 +106,9 @@ impl Model {
     fn plan<A: Element>(&self, step: &Step<'_>) -> Plan {
         let Step { cu_seqlens, recompute, loss, .. } = *step;
         let tokens = cu_seqlens.last().copied().unwrap_or(0);
-        let stream = tokens * self.config.hidden * size_of::<A>();
+        let tensor = tokens * self.config.hidden * size_of::<A>();
+        let stream =
+            tokens * self.config.hidden * Stream::element_bytes(self.precision().site(Site::Residual));
         let learned = self.specs.all().filter(|spec| spec.trainable && (step.learned)(spec));
         // This model has no values but those of the adapters.
         let adapters = self.params.bytes();
@@ -117,7 +120,7 @@ impl Model {
             gradients: 4 * learned.map(Spec::len).sum::<usize>() + adapters,
             around: stream + 4 * tokens + self.per_layer_inputs_bytes::<A>(tokens),
             logits: 4 * logits,
-            transient: 2 * stream + 4 * logits,
+            transient: 2 * tensor + 4 * logits,
             scratch: 4 * self.scratch_len::<A>(tokens) * rayon::current_num_threads(),
             ..Plan::default()
         };
@@ -125,7 +128,7 @@ impl Model {
         for (layer, shape) in self.layers().iter().zip(&self.config.layers) {
             let saved =
                 |keep| layer.saved_bytes::<A>(&self.config, self.precision(), cu_seqlens, keep, stage);
-            let transient = |keep| layer.transient::<A>(&self.config, tokens, keep, stage);
+            let transient = |keep| layer.transient::<A>(&self.config, self.precision(), tokens, keep, stage);
             let (kept, alive) = match recompute {
                 Recompute::Full => (stream, saved(Keep::Everything) - stream + transient(Keep::Everything)),
                 _ => (saved(recompute.keep()), transient(recompute.keep())),

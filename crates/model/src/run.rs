@@ -3,6 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 
+use ballast_kernels::elementwise;
 use ballast_kernels::indexer::Ties;
 use ballast_kernels::moe::{self, Balance, Routing};
 use ballast_kernels::rotary::Table;
@@ -15,6 +16,7 @@ use crate::model::IndexerLoss;
 use crate::params::{Adapter, Id, Params, Protected, Spec, Specs, Weight};
 use crate::precision::Precision;
 use crate::probe::Probe;
+use crate::site::Site;
 use crate::with_weight;
 
 /// What all layers of one run share.
@@ -140,6 +142,16 @@ impl<'a> Run<'a> {
         self.show("", layer, name, values, &[]);
     }
 
+    /// Shows the residual stream, or with `d.` as the prefix its gradient, under the type of its site.
+    pub(crate) fn see_stream(&self, prefix: &str, layer: Option<usize>, name: &str, values: &[f32]) {
+        let dtype = match self.precision.site(Site::Residual) {
+            Rounding::F32 => "F32",
+            Rounding::Bf16 => "BF16",
+            Rounding::F16 => "F16",
+        };
+        self.show_as(prefix, layer, name, dtype, values, &[]);
+    }
+
     /// Shows the gradient of a site.
     pub(crate) fn see_gradient<T: Element>(&self, layer: Option<usize>, name: &str, values: &[T]) {
         self.show("d.", layer, name, values, &[]);
@@ -159,6 +171,18 @@ impl<'a> Run<'a> {
         values: &[T],
         shape: &[usize],
     ) {
+        self.show_as(prefix, layer, name, T::NAME, values, shape);
+    }
+
+    fn show_as<T: Element>(
+        &self,
+        prefix: &str,
+        layer: Option<usize>,
+        name: &str,
+        dtype: &'static str,
+        values: &[T],
+        shape: &[usize],
+    ) {
         let Some(probe) = &self.probe else { return };
         let mut probe = probe.borrow_mut();
         let site = site_name(prefix, layer, name);
@@ -169,7 +193,7 @@ impl<'a> Run<'a> {
         T::load(&mut wide, values);
         let tokens = self.tokens();
         let rows = [tokens, values.len() / tokens.max(1)];
-        probe.see(&site, T::NAME, if shape.is_empty() { &rows } else { shape }, &wide);
+        probe.see(&site, dtype, if shape.is_empty() { &rows } else { shape }, &wide);
     }
 }
 
@@ -186,7 +210,7 @@ pub(crate) fn lower<T: Element>(values: &mut [T], rounding: Rounding) {
         return;
     }
     if let Some(values) = T::as_f32_mut(values) {
-        rounding.round_all(values);
+        elementwise::round(values, rounding);
         return;
     }
     for value in values {

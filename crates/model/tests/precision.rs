@@ -12,7 +12,7 @@ use ballast_contract::{Architecture, Dtype, Registry};
 use ballast_kernels::Rounding;
 use ballast_model::precision::{PRESETS, Storage};
 use ballast_model::probe::Recorder;
-use ballast_model::{Model, Precision};
+use ballast_model::{Model, Precision, Site};
 use common::{MODELS, batch, error, fixture, folder, load};
 
 fn bits(model: &Model) -> Vec<u32> {
@@ -171,11 +171,11 @@ fn tensors_that_do_not_fit_are_all_listed() {
 #[test]
 fn a_site_is_lowered_by_its_name_and_nothing_else_is() {
     let mut precision = Precision::f32();
-    for (name, _) in Precision::f32().sites() {
-        precision.set_site(name, "f16").unwrap();
-        let lowered = precision.sites().into_iter().filter(|(_, rounding)| *rounding != Rounding::F32);
-        assert_eq!(lowered.collect::<Vec<_>>(), [(name, Rounding::F16)]);
-        precision.set_site(name, "f32").unwrap();
+    for site in Site::ALL {
+        precision.set_site(site.name(), "f16").unwrap();
+        let lowered = precision.sites().filter(|(_, rounding)| *rounding != Rounding::F32);
+        assert_eq!(lowered.collect::<Vec<_>>(), [(site, Rounding::F16)]);
+        precision.set_site(site.name(), "f32").unwrap();
     }
     assert_eq!(precision, Precision::f32());
     let error = precision.set_site("a_log", "bf16").unwrap_err().to_string();
@@ -186,8 +186,11 @@ fn a_site_is_lowered_by_its_name_and_nothing_else_is() {
 #[test]
 fn a_lowered_site_is_first_seen_where_it_is_said_to_be() {
     for (name, sites) in [
-        ("qwen3_5_moe", &["gate_projections", "decay_gate", "beta", "l2norm", "qk_product", "logits"][..]),
-        ("gemma3", &["qk_product", "logits", "norms", "loss"]),
+        (
+            "qwen3_5_moe",
+            &["gate_projections", "decay_gate", "beta", "l2norm", "qk_product", "logits", "residual"][..],
+        ),
+        ("gemma3", &["qk_product", "logits", "norms", "loss", "residual"]),
         ("deepseek_v32", &["indexer_logits", "router", "norms", "loss"]),
     ] {
         for site in sites {
@@ -203,14 +206,17 @@ fn a_lowered_site_is_first_seen_where_it_is_said_to_be() {
             let first = plain.iter().zip(&lowered).find(|(a, b)| a.values != b.values);
             let (first, _) = first.unwrap_or_else(|| panic!("{name}: {site} changes nothing"));
             assert!(
-                Precision::site_of(&first.site).contains(site),
+                Site::behind(&first.site).contains(&Site::named(site).unwrap()),
                 "{name}: {site} is seen at {}",
                 first.site
             );
-            assert_eq!(Precision::site_of(&format!("d.{}", first.site)), Precision::site_of(&first.site));
+            assert_eq!(Site::behind(&format!("d.{}", first.site)), Site::behind(&first.site));
         }
     }
-    for site in ["param.layers.0.linear_attn.A_log", "embed", "layers.0.out", "layers.0.linear_attn.norm"] {
-        assert!(Precision::site_of(site).is_empty(), "{site}");
+    for site in ["param.layers.0.linear_attn.A_log", "layers.0.mixer.out", "layers.0.linear_attn.norm"] {
+        assert!(Site::behind(site).is_empty(), "{site}");
+    }
+    for site in ["embed", "d.embed", "layers.0.middle", "layers.0.out", "d.layers.7.out"] {
+        assert_eq!(Site::behind(site), [Site::Residual], "{site}");
     }
 }

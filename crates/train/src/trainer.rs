@@ -18,7 +18,7 @@ use std::time::Instant;
 use ballast_checkpoint::tensor_file::write_integers;
 use ballast_kernels::Rounding;
 use ballast_model::params::Grads;
-use ballast_model::{LossOptions, Model, Precision, Recompute, memory};
+use ballast_model::{LossOptions, Model, Recompute, Site, memory};
 
 use crate::config::{OnFault, OnSpike, TrainConfig, check_resume};
 use crate::data::{Cursor, Document, FileCursor, MicroBatch, Packer, Split, TextEncoder};
@@ -248,7 +248,7 @@ impl Trainer {
         (self.step, self.ledger, self.sentinel, self.best) = (step, ledger, sentinel, best);
         self.left_out = left_out;
         for (_, site) in self.ledger.escalations.clone() {
-            self.raise(&site)?;
+            self.raise(site.parse()?);
         }
         self.ledger.check(&self.model, "load")?;
         self.ledger.check_live(&self.model, "load")
@@ -491,7 +491,7 @@ impl Trainer {
             }
             OnFault::Escalate => {
                 let raised = match &trouble {
-                    Trouble::Site(fault) => self.escalate(fault, step)?,
+                    Trouble::Site(fault) => self.escalate(fault, step),
                     Trouble::Disturbed(_) => return Ok(true),
                     Trouble::Update(_) => Vec::new(),
                 };
@@ -514,24 +514,22 @@ impl Trainer {
     }
 
     /// Raises the lowered sites that lead to a fault; their names.
-    fn escalate(&mut self, fault: &Fault, step: u64) -> Result<Vec<String>> {
-        let is_lowered = |name: &&&'static str| {
-            let sites = self.model.precision().sites();
-            sites.iter().any(|(site, rounding)| *site == **name && *rounding != Rounding::F32)
-        };
-        let lowered: Vec<&str> = Precision::site_of(&fault.site).iter().filter(is_lowered).copied().collect();
-        for site in &lowered {
-            self.raise(site)?;
-            self.ledger.escalations.push((step, site.to_string()));
+    fn escalate(&mut self, fault: &Fault, step: u64) -> Vec<String> {
+        let mut raised = Vec::new();
+        for site in Site::behind(&fault.site) {
+            if self.model.precision().site(site) != Rounding::F32 {
+                self.raise(site);
+                self.ledger.escalations.push((step, site.name().into()));
+                raised.push(site.name().into());
+            }
         }
-        Ok(lowered.into_iter().map(String::from).collect())
+        raised
     }
 
-    fn raise(&mut self, site: &str) -> Result {
+    fn raise(&mut self, site: Site) {
         let mut precision = self.model.precision().clone();
-        precision.set_site(site, "f32")?;
+        precision.set(site, Rounding::F32);
         self.model.set_precision(precision);
-        Ok(())
     }
 
     fn roll_back(&mut self, step: u64, leave_out: Cursor) -> Result {

@@ -3,6 +3,7 @@
 mod common;
 
 use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_model::Site;
 use ballast_model::params::Weight;
 use ballast_train::state::weights_checksum;
 use ballast_train::{Attempt, Trainer};
@@ -92,11 +93,11 @@ fn logits_that_overflow_in_f16_stop_the_run_or_are_raised() {
     assert!(
         listener.events().iter().any(|(what, text)| what == "escalate" && text.contains("logits in f32"))
     );
-    assert_eq!(trainer.model.precision().logits, ballast_kernels::Rounding::F32);
+    assert_eq!(trainer.model.precision().site(Site::Logits), ballast_kernels::Rounding::F32);
     // A raised site stays raised after a resume.
     drop(trainer);
     let resumed = Trainer::resume(&folder.path().join("escalate"), &["steps=4".into()]).unwrap();
-    assert_eq!(resumed.model.precision().logits, ballast_kernels::Rounding::F32);
+    assert_eq!(resumed.model.precision().site(Site::Logits), ballast_kernels::Rounding::F32);
 }
 
 #[test]

@@ -97,13 +97,13 @@ fn check_rows<T>(name: &'static str, slice: &[T], width: usize) -> Result<usize,
 }
 
 /// Runs `norm(row, y, x)` on every row; what it returns goes to (`rstd`, `mean`) where these are kept.
-fn for_rows<T: Element>(
-    y: &mut [T],
+fn for_rows<Y: Element, X: Element>(
+    y: &mut [Y],
     saved: Option<&mut Saved>,
     keep_mean: bool,
-    x: &[T],
+    x: &[X],
     width: usize,
-    norm: impl Fn(usize, &mut [T], &[T]) -> (f32, f32) + Sync,
+    norm: impl Fn(usize, &mut [Y], &[X]) -> (f32, f32) + Sync,
 ) {
     let mut none = Saved::default();
     let saved = match saved {

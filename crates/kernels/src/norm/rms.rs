@@ -9,10 +9,10 @@ use crate::simd::{simd_fn, sum_by};
 use crate::{Element, Scratch};
 
 /// y [rows, width] from x [rows, width] and gamma \[width\]; `saved` takes what backward needs.
-pub fn rms_norm_forward<T: Element, W: Element>(
-    y: &mut [T],
+pub fn rms_norm_forward<Y: Element, X: Element, W: Element>(
+    y: &mut [Y],
     saved: Option<&mut Saved>,
-    x: &[T],
+    x: &[X],
     gamma: Gamma<'_, W>,
     eps: f32,
     width: usize,
@@ -30,11 +30,11 @@ pub fn rms_norm_backward_scratch(rows: usize, width: usize) -> usize {
 }
 
 /// dx [rows, width] (written) and dw \[width\] (accumulated, unless `None`) from dy, x and the saved rstd.
-pub fn rms_norm_backward<T: Element, W: Element>(
-    dx: &mut [T],
+pub fn rms_norm_backward<X: Element, D: Element, W: Element>(
+    dx: &mut [X],
     dw: Option<&mut [f32]>,
-    dy: &[T],
-    x: &[T],
+    dy: &[D],
+    x: &[X],
     gamma: Gamma<'_, W>,
     saved: &Saved,
     width: usize,
@@ -71,23 +71,23 @@ pub fn rms_norm_backward<T: Element, W: Element>(
 }
 
 simd_fn! {
-    fn rms_row<T: Element, W: Element>(y: &mut [T], x: &[T], gamma: Gamma<'_, W>, eps: f32) -> f32 {
+    fn rms_row<Y: Element, X: Element, W: Element>(y: &mut [Y], x: &[X], gamma: Gamma<'_, W>, eps: f32) -> f32 {
         let mean = sum_by(x, x, x, |x, _, _| x * x) / x.len() as f32;
         let rstd = 1.0 / (mean + eps).sqrt();
         match gamma {
             Gamma::OnePlus(w) => {
                 for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
-                    *y = T::from_f32(x.to_f32() * rstd * (1.0 + w.to_f32()));
+                    *y = Y::from_f32(x.to_f32() * rstd * (1.0 + w.to_f32()));
                 }
             }
             Gamma::Plain(w) => {
                 for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
-                    *y = T::from_f32(x.to_f32() * rstd * w.to_f32());
+                    *y = Y::from_f32(x.to_f32() * rstd * w.to_f32());
                 }
             }
             Gamma::Weightless => {
                 for (y, x) in y.iter_mut().zip(x) {
-                    *y = T::from_f32(x.to_f32() * rstd);
+                    *y = Y::from_f32(x.to_f32() * rstd);
                 }
             }
         }
@@ -96,11 +96,11 @@ simd_fn! {
 }
 
 simd_fn! {
-    fn rms_row_backward<T: Element, W: Element>(
-        dx: &mut [T],
+    fn rms_row_backward<X: Element, D: Element, W: Element>(
+        dx: &mut [X],
         dw: &mut [f32],
-        dy: &[T],
-        x: &[T],
+        dy: &[D],
+        x: &[X],
         gamma: Gamma<'_, W>,
         rstd: f32,
     ) {
@@ -113,11 +113,11 @@ simd_fn! {
 }
 
 #[inline(always)]
-fn row_backward<T: Element, W: Element>(
-    dx: &mut [T],
+fn row_backward<X: Element, D: Element, W: Element>(
+    dx: &mut [X],
     dw: &mut [f32],
-    dy: &[T],
-    x: &[T],
+    dy: &[D],
+    x: &[X],
     w: &[W],
     rstd: f32,
     gamma: impl Fn(f32) -> f32,
@@ -125,7 +125,7 @@ fn row_backward<T: Element, W: Element>(
     let mean = rstd / x.len() as f32 * sum_by(dy, x, w, |dy, x, w| dy * x * gamma(w));
     for ((((dx, dw), dy), x), w) in dx.iter_mut().zip(dw).zip(dy).zip(x).zip(w) {
         let (dy, normal) = (dy.to_f32(), x.to_f32() * rstd);
-        *dx = T::from_f32(rstd * (gamma(w.to_f32()) * dy - normal * mean));
+        *dx = X::from_f32(rstd * (gamma(w.to_f32()) * dy - normal * mean));
         *dw += dy * normal;
     }
 }

@@ -7,7 +7,7 @@
 
 use ballast_kernels::Rounding;
 use ballast_model::config::{Attention, LatentAttention, Mixer};
-use ballast_model::{Batch, Precision};
+use ballast_model::{Batch, Precision, Site};
 use rayon::prelude::*;
 
 use super::indexer::Scores;
@@ -78,7 +78,7 @@ pub struct Roundings {
 impl Roundings {
     /// Of a precision.
     pub fn of(precision: &Precision) -> Roundings {
-        Roundings { qk_product: precision.qk_product, logits: precision.logits }
+        Roundings { qk_product: precision.site(Site::QkProduct), logits: precision.site(Site::Logits) }
     }
 }
 

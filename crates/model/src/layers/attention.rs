@@ -22,6 +22,7 @@ use crate::error::Result;
 use crate::params::{Grads, Specs};
 use crate::precision::Precision;
 use crate::run::{Run, zeros};
+use crate::site::Site;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Attention {
@@ -257,8 +258,8 @@ impl Attention {
             scale: Some(self.shape.scale),
             window: self.shape.window,
             soft_cap: self.shape.soft_cap,
-            qk_product: precision.qk_product,
-            logits: precision.logits,
+            qk_product: precision.site(Site::QkProduct),
+            logits: precision.site(Site::Logits),
         }
     }
 

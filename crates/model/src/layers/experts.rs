@@ -18,11 +18,13 @@ use ballast_kernels::norm::{
 };
 
 use super::mlp::{self, Mlp};
+use super::residual::{Stream, with_stream};
 use super::{Keep, Linear, bytes_of};
 use crate::config::{Config, Experts as Shape, Router as RouterShape};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
 use crate::run::{Run, lower, zeros};
+use crate::site::Site;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Experts {
@@ -129,7 +131,7 @@ impl Experts {
         &self,
         run: &Run<'_>,
         x: &[A],
-        residual: &[A],
+        residual: &[f32],
         keep: Keep,
     ) -> Result<(Vec<A>, Saved<A>)> {
         let (dims, layer) = (self.dims(), Some(self.layer));
@@ -184,7 +186,7 @@ impl Experts {
         d_residual: Option<&mut [f32]>,
         dy: &[A],
         x: &[A],
-        residual: &[A],
+        residual: &Stream,
         saved: Saved<A>,
     ) -> Result {
         let dims = self.dims();
@@ -305,18 +307,18 @@ impl Experts {
     }
 
     /// The logits, and what the router's norm keeps.
-    fn logits<A: Element>(&self, run: &Run<'_>, x: &[A], residual: &[A]) -> Result<(Vec<f32>, NormSaved)> {
+    fn logits<A: Element>(&self, run: &Run<'_>, x: &[A], residual: &[f32]) -> Result<(Vec<f32>, NormSaved)> {
         let mut saved = NormSaved::default();
         let mut logits: Vec<f32> = match &self.router {
             Router::Plain { linear } | Router::Biased { linear, .. } => linear.forward(run, x)?,
             Router::Normed { linear, scale, .. } => {
-                let normed = self.router_norm(run, *scale, residual, Some(&mut saved))?;
+                let normed: Vec<A> = self.router_norm(run, *scale, residual, Some(&mut saved))?;
                 let mut logits = linear.forward(run, &normed)?;
                 ballast_kernels::elementwise::scale(&mut logits, self.root());
                 logits
             }
         };
-        lower(&mut logits, run.precision.router);
+        lower(&mut logits, run.precision.site(Site::Router));
         Ok((logits, saved))
     }
 
@@ -326,11 +328,11 @@ impl Experts {
     }
 
     /// The router's norm, kept in f32: it decides.
-    fn router_norm<A: Element>(
+    fn router_norm<A: Element, X: Element>(
         &self,
         run: &Run<'_>,
         scale: Id<Protected>,
-        residual: &[A],
+        residual: &[X],
         saved: Option<&mut NormSaved>,
     ) -> Result<Vec<A>> {
         let mut normed = zeros(residual.len());
@@ -348,7 +350,7 @@ impl Experts {
         dlogits: &mut [f32],
         dscale: Option<Vec<f32>>,
         x: &[A],
-        residual: &[A],
+        residual: &Stream,
         saved: &NormSaved,
     ) -> Result {
         match &self.router {
@@ -360,24 +362,27 @@ impl Experts {
                     accumulate(sum, &dscale)?;
                 }
                 ballast_kernels::elementwise::scale(dlogits, self.root());
-                let normed = self.router_norm(run, *scale, residual, None)?;
+                let normed: Vec<A> =
+                    with_stream!(residual, |residual| self.router_norm(run, *scale, residual, None)?);
                 let mut d_normed = vec![0.0; normed.len()];
                 linear.backward(run, grads, &mut d_normed, dlogits, &normed)?;
                 let mut dy = normed;
                 ballast_kernels::elementwise::convert(&mut dy, &d_normed)?;
-                let mut d: Vec<A> = zeros(residual.len());
                 let gamma = Gamma::Plain(run.protected(*scale));
-                rms_norm_backward(
-                    &mut d,
-                    grads.of(*scale),
-                    &dy,
-                    residual,
-                    gamma,
-                    saved,
-                    self.hidden,
-                    run.scratch,
-                )?;
-                accumulate(d_residual.unwrap_or(dx), &d)?;
+                with_stream!(residual, |residual| {
+                    let mut d = zeros(residual.len());
+                    rms_norm_backward(
+                        &mut d,
+                        grads.of(*scale),
+                        &dy,
+                        residual,
+                        gamma,
+                        saved,
+                        self.hidden,
+                        run.scratch,
+                    )?;
+                    accumulate(d_residual.unwrap_or(dx), &d)?;
+                });
                 Ok(())
             }
         }

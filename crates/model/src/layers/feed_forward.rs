@@ -6,17 +6,19 @@
 //! Gemma 4 MoE      after(after_1(mlp(norm(x))) + after_2(experts(norm_2(x))))         router on x
 //! ```
 
-use ballast_kernels::Element;
-use ballast_kernels::elementwise::{accumulate, add_assign, convert};
+use ballast_kernels::elementwise::{accumulate_rounded, add_assign, convert, round};
 use ballast_kernels::norm::Saved as NormSaved;
+use ballast_kernels::{Element, Rounding};
 
 use super::experts::{self, Experts};
 use super::mlp::{self, Mlp};
+use super::residual::{Stream, narrowed};
 use super::{Keep, Norm, bytes_of};
 use crate::config::{Config, Layer as Shape};
 use crate::error::Result;
 use crate::params::{Grads, Specs};
 use crate::run::{Run, zeros};
+use crate::site::Site;
 
 #[derive(Clone, Debug)]
 pub(crate) struct FeedForward {
@@ -101,14 +103,15 @@ impl FeedForward {
         }
     }
 
+    /// The output that is added to the stream x.
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
-        x: &[A],
+        x: &[f32],
         keep: Keep,
     ) -> Result<(Vec<A>, Saved<A>)> {
         let mut saved = Saved::default();
-        let (normed, rstd) = self.norm.forward(run, x)?;
+        let (normed, rstd): (Vec<A>, _) = self.norm.forward(run, x)?;
         saved.norm.saved = rstd;
         let mut y = match (&self.dense, &self.experts) {
             (Some(dense), None) => {
@@ -140,7 +143,7 @@ impl FeedForward {
         dense: &Mlp,
         experts: &Experts,
         normed: &[A],
-        x: &[A],
+        x: &[f32],
         keep: Keep,
         saved: &mut Saved<A>,
     ) -> Result<Vec<A>> {
@@ -150,7 +153,7 @@ impl FeedForward {
         saved.dense = kept;
         let (mut y, rstd) = after_dense.forward(run, &dense_out)?;
         saved.after_dense = rstd;
-        let (input, rstd) = before_experts.forward(run, x)?;
+        let (input, rstd): (Vec<A>, _) = before_experts.forward(run, x)?;
         saved.before_experts.saved = rstd;
         let (experts_out, kept) = experts.forward(run, &input, x, keep)?;
         saved.experts = kept;
@@ -162,73 +165,92 @@ impl FeedForward {
         Ok(y)
     }
 
-    /// The gradient of x.
+    /// Turns the gradient of the stream after this part into that before it, x.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
         grads: &mut Grads,
-        dy: &[A],
-        x: &[A],
+        d_stream: &mut [f32],
+        x: &Stream,
         mut saved: Saved<A>,
-    ) -> Result<Vec<A>> {
-        let after;
-        let dy = match &self.after {
-            Some(norm) => {
-                after = norm.backward(run, grads, dy, &saved.out, &saved.after)?;
-                &after
-            }
-            None => dy,
+    ) -> Result {
+        let rounding = run.precision.site(Site::Residual);
+        let dy: Vec<A> = match &self.after {
+            Some(norm) => norm.backward(run, grads, d_stream, &saved.out, &saved.after)?,
+            None => narrowed(d_stream)?,
         };
         if saved.norm.y.is_empty() {
-            saved.norm.y = self.norm.forward(run, x)?.0;
+            saved.norm.y = self.norm.forward_again(run, x)?;
         }
         let normed = std::mem::take(&mut saved.norm.y);
         let mut d_normed = vec![0.0; normed.len()];
         // Gradient of x that does not come through the first norm.
         let mut d_x: Option<Vec<f32>> = None;
         match (&self.dense, &self.experts) {
-            (Some(dense), None) => dense.backward(run, grads, &mut d_normed, dy, &normed, saved.dense)?,
+            (Some(dense), None) => dense.backward(run, grads, &mut d_normed, &dy, &normed, saved.dense)?,
             (None, Some(experts)) => {
-                experts.backward(run, grads, &mut d_normed, None, dy, &normed, x, saved.experts)?;
+                experts.backward(run, grads, &mut d_normed, None, &dy, &normed, x, saved.experts)?;
             }
             (Some(dense), Some(experts)) => {
-                let [after_dense, before_experts, after_experts] =
-                    self.between.as_ref().expect("made with both parts");
-                let d = after_dense.backward(run, grads, dy, &saved.dense_out, &saved.after_dense)?;
-                dense.backward(run, grads, &mut d_normed, &d, &normed, saved.dense)?;
-                let d = after_experts.backward(run, grads, dy, &saved.experts_out, &saved.after_experts)?;
-                if saved.before_experts.y.is_empty() {
-                    saved.before_experts.y = before_experts.forward(run, x)?.0;
-                }
-                let mut d_input = vec![0.0; x.len()];
-                let mut d_residual = vec![0.0; x.len()];
-                let input = &saved.before_experts.y;
-                experts.backward(
+                d_x = Some(self.both_backward(
                     run,
                     grads,
-                    &mut d_input,
-                    Some(&mut d_residual),
-                    &d,
-                    input,
+                    dense,
+                    experts,
+                    &mut d_normed,
+                    &dy,
+                    &normed,
                     x,
-                    saved.experts,
-                )?;
-                let mut d_input_a = zeros(x.len());
-                convert::<A>(&mut d_input_a, &d_input)?;
-                let d = before_experts.backward(run, grads, &d_input_a, x, &saved.before_experts.saved)?;
-                accumulate(&mut d_residual, &d)?;
-                d_x = Some(d_residual);
+                    &mut saved,
+                )?);
             }
             (None, None) => {}
         }
+        drop(dy);
         let mut dn = normed;
         convert(&mut dn, &d_normed)?;
-        let mut dx = self.norm.backward(run, grads, &dn, x, &saved.norm.saved)?;
-        if let Some(mut d_x) = d_x {
-            accumulate(&mut d_x, &dx)?;
-            convert(&mut dx, &d_x)?;
+        drop(d_normed);
+        let dx = self.norm.backward_stream(run, grads, &dn, x, &saved.norm.saved)?;
+        match d_x {
+            None => dx.add_to(d_stream, rounding),
+            Some(mut d_x) => {
+                dx.add_to(&mut d_x, Rounding::F32)?;
+                round(&mut d_x, rounding);
+                Ok(accumulate_rounded(d_stream, &d_x, rounding)?)
+            }
         }
-        Ok(dx)
+    }
+
+    /// Back through MLP and experts: adds to the gradient of `normed` and returns that of x through the experts.
+    fn both_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dense: &Mlp,
+        experts: &Experts,
+        d_normed: &mut [f32],
+        dy: &[A],
+        normed: &[A],
+        x: &Stream,
+        saved: &mut Saved<A>,
+    ) -> Result<Vec<f32>> {
+        let [after_dense, before_experts, after_experts] =
+            self.between.as_ref().expect("made with both parts");
+        let (dense_saved, experts_saved) =
+            (std::mem::take(&mut saved.dense), std::mem::take(&mut saved.experts));
+        let d = after_dense.backward(run, grads, dy, &saved.dense_out, &saved.after_dense)?;
+        dense.backward(run, grads, d_normed, &d, normed, dense_saved)?;
+        let d = after_experts.backward(run, grads, dy, &saved.experts_out, &saved.after_experts)?;
+        if saved.before_experts.y.is_empty() {
+            saved.before_experts.y = before_experts.forward_again(run, x)?;
+        }
+        let (mut d_input, mut d_x) = (vec![0.0; x.len()], vec![0.0; x.len()]);
+        let input = &saved.before_experts.y;
+        experts.backward(run, grads, &mut d_input, Some(&mut d_x), &d, input, x, experts_saved)?;
+        let d_input: Vec<A> = narrowed(&d_input)?;
+        let d = before_experts.backward_stream(run, grads, &d_input, x, &saved.before_experts.saved)?;
+        d.add_to(&mut d_x, Rounding::F32)?;
+        Ok(d_x)
     }
 
     /// Bytes that forward keeps.
@@ -247,16 +269,15 @@ impl FeedForward {
         bytes + if self.after.is_some() { tensor + rstd } else { 0 }
     }
 
-    /// Bytes that backward has alive at once beside what was kept: the gradient of the normed input in f32, the normed
-    /// input if it was not kept, and what the parts have.
+    /// Bytes that backward has alive at once beside what was kept and the stream's gradient: the gradient of the output,
+    /// that of the normed input in f32, the normed input if it was not kept, and what the parts have.
     pub(crate) fn transient<A>(&self, tokens: usize, hidden: usize, keep: Keep) -> usize {
         let (tensor, wide) = (tokens * hidden * size_of::<A>(), 4 * tokens * hidden);
         let normed = if keep == Keep::Everything { 0 } else { tensor };
         let dense = self.dense.as_ref().map_or(0, |dense| dense.transient::<A>(tokens, keep));
         let experts = self.experts.as_ref().map_or(0, |experts| experts.transient::<A>(tokens, keep));
         let between = if self.between.is_some() { 2 * wide + tensor + normed } else { 0 };
-        let after = if self.after.is_some() { tensor } else { 0 };
-        wide + normed + after + dense.max(between + experts)
+        tensor + wide + normed + dense.max(between + experts)
     }
 
     pub(crate) fn scratch(&self, tokens: usize) -> usize {

@@ -20,6 +20,7 @@ use crate::config::{Config, LatentAttention as Shape};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
 use crate::run::{Run, lower, zeros};
+use crate::site::Site;
 
 /// Of the key's norm.
 const EPS: f32 = 1e-6;
@@ -131,7 +132,7 @@ impl Indexer {
             }
             _ => unreachable!("weights are cast all at once"),
         }
-        lower(&mut k, run.precision.norms);
+        lower(&mut k, run.precision.site(Site::Norms));
         rotary_forward(&mut k, &run.tables[self.table], self.heads(1))?;
         Ok((k, saved))
     }
@@ -264,7 +265,7 @@ impl Indexer {
     }
 
     fn options(&self, run: &Run<'_>, loss_scale: f32) -> kernel::Options {
-        kernel::Options { logits: run.precision.indexer_logits, loss_scale, ties: run.ties }
+        kernel::Options { logits: run.precision.site(Site::IndexerLogits), loss_scale, ties: run.ties }
     }
 
     fn heads(&self, heads: usize) -> Heads {

@@ -29,6 +29,7 @@ use crate::model::IndexerStage;
 use crate::params::{Grads, Specs};
 use crate::precision::Precision;
 use crate::run::{Run, zeros};
+use crate::site::Site;
 
 /// Of the two norms inside, whatever the other norms have.
 const EPS: f32 = 1e-6;
@@ -344,8 +345,8 @@ impl LatentAttention {
     fn options(&self, precision: &Precision) -> kernel::Options {
         kernel::Options {
             scale: Some(self.shape.scale),
-            qk_product: precision.qk_product,
-            logits: precision.logits,
+            qk_product: precision.site(Site::QkProduct),
+            logits: precision.site(Site::Logits),
             ..kernel::Options::default()
         }
     }

@@ -7,7 +7,7 @@
 //! ```
 
 use ballast_kernels::Element;
-use ballast_kernels::elementwise::{accumulate, add, add_assign, convert, scale};
+use ballast_kernels::elementwise::{accumulate, accumulate_rounded, convert, round, scale};
 use ballast_kernels::norm::Saved as NormSaved;
 
 use super::attention::{self, Attention, Cache, KeyValues};
@@ -15,6 +15,7 @@ use super::feed_forward::{self, FeedForward};
 use super::latent_attention::{self, LatentAttention, Tables};
 use super::linear_attention::{self, LinearAttention};
 use super::per_layer_input::{self, PerLayerInput};
+use super::residual::{Stream, narrowed};
 use super::{Keep, Norm, bytes_of};
 use crate::config::{Config, Mixer as MixerShape};
 use crate::error::Result;
@@ -22,6 +23,7 @@ use crate::model::IndexerStage;
 use crate::params::{Grads, Id, Init, Specs, Weight};
 use crate::precision::Precision;
 use crate::run::Run;
+use crate::site::Site;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Layer {
@@ -44,8 +46,8 @@ enum Mixer {
 /// What forward keeps of a layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Saved<A> {
-    /// What enters: [tokens, H]
-    x: Vec<A>,
+    /// The stream before the layer: [tokens, H]
+    x: Stream,
     norm: NormSaved,
     /// [tokens, H]; cheap
     normed: Vec<A>,
@@ -53,8 +55,8 @@ pub(crate) struct Saved<A> {
     /// What the norm after the mixer reads: [tokens, H]; empty without one
     mixed: Vec<A>,
     after: NormSaved,
-    /// Between mixer and feed-forward part: [tokens, H]
-    middle: Vec<A>,
+    /// The stream between mixer and feed-forward part: [tokens, H]
+    middle: Stream,
     feed_forward: feed_forward::Saved<A>,
     per_layer_input: per_layer_input::Saved<A>,
 }
@@ -96,7 +98,9 @@ impl<A> Saved<A> {
             MixerSaved::Softmax(saved) => saved.bytes(),
             MixerSaved::Latent(saved) => saved.bytes(),
         };
-        bytes_of(&[&self.x, &self.normed, &self.mixed, &self.middle])
+        bytes_of(&[&self.normed, &self.mixed])
+            + self.x.bytes()
+            + self.middle.bytes()
             + self.norm.bytes()
             + self.after.bytes()
             + mixer
@@ -212,24 +216,24 @@ impl Layer {
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
-        x: Vec<A>,
+        mut x: Vec<f32>,
         links: &mut Links<A>,
         states: Option<&mut [State<A>]>,
         keep: Keep,
-    ) -> Result<(Vec<A>, Saved<A>)> {
-        let index = Some(self.index);
-        let (normed, norm) = self.norm.forward(run, &x)?;
+    ) -> Result<(Vec<f32>, Saved<A>)> {
+        let (index, rounding) = (Some(self.index), run.precision.site(Site::Residual));
+        let (normed, norm): (Vec<A>, _) = self.norm.forward(run, &x)?;
         run.see(index, "input_layernorm", &normed);
         let (mut mixed, mixer) = self.mix(run, &normed, links, states, keep)?;
         run.see(index, "mixer.out", &mixed);
         let mut saved = Saved {
-            x: Vec::new(),
+            x: Stream::kept(keep, &x, rounding)?,
             norm,
             normed: keep.unless_recomputed(normed),
             mixer,
             mixed: Vec::new(),
             after: NormSaved::default(),
-            middle: Vec::new(),
+            middle: Stream::default(),
             feed_forward: feed_forward::Saved::default(),
             per_layer_input: per_layer_input::Saved::default(),
         };
@@ -238,23 +242,24 @@ impl Layer {
             saved.after = rstd;
             saved.mixed = keep.always(std::mem::replace(&mut mixed, out));
         }
-        let mut middle = mixed;
-        add_assign(&mut middle, &x)?;
-        saved.x = keep.always(x);
-        run.see(index, "middle", &middle);
-        let (mut out, kept) = self.feed_forward.forward(run, &middle, keep)?;
+        accumulate_rounded(&mut x, &mixed, rounding)?;
+        drop(mixed);
+        run.see_stream("", index, "middle", &x);
+        saved.middle = Stream::kept(keep, &x, rounding)?;
+        let (y, kept): (Vec<A>, _) = self.feed_forward.forward(run, &x, keep)?;
         saved.feed_forward = kept;
-        add_assign(&mut out, &middle)?;
-        saved.middle = keep.always(middle);
-        if let Some(per_layer_input) = &self.per_layer_input {
-            let (y, kept) = per_layer_input.forward(run, out, &links.per_layer_inputs[self.index], keep)?;
-            (out, saved.per_layer_input) = (y, kept);
+        accumulate_rounded(&mut x, &y, rounding)?;
+        drop(y);
+        if let Some(part) = &self.per_layer_input {
+            let input = &links.per_layer_inputs[self.index];
+            saved.per_layer_input = part.forward(run, &mut x, input, keep)?;
         }
         if let Some(scalar) = self.scalar {
-            scale(&mut out, run.weight(scalar).to_f32()[0]);
+            scale(&mut x, run.weight(scalar).to_f32()[0]);
+            round(&mut x, rounding);
         }
-        run.see(index, "out", &out);
-        Ok((out, saved))
+        run.see_stream("", index, "out", &x);
+        Ok((x, saved))
     }
 
     fn mix<A: Element>(
@@ -304,36 +309,36 @@ impl Layer {
         }
     }
 
-    /// The gradient of the residual stream before this layer.
+    /// Turns the gradient of the residual stream after this layer into that before it.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
         grads: &mut Grads,
-        mut dy: Vec<A>,
+        d_stream: &mut [f32],
         links: &mut Links<A>,
         saved: Saved<A>,
-    ) -> Result<Vec<A>> {
+    ) -> Result {
         let Saved { x, norm, mut normed, mixer, mixed, after, middle, feed_forward, per_layer_input } = saved;
-        let index = Some(self.index);
-        run.see_gradient(index, "out", &dy);
+        let (index, rounding) = (Some(self.index), run.precision.site(Site::Residual));
+        run.see_stream("d.", index, "out", d_stream);
         if let Some(scalar) = self.scalar {
-            scale(&mut dy, run.weight(scalar).to_f32()[0]);
+            scale(d_stream, run.weight(scalar).to_f32()[0]);
+            round(d_stream, rounding);
         }
         if let Some(part) = &self.per_layer_input {
-            let (d_before, d_input) =
-                part.backward(run, grads, dy, &links.per_layer_inputs[self.index], per_layer_input)?;
-            (dy, links.d_per_layer_inputs[self.index]) = (d_before, d_input);
+            let input = &links.per_layer_inputs[self.index];
+            let d_input = part.backward(run, grads, d_stream, input, per_layer_input)?;
+            links.d_per_layer_inputs[self.index] = d_input;
         }
-        let mut d_middle = self.feed_forward.backward(run, grads, &dy, &middle, feed_forward)?;
-        add_assign(&mut d_middle, &dy)?;
-        drop((dy, middle));
-        run.see_gradient(index, "middle", &d_middle);
+        self.feed_forward.backward(run, grads, d_stream, &middle, feed_forward)?;
+        drop(middle);
+        run.see_stream("d.", index, "middle", d_stream);
         if normed.is_empty() {
-            normed = self.norm.forward(run, &x)?.0;
+            normed = self.norm.forward_again(run, &x)?;
         }
-        let d_mixed = match &self.after {
-            Some(norm) => norm.backward(run, grads, &d_middle, &mixed, &after)?,
-            None => d_middle.clone(),
+        let d_mixed: Vec<A> = match &self.after {
+            Some(norm) => norm.backward(run, grads, d_stream, &mixed, &after)?,
+            None => narrowed(d_stream)?,
         };
         drop(mixed);
         let mut d_normed = vec![0.0; normed.len()];
@@ -349,13 +354,11 @@ impl Layer {
             }
             _ => unreachable!("what was saved belongs to this layer"),
         }
+        drop(d_mixed);
         let mut dn = normed;
         convert(&mut dn, &d_normed)?;
         drop(d_normed);
-        let d_x = self.norm.backward(run, grads, &dn, &x, &norm)?;
-        let mut sum = dn;
-        add(&mut sum, &d_x, &d_middle)?;
-        Ok(sum)
+        self.norm.backward_stream(run, grads, &dn, &x, &norm)?.add_to(d_stream, rounding)
     }
 
     /// Bytes that forward keeps for these sequences; `stage` is that of the indexer's training, if there is one.
@@ -372,8 +375,9 @@ impl Layer {
         }
         let tokens = cu_seqlens[cu_seqlens.len() - 1];
         let (tensor, rstd) = (tokens * config.hidden * size_of::<A>(), 4 * tokens);
+        let stream = tokens * config.hidden * Stream::element_bytes(precision.site(Site::Residual));
         let mixer = match &self.mixer {
-            Mixer::Linear(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision.l2norm),
+            Mixer::Linear(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision.site(Site::L2Norm)),
             Mixer::Softmax(mixer) => mixer.saved_bytes::<A>(tokens, keep, precision),
             Mixer::Latent(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision, stage),
         };
@@ -383,7 +387,7 @@ impl Layer {
             .map_or(0, |part| part.saved_bytes::<A>(tokens, config.hidden, keep));
         let normed = if keep == Keep::Everything { tensor } else { 0 };
         let after = if self.after.is_some() { tensor + rstd } else { 0 };
-        2 * tensor
+        2 * stream
             + rstd
             + normed
             + after
@@ -392,11 +396,12 @@ impl Layer {
             + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep)
     }
 
-    /// Bytes that backward has alive at once beside what was kept: the stream's gradient on both sides of the part at work,
-    /// and what that part has. What the feed-forward part kept is gone when the mixer's turn comes.
+    /// Bytes that backward has alive at once beside what was kept: the stream's gradient in f32, the gradient of the output
+    /// of the part at work, and what that part has. What the feed-forward part kept is gone when the mixer's turn comes.
     pub(crate) fn transient<A: Element>(
         &self,
         config: &Config,
+        precision: &Precision,
         tokens: usize,
         keep: Keep,
         stage: Option<IndexerStage>,
@@ -411,8 +416,9 @@ impl Layer {
         let per_layer_input =
             self.per_layer_input.as_ref().map_or(0, |part| part.transient::<A>(tokens, config.hidden));
         let feed_forward = self.feed_forward.transient::<A>(tokens, config.hidden, keep);
-        let gone = tensor + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep);
-        tensor + per_layer_input.max(feed_forward).max((tensor + wide + normed + mixer).saturating_sub(gone))
+        let middle = tokens * config.hidden * Stream::element_bytes(precision.site(Site::Residual));
+        let gone = middle + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep);
+        wide + per_layer_input.max(feed_forward).max((tensor + wide + normed + mixer).saturating_sub(gone))
     }
 
     /// f32 that one slot of scratch needs.

@@ -22,6 +22,7 @@ use crate::config::{Config, LinearAttention as Shape};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
 use crate::run::{Run, lower, zeros};
+use crate::site::Site;
 use crate::with_weight;
 
 /// The three parts of the convolution's channels.
@@ -155,8 +156,8 @@ impl LinearAttention {
         let [q, k, v, z] = Linear::forward_many::<A, A, 4>(run, [q, k, v, &self.z], x)?;
         let unmixed = [q, k, v];
         let [mut a, mut b] = Linear::forward_many::<f32, A, 2>(run, [&self.a, &self.b], x)?;
-        lower(&mut a, run.precision.gate_projections);
-        lower(&mut b, run.precision.gate_projections);
+        lower(&mut a, run.precision.site(Site::GateProjections));
+        lower(&mut b, run.precision.site(Site::GateProjections));
         let mixed = self.convolve(run, &unmixed, state.as_deref_mut())?;
         let (g, beta) = self.gates(run, &a, &b)?;
         for (name, part) in ["q", "k", "v"].into_iter().zip(&mixed) {
@@ -326,8 +327,8 @@ impl LinearAttention {
         let (mut g, mut beta) = (zeros(a.len()), zeros(b.len()));
         let (a_log, dt_bias) = (run.protected(self.a_log), run.protected(self.dt_bias));
         gdn::gates_forward(&mut g, &mut beta, a, b, a_log, dt_bias)?;
-        lower(&mut g, run.precision.decay_gate);
-        lower(&mut beta, run.precision.beta);
+        lower(&mut g, run.precision.site(Site::DecayGate));
+        lower(&mut beta, run.precision.site(Site::Beta));
         Ok((g, beta))
     }
 
@@ -356,19 +357,20 @@ impl LinearAttention {
     }
 
     fn options(&self, run: &Run<'_>) -> gdn::Options {
-        let l2norm = if run.precision.l2norm == Rounding::F32 { L2Norm::Inside } else { L2Norm::Off };
-        gdn::Options { l2norm, state: run.precision.state, ..gdn::Options::default() }
+        let l2norm =
+            if run.precision.site(Site::L2Norm) == Rounding::F32 { L2Norm::Inside } else { L2Norm::Off };
+        gdn::Options { l2norm, state: run.precision.site(Site::State), ..gdn::Options::default() }
     }
 
     /// q and k as the rule takes them, where they are normalised before it.
     fn normalise<A: Element>(&self, run: &Run<'_>, mixed: &[Vec<A>; PARTS]) -> Result<Option<Normalised<A>>> {
-        if run.precision.l2norm == Rounding::F32 {
+        if run.precision.site(Site::L2Norm) == Rounding::F32 {
             return Ok(None);
         }
         let one = |x: &Vec<A>| -> Result<(Vec<A>, NormSaved)> {
             let (mut y, mut saved) = (zeros(x.len()), NormSaved::default());
             l2norm_forward(&mut y, Some(&mut saved), x, L2NORM_EPS, self.shape.key_dim)?;
-            lower(&mut y, run.precision.l2norm);
+            lower(&mut y, run.precision.site(Site::L2Norm));
             Ok((y, saved))
         };
         let ((q, q_saved), (k, k_saved)) = (one(&mixed[0])?, one(&mixed[1])?);

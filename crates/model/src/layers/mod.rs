@@ -16,11 +16,13 @@ mod linear_attention;
 mod mlp;
 mod norm;
 mod per_layer_input;
+mod residual;
 
 pub(crate) use layer::{Layer, Links, Saved, State};
 pub(crate) use linear::Linear;
 pub(crate) use norm::Norm;
 pub(crate) use per_layer_input::{InputsSaved, PerLayerInputs};
+pub(crate) use residual::{Stream, narrowed, with_stream};
 
 /// What a forward keeps for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Specs, Weight};
 use crate::run::{Run, lower, zeros};
+use crate::site::Site;
 use crate::with_weight;
 
 /// x / rms(x), times 1 + w, w or nothing, over rows of `width`.
@@ -34,8 +35,8 @@ impl Norm {
         Norm { weight: None, one_plus: false, width, eps: config.eps }
     }
 
-    /// y and what backward needs beside x.
-    pub(crate) fn forward<T: Element>(&self, run: &Run<'_>, x: &[T]) -> Result<(Vec<T>, Saved)> {
+    /// y, in any type, and what backward needs beside x.
+    pub(crate) fn forward<Y: Element, X: Element>(&self, run: &Run<'_>, x: &[X]) -> Result<(Vec<Y>, Saved)> {
         let (mut y, mut saved) = (zeros(x.len()), Saved::default());
         let keep = Some(&mut saved);
         match self.weight {
@@ -45,19 +46,19 @@ impl Norm {
                 rms_norm_forward(&mut y, keep, x, gamma, self.eps, self.width)?;
             }),
         }
-        lower(&mut y, run.precision.norms);
+        lower(&mut y, run.precision.site(Site::Norms));
         Ok((y, saved))
     }
 
-    /// dx, and the weight's gradient.
-    pub(crate) fn backward<T: Element>(
+    /// dx in the type of x, and the weight's gradient.
+    pub(crate) fn backward<X: Element, D: Element>(
         &self,
         run: &Run<'_>,
         grads: &mut Grads,
-        dy: &[T],
-        x: &[T],
+        dy: &[D],
+        x: &[X],
         saved: &Saved,
-    ) -> Result<Vec<T>> {
+    ) -> Result<Vec<X>> {
         let mut dx = zeros(x.len());
         match self.weight {
             None => {

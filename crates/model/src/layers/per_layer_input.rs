@@ -8,18 +8,20 @@
 //! in the layer   x = x + after(W_p (gelu(W_g x) * input_l))
 //! ```
 
-use ballast_kernels::elementwise::{accumulate, add_assign, scale};
+use ballast_kernels::elementwise::{accumulate_rounded, add_assign, round, scale};
 use ballast_kernels::embedding::{embedding_backward, embedding_backward_workspace, embedding_forward};
 use ballast_kernels::glu::{Activation, glu_backward, glu_forward};
 use ballast_kernels::norm::Saved as NormSaved;
 use ballast_kernels::{Element, Rounding};
 
+use super::residual::narrowed;
 use super::{Keep, Linear, Norm, bytes_of};
 use crate::config::{Config, PerLayerInputs as Shape};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Specs, Weight};
 use crate::precision::Storage;
 use crate::run::{Run, zeros};
+use crate::site::Site;
 use crate::with_weight;
 
 const HALF_ROOT: f32 = std::f32::consts::FRAC_1_SQRT_2;
@@ -154,7 +156,7 @@ pub(crate) struct PerLayerInput {
 /// What forward keeps, beside the input and the stream before it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Saved<A> {
-    /// [tokens, H]: the stream before
+    /// [tokens, H]: the stream before, as the gate reads it
     x: Vec<A>,
     /// [tokens, P]
     gate: Vec<A>,
@@ -181,53 +183,51 @@ impl PerLayerInput {
         }
     }
 
+    /// Adds what the input gives to the stream.
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
-        x: Vec<A>,
+        stream: &mut [f32],
         input: &[A],
         keep: Keep,
-    ) -> Result<(Vec<A>, Saved<A>)> {
+    ) -> Result<Saved<A>> {
+        let x: Vec<A> = narrowed(stream)?;
         let gate: Vec<A> = self.gate.forward(run, &x)?;
         let mut inner = zeros(gate.len());
         glu_forward(&mut inner, &gate, input, Activation::GeluTanh)?;
         let projected: Vec<A> = self.projection.forward(run, &inner)?;
-        let (mut y, norm) = self.after.forward(run, &projected)?;
-        add_assign(&mut y, &x)?;
-        let saved = Saved {
+        let (y, norm): (Vec<A>, _) = self.after.forward(run, &projected)?;
+        accumulate_rounded(stream, &y, run.precision.site(Site::Residual))?;
+        Ok(Saved {
             x: keep.always(x),
             gate: keep.always(gate),
             inner: keep.unless_recomputed(inner),
             projected: keep.always(projected),
             norm,
-        };
-        Ok((y, saved))
+        })
     }
 
-    /// The gradients of the stream before and of the input.
+    /// Turns the gradient of the stream after this part into that before it; returns the input's.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
         grads: &mut Grads,
-        dy: Vec<A>,
+        d_stream: &mut [f32],
         input: &[A],
         saved: Saved<A>,
-    ) -> Result<(Vec<A>, Vec<A>)> {
+    ) -> Result<Vec<A>> {
         let Saved { x, gate, mut inner, projected, norm } = saved;
         if inner.is_empty() {
             inner = zeros(gate.len());
             glu_forward(&mut inner, &gate, input, Activation::GeluTanh)?;
         }
-        let d_projected = self.after.backward(run, grads, &dy, &projected, &norm)?;
+        let d_projected = self.after.backward(run, grads, d_stream, &projected, &norm)?;
         let d_inner = self.projection.backward_alone(run, grads, &d_projected, &inner)?;
         let (mut dgate, mut d_input) = (inner, zeros(gate.len()));
         glu_backward(&mut dgate, &mut d_input, &d_inner, &gate, input, Activation::GeluTanh)?;
-        let mut dx = vec![0.0; x.len()];
-        accumulate(&mut dx, &dy)?;
-        self.gate.backward(run, grads, &mut dx, &dgate, &x)?;
-        let mut sum = dy;
-        ballast_kernels::elementwise::convert(&mut sum, &dx)?;
-        Ok((sum, d_input))
+        self.gate.backward(run, grads, d_stream, &dgate, &x)?;
+        round(d_stream, run.precision.site(Site::Residual));
+        Ok(d_input)
     }
 
     /// Bytes that forward keeps.
@@ -239,10 +239,10 @@ impl PerLayerInput {
         tokens * ((2 * hidden + narrow) * size_of::<A>() + 4)
     }
 
-    /// Bytes that backward has alive at once beside what was kept: gradients of the projection, of both factors of the
-    /// gated unit, and of the stream in f32.
+    /// Bytes that backward has alive at once beside what was kept and the stream's gradient: gradients of the projection and
+    /// of both factors of the gated unit.
     pub(crate) fn transient<A>(&self, tokens: usize, hidden: usize) -> usize {
-        tokens * ((hidden + 3 * self.gate.outputs()) * size_of::<A>() + 4 * hidden)
+        tokens * (hidden + 3 * self.gate.outputs()) * size_of::<A>()
     }
 
     pub(crate) fn scratch(&self, tokens: usize) -> usize {
