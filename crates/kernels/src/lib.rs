@@ -28,6 +28,7 @@ pub mod linear;
 pub mod linear_cross_entropy;
 pub mod matmul;
 pub mod moe;
+pub mod muon;
 pub mod norm;
 pub mod packing;
 mod partition;

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::config::TrainConfig;
 use crate::error::Result;
-use crate::optimizer::is_rounded;
+use crate::optimizer::{Role, UpdateRule, adapter_rule, is_rounded, rule_for, state_bytes};
 use crate::setup::{is_learned, is_target};
 
 /// Bytes by what they are for.
@@ -45,12 +45,29 @@ impl MemoryPlan {
         } else {
             0
         };
-        let rows = [
+        // State of the optimizers, by its name.
+        let mut states: Vec<(String, usize)> = Vec::new();
+        let mut add = |rule: &dyn UpdateRule, shape: &[usize]| {
+            let (name, bytes) = (format!("{}, f32", rule.state_name()), state_bytes(rule, shape));
+            match states.iter_mut().find(|(known, _)| *known == name) {
+                Some((_, all)) => *all += bytes,
+                None => states.push((name, bytes)),
+            }
+        };
+        for (specs, role) in [(&model.specs.weights, Role::Weight), (&model.specs.protected, Role::Protected)]
+        {
+            for spec in specs.iter().filter(learned) {
+                add(&*rule_for(&config.optimizer, spec, role), &spec.shape);
+            }
+        }
+        add(&adapter_rule(&config.optimizer, true), &[plan.adapters / 4]);
+        let before = [
             ("weights", plan.parameters - plan.protected),
             ("protected tensors, f32", plan.protected),
             ("adapters, f32", plan.adapters),
             ("masters, f32", masters),
-            ("moments, f32", 2 * plan.gradients),
+        ];
+        let after = [
             ("gradients, f32", plan.gradients),
             ("kept for backward: linear attention", plan.linear_layers),
             ("kept for backward: softmax attention", plan.softmax_layers),
@@ -59,8 +76,10 @@ impl MemoryPlan {
             ("alive for a moment", plan.transient),
             ("scratch of all threads", plan.scratch),
         ];
-        let some = rows.into_iter().filter(|(_, bytes)| *bytes > 0);
-        Ok(MemoryPlan { rows: some.map(|(what, bytes)| (what.to_string(), bytes as u64)).collect() })
+        let named = |(name, bytes): (&str, usize)| (name.to_string(), bytes);
+        let rows = before.into_iter().map(named).chain(states).chain(after.into_iter().map(named));
+        let some = rows.filter(|(_, bytes)| *bytes > 0);
+        Ok(MemoryPlan { rows: some.map(|(name, bytes)| (name, bytes as u64)).collect() })
     }
 
     /// All of it.

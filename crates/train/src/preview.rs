@@ -72,10 +72,12 @@ impl Trainer {
         }
         for slot in &self.optimizer.slots {
             if slot.master.is_some() {
-                add("master", "f32", slot.m.len());
+                add("master", "f32", slot.elements());
             }
-            add("moment", "f32", 2 * slot.m.len());
-            add("gradient", "f32", slot.m.len());
+            for tensor in &slot.state {
+                add(tensor.kind.label, "f32", tensor.values.len());
+            }
+            add("gradient", "f32", slot.elements());
         }
         rows.into_iter()
             .map(|((role, dtype), (tensors, elements))| (role, dtype, tensors, elements))

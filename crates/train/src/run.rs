@@ -341,7 +341,7 @@ impl Trainer {
     fn facts(&self) -> Vec<(String, String)> {
         let fact = |name: &str, value: String| (name.to_string(), value);
         let parameters: usize = self.model.specs.all().map(|spec| spec.len()).sum();
-        let learned: usize = self.optimizer.slots.iter().map(|slot| slot.m.len()).sum();
+        let learned: usize = self.optimizer.slots.iter().map(|slot| slot.elements()).sum();
         let mut facts = vec![
             fact("Model", self.model.config.model_type.clone()),
             fact("Parameters", format!("{parameters}, {learned} of them learned")),

@@ -270,9 +270,9 @@ impl Trainer {
         })
     }
 
-    /// Bytes of masters, moments and gradients.
+    /// Bytes of masters, optimizer state and gradients.
     pub fn optimizer_bytes(&self) -> (usize, usize, usize) {
-        (self.optimizer.master_bytes(), self.optimizer.moment_bytes(), self.grads.bytes())
+        (self.optimizer.master_bytes(), self.optimizer.state_bytes(), self.grads.bytes())
     }
 
     pub(crate) fn recompute(&self) -> Recompute {

@@ -58,7 +58,7 @@ fn everything_that_is_learned_has_a_gradient() {
         let mut trainer = trainer(folder.path(), &[&[preset_setting.as_str()], settings].concat());
         assert!(matches!(trainer.attempt(&mut |_| {}).unwrap(), Attempt::Taken(_)));
         for slot in &trainer.optimizer.slots {
-            assert!(slot.m.iter().any(|m| *m != 0.0), "{preset} {settings:?}: {}", slot.name);
+            assert!(slot.state[0].values.iter().any(|m| *m != 0.0), "{preset} {settings:?}: {}", slot.name);
         }
     }
 }
@@ -82,7 +82,7 @@ fn everything_that_is_learned_has_a_gradient_in_every_architecture_of_the_fixtur
         let mut trainer = trainer(&folder.path().join("run"), &[&model, "precision.preset=f32"]);
         assert!(matches!(trainer.attempt(&mut |_| {}).unwrap(), Attempt::Taken(_)));
         for slot in &trainer.optimizer.slots {
-            assert!(slot.m.iter().any(|m| *m != 0.0), "{}: {}", file.display(), slot.name);
+            assert!(slot.state[0].values.iter().any(|m| *m != 0.0), "{}: {}", file.display(), slot.name);
         }
         seen += 1;
     }
@@ -121,7 +121,7 @@ fn an_update_beyond_bf16_and_one_whose_moment_overflows_are_not_applied() {
     let error = wide.attempt(&mut |_| {}).unwrap_err().to_string();
     assert!(error.contains(&name) && error.contains("to inf at element 5"), "{error}");
     let mut moment = trainer(&folder.path().join("moment"), &["precision.preset=f32"]);
-    moment.optimizer.slots[2].v[3] = f32::INFINITY;
+    moment.optimizer.slots[2].state[1].values[3] = f32::INFINITY;
     let name = moment.optimizer.slots[2].name.clone();
     let error = moment.attempt(&mut |_| {}).unwrap_err().to_string();
     assert!(error.contains(&name) && error.contains("second moment inf"), "{error}");

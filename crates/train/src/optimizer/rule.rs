@@ -1,0 +1,114 @@
+//! The interface of an optimizer: the state it keeps for a parameter, and the update it makes.
+//!
+//! An optimizer is one file beside this one that implements [`UpdateRule`], and a line in `rule_for` that says which
+//! parameters it updates. Masters, clipping, checkpoints, the memory plan and the check before an update follow from the
+//! trait.
+
+use std::fmt::Debug;
+
+use ballast_model::precision::Storage;
+use half::bf16;
+
+use crate::error::Result;
+
+/// A kind of state tensor: `m` of AdamW, for example.
+#[derive(Debug)]
+pub struct StateKind {
+    /// Prefix of the tensor's name in a checkpoint: `m` in `m.<parameter>`.
+    pub prefix: &'static str,
+    /// Name in messages and tables.
+    pub label: &'static str,
+    /// Shape of the tensor for a parameter of this shape.
+    pub shape: fn(&[usize]) -> Vec<usize>,
+    /// Value of every element before the first update.
+    pub initial: f32,
+    /// Returns true for values that an update can leave behind.
+    pub is_valid: fn(f32) -> bool,
+}
+
+/// A state tensor of one parameter.
+#[derive(Clone, Debug)]
+pub struct StateTensor {
+    /// Its kind.
+    pub kind: &'static StateKind,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// Values, f32 in every precision.
+    pub values: Vec<f32>,
+}
+
+/// The arguments of one update that do not depend on the rule.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    /// Gradient, before clipping.
+    pub gradient: &'a [f32],
+    /// Clipping factor: the rule uses `scale * gradient`.
+    pub scale: f32,
+    /// Learning rate of this step, from the schedule.
+    pub lr: f64,
+    /// Number of this update, from 1.
+    pub number: u32,
+}
+
+/// The first element of a parameter that an update would leave non-finite.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BadElement {
+    /// Index of the element.
+    pub element: usize,
+    /// New value, rounded to the type that the model stores.
+    pub value: f32,
+    /// New state of the element, by label.
+    pub state: Vec<(&'static str, f32)>,
+}
+
+/// An optimizer for one parameter. It holds its settings; the state lies in the parameter's slot.
+pub trait UpdateRule: Debug + Send + Sync {
+    /// Name of the optimizer.
+    fn name(&self) -> &'static str;
+
+    /// Collective name of the state tensors, for the memory plan.
+    fn state_name(&self) -> &'static str;
+
+    /// The state tensors of a parameter, in the order in which [`UpdateRule::update`] gets them.
+    fn state(&self) -> &'static [StateKind];
+
+    /// Number of f32 of working memory that an update needs.
+    fn scratch(&self) -> usize {
+        0
+    }
+
+    /// Returns the first element that [`UpdateRule::update`] with these arguments would leave with a non-finite state, or
+    /// would take from a finite value to one that is non-finite in `storage`. Changes nothing.
+    fn bad_element(
+        &self,
+        w: &[f32],
+        state: &[StateTensor],
+        step: &Step<'_>,
+        storage: Storage,
+    ) -> Result<Option<BadElement>>;
+
+    /// Updates a parameter's f32 value and its state; `copy` gets the new value, rounded. `scratch` has
+    /// [`UpdateRule::scratch`] elements.
+    fn update(
+        &self,
+        w: &mut [f32],
+        copy: Option<&mut [bf16]>,
+        state: &mut [StateTensor],
+        step: &Step<'_>,
+        scratch: &mut [f32],
+    ) -> Result;
+}
+
+/// State tensors before the first update, for a parameter of this shape.
+pub(super) fn new_state(rule: &dyn UpdateRule, shape: &[usize]) -> Vec<StateTensor> {
+    let tensor = |kind: &'static StateKind| {
+        let shape = (kind.shape)(shape);
+        StateTensor { kind, values: vec![kind.initial; shape.iter().product()], shape }
+    };
+    rule.state().iter().map(tensor).collect()
+}
+
+/// Bytes of the state of a parameter of this shape.
+pub(crate) fn state_bytes(rule: &dyn UpdateRule, shape: &[usize]) -> usize {
+    rule.state().iter().map(|kind| 4 * (kind.shape)(shape).iter().product::<usize>()).sum()
+}
