@@ -107,7 +107,7 @@ fn main() -> anyhow::Result<()> {
             };
             let seconds = if args.repetitions == 0 { 0.0 } else { median(args.repetitions, &mut step)? };
             let plan = Plan::new(&model.config, model.precision(), &Step::new(&batch.cu_seqlens, recompute))?;
-            let kept = optimizer.as_ref().map_or(0, |o| o.master_bytes() + o.moment_bytes());
+            let kept = optimizer.as_ref().map_or(0, |o| o.master_bytes() + o.state_bytes());
             serde_json::json!({
                 "seconds": seconds,
                 "loss": loss / batch.counted() as f64,
