@@ -11,6 +11,19 @@
 //!
 //! The norm is a sum of squares in f64, block by block in one order. A norm that is not finite is an error before
 //! anything is scaled: a clip that multiplies by it would spread one bad gradient over every parameter.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::adamw::{Options, adamw_step, clip};
+//!
+//! let options = Options { lr: 0.1, weight_decay: 0.0, ..Options::default() };
+//! let (mut w, mut m, mut v, mut g) = ([1.0], [0.0], [0.0], [3.0]);
+//! let norm = clip(&mut [&mut g], 1.0)?;
+//! assert!(norm == 3.0 && (g[0] - 1.0).abs() < 1e-5);
+//! adamw_step(&mut w, &mut m, &mut v, &g, 1.0, 1, &options)?;
+//! assert!((w[0] - 0.9).abs() < 1e-6, "the first step has the length of the learning rate");
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 use rayon::prelude::*;
 

@@ -6,6 +6,19 @@
 //! scale        y = s y
 //! scale_rows   y_t = x_t r_t                          dx_t = dy_t r_t        dr_t = <dy_t, x_t>
 //! ```
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::elementwise::{row_products, scale_rows};
+//!
+//! let (x, factors, width) = ([1.0f32, 2.0, 3.0, 4.0], [10.0, 0.5], 2);
+//! let (mut y, mut d_factors) = ([0.0; 4], [0.0; 2]);
+//! scale_rows(&mut y, &x, &factors, width)?;
+//! assert_eq!(y, [10.0, 20.0, 1.5, 2.0]);
+//! row_products(&mut d_factors, &[1.0; 4], &x, width)?;
+//! assert_eq!(d_factors, [3.0, 7.0]);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 use rayon::prelude::*;
 

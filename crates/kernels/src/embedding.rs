@@ -5,6 +5,24 @@
 //! ```
 //! Backward sorts the tokens by id; a task owns a run of equal ids, so no row of dW has two writers and every sum has
 //! one order.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::embedding::{
+//!     embedding_backward, embedding_backward_workspace, embedding_forward,
+//! };
+//!
+//! let (ids, w, width) = ([1, 0, 1], [1.0f32, 2.0, 3.0, 4.0], 2);
+//! let mut y = [0.0f32; 6];
+//! embedding_forward(&mut y, &ids, &w, 1.0, width)?;
+//! assert_eq!(y, [3.0, 4.0, 1.0, 2.0, 3.0, 4.0]);
+//!
+//! let mut dw = [0.0; 4];
+//! let mut workspace = vec![0.0; embedding_backward_workspace(ids.len())];
+//! embedding_backward(&mut dw, &[1.0f32; 6], &ids, 1.0, width, &mut workspace)?;
+//! assert_eq!(dw, [1.0, 1.0, 2.0, 2.0]);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 use rayon::prelude::*;
 

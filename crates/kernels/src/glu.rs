@@ -9,6 +9,21 @@
 //! ```
 //!
 //! The sigmoid form of gelu has no 1 + tanh, which keeps no digit where the gate is far below zero.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::glu::{Activation, glu_backward, glu_forward};
+//!
+//! let (gate, up) = ([0.0f32, 10.0], [4.0, 3.0]);
+//! let mut h = [0.0; 2];
+//! glu_forward(&mut h, &gate, &up, Activation::Silu)?;
+//! assert!(h[0] == 0.0 && (h[1] - 30.0).abs() < 2e-3);
+//!
+//! let (mut dgate, mut dup) = ([0.0; 2], [0.0; 2]);
+//! glu_backward(&mut dgate, &mut dup, &[1.0, 1.0], &gate, &up, Activation::Silu)?;
+//! assert!((dgate[0] - 2.0).abs() < 1e-6 && dup[0] == 0.0);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 use rayon::prelude::*;
 

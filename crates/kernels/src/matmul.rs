@@ -3,6 +3,18 @@
 //! C = alpha A B + beta C, one thread. A, B and C are strided views; the result depends on shapes and values alone.
 //! Large products go to the `gemm` crates, which pack their operands; `small` has those of blocks that lie in a cache, `bf16`
 //! those whose operands are both stored in bf16. [`matmul_f64`] is for references, which want the same in f64.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::matmul::{Mat, matmul, matmul_add};
+//!
+//! let (a, b, mut c) = ([1.0, 2.0, 3.0, 4.0], [5.0, 6.0], [0.0; 2]);
+//! let (a, b) = (Mat::dense(&a, 2, 2), Mat::dense(&b, 2, 1));
+//! matmul(&mut c, 1.0, a, b);
+//! assert_eq!(c, [17.0, 39.0]);
+//! matmul_add(&mut c, 2.0, a.t(), b);
+//! assert_eq!(c, [63.0, 107.0]);
+//! ```
 
 mod bf16;
 mod small;

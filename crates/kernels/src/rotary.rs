@@ -15,6 +15,21 @@
 //!
 //! Transformers' DeepSeek code moves interleaved pairs apart while it rotates; here they stay in place. The products
 //! of q and k are the same.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::rotary::{Frequencies, Heads, Layout, Rotary, rotary_backward, rotary_forward};
+//!
+//! let rotary = Rotary::new(Frequencies::Plain { dims: 2 }, 1e4, Layout::HalfSplit)?;
+//! let table = rotary.table(&[0, 1]);
+//! let heads = Heads { heads: 1, width: 2, offset: 0 };
+//! let mut x = [1.0f32, 0.0, 1.0, 0.0];
+//! rotary_forward(&mut x, &table, heads)?;
+//! assert_eq!(x, [1.0, 0.0, 1f32.cos(), 1f32.sin()]);
+//! rotary_backward(&mut x, &table, heads)?;
+//! assert!((x[2] - 1.0).abs() < 1e-6 && x[3].abs() < 1e-6);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 use rayon::prelude::*;
 

@@ -1,7 +1,7 @@
 //! Working memory that the caller owns.
 //!
-//! A kernel allocates no memory that grows with its inputs. It takes what it needs from two arguments, always the last
-//! ones, in this order:
+//! A kernel allocates only what it returns or saves, and lists of a few values per token. All other memory comes from
+//! two arguments, always the last ones, in this order:
 //!
 //! | argument | memory | size |
 //! |---|---|---|

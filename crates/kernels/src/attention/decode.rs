@@ -24,6 +24,19 @@ pub fn attention_decode_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> 
 
 /// o [n, heads, vd] of the last n tokens of the cache, whose queries are q [n, heads, hd]. `selected` has a row for
 /// each of them.
+///
+/// ```
+/// use ballast_kernels::{Scratch, attention};
+///
+/// let dims = attention::Dims { heads: 1, kv_heads: 1, head_dim: 1, value_dim: 1 };
+/// let (options, mut o) = (attention::Options::default(), [0.0f32]);
+/// // Room for three tokens, two of which are filled.
+/// let cache = attention::Cache { k: &[1.0, -1.0, 0.0], v: &[2.0, 4.0, 0.0], len: 2 };
+/// let scratch = Scratch::new(attention::attention_decode_scratch::<f32>(dims, None));
+/// attention::attention_decode(&mut o, &[0.0], &cache, None, None, dims, &options, &scratch)?;
+/// assert_eq!(o, [3.0]);
+/// # Ok::<(), ballast_kernels::KernelError>(())
+/// ```
 #[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn attention_decode<T: Element>(
     o: &mut [T],

@@ -31,6 +31,33 @@
 //! and takes the pairs (query block a, key block b) diagonal by diagonal, a - b = 0, 1, 2, ...: no two pairs of a
 //! diagonal share a block, so they run at once, each row of dq, dk and dv has one writer, and the order of its sum is
 //! that of the diagonals, for any number of threads.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::{Scratch, attention};
+//!
+//! let dims = attention::Dims { heads: 1, kv_heads: 1, head_dim: 1, value_dim: 1 };
+//! let (options, tokens) = (attention::Options::default(), 2);
+//! // Queries of zero see all their keys alike.
+//! let (q, k, v) = ([0.0f32, 0.0], [1.0, -1.0], [2.0, 4.0]);
+//! let input =
+//!     attention::Input { q: &q, k: &k, v: &v, sinks: None, selected: None, cu_seqlens: &[0, tokens] };
+//! let forward = attention::attention_forward_scratch::<f32>(dims, None);
+//! let scratch = Scratch::new(forward.max(attention::attention_backward_scratch::<f32>(dims, None)));
+//!
+//! let (mut o, mut saved) = ([0.0; 2], attention::Saved::default());
+//! attention::attention_forward(&mut o, Some(&mut saved), &input, dims, &options, &scratch)?;
+//! assert_eq!(o, [2.0, 3.0]);
+//!
+//! let (mut dq, mut dk, mut dv, d_o) = ([0.0; 2], [0.0; 2], [0.0; 2], [0.0, 1.0]);
+//! let grads = attention::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
+//! let mut workspace = vec![0.0; attention::attention_backward_workspace::<f32>(dims, tokens)];
+//! attention::attention_backward(
+//!     grads, &d_o, &o, &input, &saved, dims, &options, &mut workspace, &scratch,
+//! )?;
+//! assert!((dv[0] - 0.5).abs() < 1e-6 && (dv[1] - 0.5).abs() < 1e-6);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod backward;
 mod decode;

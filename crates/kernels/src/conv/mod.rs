@@ -11,6 +11,31 @@
 //! there, one token at a time, with [`conv_step`]. Backward needs x alone; p is made anew.
 //!
 //! A task owns a tile of channels and walks through all tokens, so that dw is one sum in the order of the tokens.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::{Scratch, conv};
+//!
+//! let silu = |x: f32| x / (1.0 + (-x).exp());
+//! let dims = conv::Dims { channels: 1, width: 2 };
+//! let (x, weight) = ([1.0f32, 2.0, 3.0], [1.0f32, 1.0]);
+//! let input = conv::Input { x: &x, weight: &weight, state: None, cu_seqlens: &[0, 3] };
+//! let scratch = Scratch::new(conv::conv_forward_scratch(dims).max(conv::conv_backward_scratch(dims)));
+//! let (mut y, mut state) = ([0.0; 3], [0.0; 1]);
+//! conv::conv_forward(&mut y, Some(&mut state), &input, dims, &scratch)?;
+//! assert!((y[2] - silu(2.0 + 3.0)).abs() < 1e-5);
+//!
+//! // Decoding goes on from the final state.
+//! let mut next = [0.0];
+//! conv::conv_step(&mut next, &mut state, &[4.0], &weight, dims)?;
+//! assert!((next[0] - silu(3.0 + 4.0)).abs() < 1e-5);
+//!
+//! let (mut dx, mut dweight) = ([0.0; 3], [0.0; 2]);
+//! let grads = conv::Grads { dx: &mut dx, dweight: &mut dweight, dstate: None };
+//! conv::conv_backward(grads, &[1.0; 3], None, &input, dims, &scratch)?;
+//! assert!(dweight[1] > dweight[0]);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod backward;
 mod forward;

@@ -36,6 +36,33 @@
 //! Kept for backward ([`Saved`]): the rstd of q and k, and the state at every `states_every`-th chunk. Backward goes
 //! through such a segment of chunks twice: forth, to make its states, normalised q and k, L, X and Vn anew in scratch,
 //! and back.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::Scratch;
+//! use ballast_kernels::gated_delta_rule as gdn;
+//!
+//! let dims = gdn::Dims { key_heads: 1, value_heads: 1, key_dim: 2, value_dim: 1 };
+//! let options = gdn::Options { scale: Some(1.0), ..gdn::Options::default() };
+//! // The first token stores 5 under the key (1, 0), the second reads it. In between, g halves the state.
+//! let (q, k, v) = ([0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0], [5.0, 7.0]);
+//! let gates = gdn::Gates::Given { g: &[0.0, 0.5f32.ln()], beta: &[1.0, 1.0] };
+//! let input = gdn::Input { q: &q, k: &k, v: &v, gates, h0: None, cu_seqlens: &[0, 2] };
+//! let forward = gdn::gated_delta_rule_forward_scratch(dims, &options);
+//! let scratch = Scratch::new(forward.max(gdn::gated_delta_rule_backward_scratch(dims, &options)));
+//!
+//! let (mut o, mut saved) = ([0.0f32; 2], gdn::Saved::default());
+//! let output = gdn::Output { o: &mut o, ht: None };
+//! gdn::gated_delta_rule_forward(output, Some(&mut saved), &input, dims, &options, &scratch)?;
+//! assert!((o[1] - 2.5).abs() < 1e-4);
+//!
+//! let (mut dq, mut dk, mut dv, mut dg, mut dbeta) = ([0.0; 4], [0.0; 4], [0.0; 2], [0.0; 2], [0.0; 2]);
+//! let gates = gdn::GateGrads::Given { dg: &mut dg, dbeta: &mut dbeta };
+//! let grads = gdn::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, gates, dh0: None };
+//! gdn::gated_delta_rule_backward(grads, &[0.0, 1.0], None, &input, &saved, dims, &options, &scratch)?;
+//! assert!((dv[0] - 0.5).abs() < 1e-4 && (dg[1] - 2.5).abs() < 1e-4);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod backward;
 mod chunk;

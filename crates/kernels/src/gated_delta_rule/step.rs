@@ -14,6 +14,22 @@ pub fn gated_delta_rule_step_scratch(dims: Dims) -> usize {
 }
 
 /// o [Hv, dv] of one token with q, k [Hk, dk], v [Hv, dv], g, beta `[Hv]`; `state` [Hv, dk, dv] moves on.
+///
+/// ```
+/// use ballast_kernels::Scratch;
+/// use ballast_kernels::gated_delta_rule as gdn;
+///
+/// let dims = gdn::Dims { key_heads: 1, value_heads: 1, key_dim: 2, value_dim: 1 };
+/// let options = gdn::Options { scale: Some(1.0), ..gdn::Options::default() };
+/// let scratch = Scratch::new(gdn::gated_delta_rule_step_scratch(dims));
+/// let (mut o, mut state, g, beta) = ([0.0f32], [0.0; 2], [0.0], [1.0]);
+/// // Store 5 under the key (1, 0), then 7 under (0, 1) while the first is read.
+/// for (q, k, v) in [([1.0, 0.0], [1.0, 0.0], [5.0]), ([1.0, 0.0], [0.0, 1.0], [7.0])] {
+///     gdn::gated_delta_rule_step(&mut o, &mut state, &q, &k, &v, &g, &beta, dims, &options, &scratch)?;
+///     assert!((o[0] - 5.0).abs() < 1e-4);
+/// }
+/// # Ok::<(), ballast_kernels::KernelError>(())
+/// ```
 pub fn gated_delta_rule_step<T: Element>(
     o: &mut [T],
     state: &mut [f32],

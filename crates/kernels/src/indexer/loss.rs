@@ -89,6 +89,34 @@ pub fn indexer_loss_workspace(dims: Dims, tokens: usize) -> usize {
 }
 
 /// The loss; with `grads` also its gradients.
+///
+/// ```
+/// use ballast_kernels::{Scratch, attention, indexer};
+///
+/// // The attention that the indexer serves: queries of zero, so every key has the same probability.
+/// let served = attention::Dims { heads: 1, kv_heads: 1, head_dim: 1, value_dim: 1 };
+/// let served_options = attention::Options::default();
+/// let (x, zero, cu_seqlens) = ([1.0f32, 3.0], [0.0; 2], [0, 2]);
+/// let attended = attention::Input {
+///     q: &zero, k: &x, v: &x, sinks: None, selected: None, cu_seqlens: &cu_seqlens,
+/// };
+/// let (mut o, mut saved, scratch) = ([0.0; 2], attention::Saved::default(), Scratch::new(0));
+/// attention::attention_forward(&mut o, Some(&mut saved), &attended, served, &served_options, &scratch)?;
+///
+/// // The indexer prefers the second key, so its loss is above zero.
+/// let dims = indexer::Dims { heads: 1, dim: 1 };
+/// let options = indexer::Options { loss_scale: 1.0, ..indexer::Options::default() };
+/// let input = indexer::Input { q: &[1.0, 1.0], k: &x, w: &[1.0, 1.0], cu_seqlens: &cu_seqlens };
+/// let target =
+///     indexer::Target { input: &attended, saved: &saved, dims: served, options: &served_options };
+/// let (mut dq, mut dk, mut dw) = ([0.0; 2], [0.0; 2], [0.0; 2]);
+/// let grads = indexer::Grads { dq: &mut dq, dk: &mut dk, dw: &mut dw };
+/// let mut workspace = vec![0.0; indexer::indexer_loss_workspace(dims, 2)];
+/// let loss =
+///     indexer::indexer_loss(Some(grads), &input, &target, dims, &options, &mut workspace, &scratch)?;
+/// assert!(loss > 0.1 && dk[1] > 0.0);
+/// # Ok::<(), ballast_kernels::KernelError>(())
+/// ```
 #[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn indexer_loss<T: Element>(
     grads: Option<Grads<'_, T>>,

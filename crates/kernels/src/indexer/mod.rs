@@ -27,6 +27,23 @@
 //! ```
 //! Rows of scores and of p exist for one block of queries at a time; the attention's probabilities are made anew from
 //! its lse. dk is summed in [`LANES`] parts: query blocks go to them in turn, and they are added in order.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::attention::UNUSED;
+//! use ballast_kernels::{Scratch, indexer};
+//!
+//! let dims = indexer::Dims { heads: 1, dim: 1 };
+//! let (options, topk) = (indexer::Options::default(), 2);
+//! // The scores of the last query are 1, 3 and 2: it keeps the keys 1 and 2.
+//! let (q, k, w) = ([1.0f32, 1.0, 1.0], [1.0, 3.0, 2.0], [1.0, 1.0, 1.0]);
+//! let input = indexer::Input { q: &q, k: &k, w: &w, cu_seqlens: &[0, 3] };
+//! let scratch = Scratch::new(indexer::indexer_topk_scratch::<f32>(dims, 3));
+//! let mut selected = [0; 6];
+//! indexer::indexer_topk(&mut selected, &input, dims, &options, topk, &scratch)?;
+//! assert_eq!(selected, [0, UNUSED, 0, 1, 1, 2]);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod loss;
 pub mod reference;

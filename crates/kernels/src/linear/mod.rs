@@ -9,6 +9,24 @@
 //! cut the same way, so no sum crosses a thread.
 //!
 //! Up to [`GEMV_TOKENS`] tokens the weight is read once, where it lies, row by row: decoding is bound by its bytes.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::{Scratch, linear};
+//!
+//! let dims = linear::Dims { inputs: 2, outputs: 1 };
+//! let scratch = Scratch::new(linear::linear_scratch(dims, 1));
+//! let (x, w, bias) = ([1.0f32, 2.0], [3.0f32, 4.0], [0.5]);
+//! let mut y = [0.0f32];
+//! linear::linear_forward(&mut y, &x, &w, Some(&bias), dims, &scratch)?;
+//! assert_eq!(y, [11.5]);
+//!
+//! let (mut dx, mut dw, dy) = ([0.0f32; 2], [0.0; 2], [1.0f32]);
+//! linear::linear_backward_input(&mut dx, &dy, &w, dims, &scratch)?;
+//! linear::linear_backward_weight(&mut dw, None, &dy, &x, dims, &scratch)?;
+//! assert_eq!((dx, dw), ([3.0, 4.0], [1.0, 2.0]));
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod gemv;
 mod product;

@@ -9,6 +9,27 @@
 //! ```
 //! Only the logits of one slice exist at a time, and they turn into their gradient in place: memory is slice x V f32
 //! whatever the batch. A token whose target is the ignored one adds nothing to loss, count or gradients.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::linear::Dims;
+//! use ballast_kernels::linear_cross_entropy::{self as loss, linear_cross_entropy};
+//! use ballast_kernels::Scratch;
+//!
+//! let (dims, options) = (Dims { inputs: 1, outputs: 2 }, loss::Options::default());
+//! // Both tokens of the vocabulary have the logit 0.
+//! let (hidden, w, targets) = ([1.0f32], [0.0f32, 0.0], [0]);
+//! let scratch = Scratch::new(loss::linear_cross_entropy_scratch(dims, 1, &options));
+//! let mut workspace = vec![0.0; loss::linear_cross_entropy_workspace(dims, 1, &options)];
+//! let (mut dhidden, mut dw) = ([0.0f32], [0.0; 2]);
+//! let grads = loss::Grads { dhidden: &mut dhidden, dw: Some(&mut dw), scale: 1.0 };
+//! let loss = linear_cross_entropy(
+//!     Some(grads), &hidden, &w, &targets, dims, &options, &mut workspace, &scratch,
+//! )?;
+//! assert!((loss.sum - 2f64.ln()).abs() < 1e-6);
+//! assert!((dw[0] + 0.5).abs() < 1e-6 && (dw[1] - 0.5).abs() < 1e-6);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 #[cfg(test)]
 mod tests;

@@ -21,6 +21,45 @@
 //! <a, h> is <dy, D h>, so the experts' outputs are not kept for the gradient of the weights: only gate and up are.
 //!
 //! Experts run one after another, each product in parallel; a token's sum runs over its experts by index.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::glu::Activation;
+//! use ballast_kernels::{Scratch, moe};
+//!
+//! let dims = moe::Dims { experts: 2, top_k: 1, hidden: 1, intermediate: 1 };
+//! let (x, logits) = ([1.0f32], [0.0, 5.0]);
+//! let router = moe::Router::Softmax { normalize: true };
+//! let routing = moe::route_forward(&logits, None, &router, dims)?;
+//! assert_eq!((routing.experts[0], routing.weights[0]), (1, 1.0));
+//!
+//! let dispatch = moe::Dispatch::new(&routing, dims)?;
+//! let (gate_up, down) = ([0.0f32, 0.0, 1.0, 1.0], [0.0f32, 2.0]);
+//! let experts = moe::Experts { gate_up: &gate_up, down: &down, activation: Activation::Silu };
+//! let scratch = Scratch::new(moe::experts_scratch(dims, 1));
+//! let forward = moe::experts_forward_workspace::<f32>(&dispatch, dims, true);
+//! let backward = moe::experts_backward_workspace(&dispatch, dims);
+//! let mut workspace = vec![0.0; forward.max(backward)];
+//! let (mut y, mut saved) = ([0.0f32], moe::Saved::default());
+//! moe::experts_forward(
+//!     &mut y, Some(&mut saved), &x, &routing, &dispatch, &experts, dims, &mut workspace, &scratch,
+//! )?;
+//! assert!((y[0] - 2.0 / (1.0 + (-1f32).exp())).abs() < 1e-6);
+//!
+//! let (mut dx, mut dweights, mut dgate_up, mut ddown) = ([0.0f32], [0.0], [0.0; 4], [0.0; 2]);
+//! let grads = moe::ExpertsGrads {
+//!     dx: &mut dx, dweights: &mut dweights, dgate_up: &mut dgate_up, ddown: &mut ddown,
+//! };
+//! moe::experts_backward(
+//!     grads, &[1.0], &x, &saved, &routing, &dispatch, &experts, dims, &mut workspace, &scratch,
+//! )?;
+//! assert!((dweights[0] - y[0]).abs() < 1e-6 && ddown[0] == 0.0);
+//! let mut dlogits = [0.0; 2];
+//! moe::route_backward(&mut dlogits, None, &dweights, &logits, &routing, None, &router, dims)?;
+//! // A single normalized weight is always 1.
+//! assert_eq!(dlogits, [0.0, 0.0]);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod balance;
 mod experts;

@@ -11,6 +11,26 @@
 //! l2norm         r = 1/sqrt(sum x^2 + eps)        y = x r           dx = r (dy - y <dy, y>)
 //! ```
 //! Kept for backward ([`Saved`]): r of every row, and m for LayerNorm; x^ is made anew from the input.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::Scratch;
+//! use ballast_kernels::norm::{self, Gamma};
+//!
+//! let (x, w, width) = ([3.0f32, 4.0], [1.0f32, 1.0], 2);
+//! let (mut y, mut saved) = ([0.0; 2], norm::Saved::default());
+//! norm::rms_norm_forward(&mut y, Some(&mut saved), &x, Gamma::Plain(&w), 0.0, width)?;
+//! assert!((y[0] * y[0] + y[1] * y[1] - 2.0).abs() < 1e-5);
+//!
+//! // The output does not depend on the length of x, so a gradient along y moves nothing.
+//! let (mut dx, mut dw) = ([1.0; 2], [0.0; 2]);
+//! let scratch = Scratch::new(norm::rms_norm_backward_scratch(1, width));
+//! norm::rms_norm_backward(
+//!     &mut dx, Some(&mut dw), &y, &x, Gamma::Plain(&w), &saved, width, &scratch,
+//! )?;
+//! assert!(dx.iter().all(|dx| dx.abs() < 1e-6));
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod gated;
 mod l2;
