@@ -1,4 +1,4 @@
-//! Sums and multiples of whole tensors, element by element or row by row, f32 arithmetic.
+//! Element-wise and row-wise sums and products, in f32.
 //!
 //! ```text
 //! add          y = a + b
@@ -50,7 +50,7 @@ pub fn accumulate<T: Element>(y: &mut [f32], x: &[T]) -> Result {
     Ok(())
 }
 
-/// y = x, rounded once.
+/// y = x, rounded to the storage type of y.
 pub fn convert<T: Element>(y: &mut [T], x: &[f32]) -> Result {
     check_len("x", x, y.len())?;
     y.par_chunks_mut(ELEMENTS).zip(x.par_chunks(ELEMENTS)).for_each(|(y, x)| T::store(y, x));
@@ -76,7 +76,7 @@ pub fn scale_rows<T: Element>(y: &mut [T], x: &[T], factors: &[f32], width: usiz
     Ok(())
 }
 
-/// Each row's <dy, x>: the gradient of its factor.
+/// Inner product <dy, x> of each row: the gradient of the factors of [`scale_rows`].
 pub fn row_products<T: Element>(d_factors: &mut [f32], dy: &[T], x: &[T], width: usize) -> Result {
     check_rows(x, d_factors, width)?;
     check_len("dy", dy, x.len())?;
@@ -92,7 +92,7 @@ pub fn row_products<T: Element>(d_factors: &mut [f32], dy: &[T], x: &[T], width:
 }
 
 fn check_rows<T>(x: &[T], factors: &[f32], width: usize) -> Result {
-    check(width > 0, || "rows of width 0".into())?;
+    check(width > 0, || "width must be 1 or more, got 0".into())?;
     check_shape("x", x, [factors.len(), width])
 }
 

@@ -1,4 +1,4 @@
-//! New tokens against a cache: forward's formulas and code, with queries that begin in the middle.
+//! Attention of new tokens on a KV cache: the code of forward, with queries at the end of the sequence.
 
 use super::forward::{attention_forward_scratch, run};
 use super::tile::{Problem, Span};
@@ -6,14 +6,14 @@ use super::{Dims, Options, Selected, check_dims, check_extras};
 use crate::error::{Result, check, check_shape};
 use crate::{Element, Scratch};
 
-/// Keys and values of one sequence.
+/// KV cache of one sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Cache<'a, T> {
     /// [capacity, kv_heads, hd]
     pub k: &'a [T],
     /// [capacity, kv_heads, vd]
     pub v: &'a [T],
-    /// Tokens that are filled, the new ones included.
+    /// Number of filled tokens, including the new ones.
     pub len: usize,
 }
 
@@ -54,10 +54,12 @@ pub fn attention_decode<T: Element>(
     check_shape("o", o, [queries, dims.heads, dims.value_dim])?;
     check_extras(dims, sinks, selected, queries)?;
     check(queries <= cache.len, || {
-        format!("{queries} queries of a cache of {} tokens, which should hold theirs", cache.len)
+        format!("the cache must include the {queries} new tokens, but has only {}", cache.len)
     })?;
     let capacity = cache.k.len() / (dims.kv_heads * dims.head_dim);
-    check(cache.len <= capacity, || format!("{} tokens in a cache of {capacity}", cache.len))?;
+    check(cache.len <= capacity, || {
+        format!("cache length must be at most its capacity of {capacity}, got {}", cache.len)
+    })?;
     check_shape("cache.k", cache.k, [capacity, dims.kv_heads, dims.head_dim])?;
     check_shape("cache.v", cache.v, [capacity, dims.kv_heads, dims.value_dim])?;
     let problem = Problem { q, k: cache.k, v: cache.v, sinks, selected, dims, options: *options };

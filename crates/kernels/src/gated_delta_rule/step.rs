@@ -1,4 +1,4 @@
-//! One token: the same rule, on a state that the caller owns. For decoding.
+//! Decode step: the delta rule for one token, on a state that the caller owns.
 
 use rayon::prelude::*;
 
@@ -13,7 +13,7 @@ pub fn gated_delta_rule_step_scratch(dims: Dims) -> usize {
     2 * dims.key_heads * dims.key_dim + dims.value_heads * dims.value_dim * 2
 }
 
-/// o [Hv, dv] of one token with q, k [Hk, dk], v [Hv, dv], g, beta `[Hv]`; `state` [Hv, dk, dv] moves on.
+/// o [Hv, dv] of one token with q, k [Hk, dk], v [Hv, dv], g, beta `[Hv]`; `state` [Hv, dk, dv] is updated.
 ///
 /// ```
 /// use ballast_kernels::Scratch;
@@ -88,7 +88,7 @@ fn step<T: Element>(
         let (q, k) = (&q_wide[key.clone()], &k_wide[key]);
         let (delta, out) = work.split_at_mut(dv);
         let decay = g[h].exp();
-        // delta = beta (v - S^T k), with S decayed row by row on the way
+        // delta = beta (v - S^T k); S is decayed row by row in the same loop
         T::load(delta, &v[h * dv..(h + 1) * dv]);
         for (row, k) in state.chunks_mut(dv).zip(k) {
             scale(row, decay);

@@ -1,4 +1,4 @@
-//! The rule against golden values of another system, and against the plain twin.
+//! The delta rule against golden values of another framework, and against its reference.
 
 use std::collections::BTreeMap;
 
@@ -340,11 +340,11 @@ fn the_norm_inside_and_outside_agree_and_differ_in_memory_by_the_normalised_copi
         assert_eq!(a, b, "{name}: in f32 both do the same operations");
         assert!(a.iter().all(|x| x.is_finite()), "{name}");
     }
-    let normalised = 2 * 104 * 2 * 16 * size_of::<f32>();
-    assert_eq!(saved_b.bytes() - saved_a.bytes(), normalised);
+    let normalized = 2 * 104 * 2 * 16 * size_of::<f32>();
+    assert_eq!(saved_b.bytes() - saved_a.bytes(), normalized);
     let (_, saved_a) = kernel::<bf16>(&r, dims, &d_o, &dht, &inside);
     let (_, saved_b) = kernel::<bf16>(&r, dims, &d_o, &dht, &outside);
-    assert_eq!(saved_b.bytes() - saved_a.bytes(), normalised / 2);
+    assert_eq!(saved_b.bytes() - saved_a.bytes(), normalized / 2);
 }
 
 #[test]
@@ -529,11 +529,19 @@ fn bad_shapes_are_errors_that_name_the_argument() {
     };
     let ok = Dims { value_heads: 4, ..dims };
     let options = Options::default();
-    assert!(run(dims, options, 16, &[0, 2]).unwrap().contains("3 value heads are not a multiple of 2"));
-    assert_eq!(run(ok, options, 15, &[0, 2]).unwrap(), "q has 15 elements where the shape makes 16");
+    assert!(
+        run(dims, options, 16, &[0, 2])
+            .unwrap()
+            .contains("value heads must be a multiple of key heads, got 3 and 2")
+    );
+    assert_eq!(run(ok, options, 15, &[0, 2]).unwrap(), "q must have 16 elements, got 15");
     assert!(run(ok, options, 16, &[1, 2]).unwrap().contains("start with 0"));
-    assert!(run(ok, options, 16, &[0, 2, 1]).unwrap().contains("must not fall"));
-    assert!(run(ok, Options { chunk: 0, ..options }, 16, &[0, 2]).unwrap().contains("chunk 0"));
+    assert!(run(ok, options, 16, &[0, 2, 1]).unwrap().contains("must not decrease"));
+    assert!(
+        run(ok, Options { chunk: 0, ..options }, 16, &[0, 2])
+            .unwrap()
+            .contains("chunk must be 1 to 256, got 0")
+    );
     assert_eq!(run(ok, options, 16, &[0, 2]), None);
 }
 
@@ -686,5 +694,5 @@ fn gradients_of_another_kind_than_the_gates_are_an_error() {
     let gates = GateGrads::Raw { da: &mut da, db: &mut db, da_log: &mut da_log, ddt_bias: &mut ddt_bias };
     let grads = Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, gates, dh0: None };
     let error = gated_delta_rule_backward(grads, &x, None, &input, &saved, dims, &options, &scratch);
-    assert!(error.unwrap_err().to_string().contains("gates are raw"));
+    assert!(error.unwrap_err().to_string().contains("both be Given or both be Raw"));
 }

@@ -105,7 +105,7 @@ proptest! {
         let loss = |logits: &[f64], scale: &[f64]| {
             inner(&weights_reference(logits, &routing.experts, scale, &router, dims), &dweights)
         };
-        // A single normalised weight is constant: its gradient is rounding alone.
+        // A single normalized weight is constant: its gradient is only rounding.
         let constant = top_k == 1 && matches!(kind, 0 | 2);
         if constant {
             prop_assert!(dlogits.iter().all(|dl| dl.abs() < 1e-5));

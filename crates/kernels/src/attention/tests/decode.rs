@@ -76,7 +76,7 @@ fn a_cache_that_is_too_short_is_refused() {
         let options = Options::default();
         attention_decode(&mut o, &q, &cache, None, None, dims, &options, &scratch).map_err(|e| e.to_string())
     };
-    assert!(run(1).unwrap_err().contains("2 queries of a cache of 1 tokens"));
-    assert!(run(3).unwrap_err().contains("3 tokens in a cache of 2"));
+    assert!(run(1).unwrap_err().contains("must include the 2 new tokens, but has only 1"));
+    assert!(run(3).unwrap_err().contains("at most its capacity of 2, got 3"));
     assert_eq!(run(2), Ok(()));
 }

@@ -40,7 +40,7 @@ fn a_lowered_product_differs_by_what_its_rounding_predicts() {
         println!("{qk_product:?}: lse off by {error:e}, at most {bound:e}");
         assert!(error <= bound && error > bound / 20.0 && error > previous);
         previous = error;
-        // The twin rounds at the same place.
+        // The reference rounds at the same place.
         let expected = r.run(DIMS, &options, &d_o);
         let error = got.lse.iter().zip(&expected.lse).filter(|(a, b)| (*a - *b).abs() > 1e-4).count();
         assert!(error * 100 < got.lse.len(), "{error} rows differ, more than the odd tie");

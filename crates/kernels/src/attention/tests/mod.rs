@@ -1,4 +1,4 @@
-//! The kernel against the plain twin, the twin against finite differences, and what must hold exactly.
+//! The kernel against its reference, the reference against finite differences, and exact properties.
 
 mod decode;
 mod hidden;
@@ -401,12 +401,15 @@ fn bad_shapes_are_errors_that_name_the_argument() {
     let ok = Dims { heads: 4, kv_heads: 2, head_dim: 4, value_dim: 4 };
     let options = Options::default();
     let bad = |text: Option<String>, part: &str| assert!(text.as_ref().unwrap().contains(part), "{text:?}");
-    bad(run(Dims { heads: 3, ..ok }, options, 24, &[0, 2], 3, 6), "3 query heads are not a multiple of 2");
-    bad(run(Dims { head_dim: 513, ..ok }, options, 32, &[0, 2], 4, 6), "between 1 and 512");
+    bad(
+        run(Dims { heads: 3, ..ok }, options, 24, &[0, 2], 3, 6),
+        "query heads must be a multiple of kv heads, got 3 and 2",
+    );
+    bad(run(Dims { head_dim: 513, ..ok }, options, 32, &[0, 2], 4, 6), "must be 1 to 512, got 513 and 4");
     bad(run(ok, Options { soft_cap: Some(0.0), ..options }, 32, &[0, 2], 4, 6), "soft cap");
-    bad(run(ok, options, 31, &[0, 2], 4, 6), "q has 31 elements where the shape makes 32");
-    bad(run(ok, options, 32, &[0, 2], 3, 6), "sinks has 3 elements");
-    bad(run(ok, options, 32, &[0, 2], 4, 5), "selected has 5 elements");
-    bad(run(ok, options, 32, &[0, 2, 1], 4, 6), "must not fall");
+    bad(run(ok, options, 31, &[0, 2], 4, 6), "q must have 32 elements, got 31");
+    bad(run(ok, options, 32, &[0, 2], 3, 6), "sinks must have 4 elements, got 3");
+    bad(run(ok, options, 32, &[0, 2], 4, 5), "selected must have 6 elements, got 5");
+    bad(run(ok, options, 32, &[0, 2, 1], 4, 6), "must not decrease");
     assert_eq!(run(ok, options, 32, &[0, 2], 4, 6), None);
 }
