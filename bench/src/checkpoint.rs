@@ -4,9 +4,9 @@
 //! cargo build --release && cargo run --release -p ballast-bench --bin bench-checkpoint
 //! ```
 //!
-//! Creates a checkpoint of more than 4 GiB. Every round runs each command once, from a warm page cache; the medians over
-//! the rounds are compared. `convert` flushes its output and reads it back, which `cp` does not, so `cp` is measured
-//! alone and followed by a flush of its files. Peak memory is VmHWM of the process.
+//! Creates a checkpoint of more than 4 GiB. Every round runs each command once, from a warm page cache; the
+//! medians over the rounds are compared. `convert` flushes its output and reads it back, which `cp` does not,
+//! so `cp` is measured alone and followed by a flush of its files. Peak memory is VmHWM of the process.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -105,8 +105,8 @@ fn main() -> anyhow::Result<()> {
         contender("cat", vec!["sh".into(), "-c".into(), cat], None, false),
         contender("audit", tool(&["audit", &src, "-q"]), None, false),
     ];
-    // Round 0 is not counted. Every round starts with another command, because the first one after a pause pays for
-    // memory and disk blocks that the machine has released.
+    // Round 0 is not counted. Every round starts with another command, because the first one after a pause
+    // pays for memory and disk blocks that the machine has released.
     let places = commands.len();
     for round in 0..=args.rounds {
         for place in 0..places {

@@ -9,13 +9,15 @@ use crate::cases::Work;
 pub struct Measured {
     /// Median time in seconds.
     pub seconds: f64,
-    /// Growth of the process's peak memory during the first run, in bytes; 0 if the system does not report it.
+    /// Growth of the process's peak memory during the first run, in bytes; 0 if the system does not report
+    /// it.
     pub bytes: u64,
 }
 
 /// Runs `work` once for memory, then `repetitions` times for the median time.
 pub fn measure(repetitions: usize, work: &mut Work) -> anyhow::Result<Measured> {
-    // Resets VmHWM to the memory that is resident now. Without the permission, the peak of the setup is included.
+    // Resets VmHWM to the memory that is resident now. Without the permission, the peak of the setup is
+    // included.
     let _ = std::fs::write("/proc/self/clear_refs", "5");
     let before = peak_bytes();
     work()?;

@@ -2,9 +2,10 @@
 //!
 //!     cargo run -p ballast-kernels --example delta_rule -- fixtures/gdn/packed.safetensors
 //!
-//! Inputs, in f32: q, k [B, T, Hk, dk], v [B, T, Hv, dv], g, beta [B, T, Hv]; if present h0 [N, Hv, dk, dv], do as v,
-//! dht as h0, and cu_seqlens [N + 1] in i32 or i64 (otherwise every batch row is a sequence). The metadata may have
-//! `scale` (default dk^-1/2) and `l2norm` (default true). Without do and dht the gradient of the sum of o is computed.
+//! Inputs, in f32: q, k [B, T, Hk, dk], v [B, T, Hv, dv], g, beta [B, T, Hv]; if present h0 [N, Hv, dk, dv],
+//! do as v, dht as h0, and cu_seqlens [N + 1] in i32 or i64 (otherwise every batch row is a sequence). The
+//! metadata may have `scale` (default dk^-1/2) and `l2norm` (default true). Without do and dht the gradient
+//! of the sum of o is computed.
 //!
 //! Prints the shape and norm of every result. A result that is also in the file is compared with it.
 

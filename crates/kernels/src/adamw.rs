@@ -6,11 +6,11 @@
 //! m = m + (1 - beta1) (g - m)                v = beta2 v + (1 - beta2) g^2
 //! w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //! ```
-//! The master weight is f32. The model's bf16 copy, if there is one, is rounded from the master after each step, so an
-//! update smaller than half a bf16 step is not lost.
+//! The master weight is f32. The model's bf16 copy, if there is one, is rounded from the master after each
+//! step, so an update smaller than half a bf16 step is not lost.
 //!
-//! The global norm is a sum of squares in f64, block by block in a fixed order. A non-finite norm is an error, and
-//! nothing is scaled: otherwise clipping would spread one bad gradient over every parameter.
+//! The global norm is a sum of squares in f64, block by block in a fixed order. A non-finite norm is an
+//! error, and nothing is scaled: otherwise clipping would spread one bad gradient over every parameter.
 //!
 //! # Example
 //! ```
@@ -138,8 +138,9 @@ pub fn adamw_step_with_copy<T: Element>(
     Ok(())
 }
 
-/// Index of the first element that [`adamw_step_with_copy`] with these arguments would leave with a non-finite moment,
-/// or would move from a finite value to one that is non-finite in `T`, the model's storage type. Changes nothing.
+/// Index of the first element that [`adamw_step_with_copy`] with these arguments would leave with a
+/// non-finite moment, or would move from a finite value to one that is non-finite in `T`, the model's storage
+/// type. Changes nothing.
 pub fn adamw_fault<T: Element>(
     w: &[f32],
     m: &[f32],
@@ -199,7 +200,8 @@ simd_fn! {
     }
 }
 
-/// Global norm: square root of the sum of squares of all gradients, in f64, tensor by tensor in the order given.
+/// Global norm: square root of the sum of squares of all gradients, in f64, tensor by tensor in the order
+/// given.
 pub fn global_norm(gradients: &[&[f32]]) -> f64 {
     let squares = |g: &&[f32]| -> f64 {
         let blocks: Vec<f64> = g.par_chunks(ELEMENTS).map(sum_of_squares).collect();
@@ -224,8 +226,8 @@ simd_fn! {
     }
 }
 
-/// Clipping factor of torch.nn.utils.clip_grad_norm_: min(1, limit / (norm + 1e-6)). Returns an error for a non-finite
-/// norm.
+/// Clipping factor of torch.nn.utils.clip_grad_norm_: min(1, limit / (norm + 1e-6)). Returns an error for a
+/// non-finite norm.
 pub fn clip_factor(norm: f64, limit: f64) -> Result<f32> {
     check(limit > 0.0, || format!("clipping limit must be above 0, got {limit}"))?;
     if norm.is_finite() {
@@ -243,8 +245,8 @@ simd_fn! {
     }
 }
 
-/// Scales all gradients so that their global norm is at most `limit`, and returns the norm before. On an error nothing
-/// is changed.
+/// Scales all gradients so that their global norm is at most `limit`, and returns the norm before. On an
+/// error nothing is changed.
 pub fn clip(gradients: &mut [&mut [f32]], limit: f64) -> Result<f64> {
     let norm = global_norm(&gradients.iter().map(|g| &**g).collect::<Vec<_>>());
     let factor = clip_factor(norm, limit)?;

@@ -3,8 +3,8 @@
 //! ```text
 //! y_t = scale W[id_t]          dW[v] += scale sum of dy_t over the t with id_t = v, in the order of t
 //! ```
-//! Backward sorts the tokens by id, and one task adds up all tokens of an id. So each row of dW has one writer and a
-//! fixed order of summation.
+//! Backward sorts the tokens by id, and one task adds up all tokens of an id. So each row of dW has one
+//! writer and a fixed order of summation.
 //!
 //! # Example
 //! ```

@@ -33,8 +33,9 @@ pub(crate) fn check_len<T>(name: &'static str, slice: &[T], expected: usize) -> 
     }
 }
 
-/// Number of elements of a shape; an error if it does not fit in a `usize`. The product of the non-zero sizes must fit
-/// too, so the product of any sizes of a checked shape fits, and offsets computed from them do not wrap.
+/// Number of elements of a shape; an error if it does not fit in a `usize`. The product of the non-zero sizes
+/// must fit too, so the product of any sizes of a checked shape fits, and offsets computed from them do not
+/// wrap.
 pub(crate) fn elements<const N: usize>(name: &'static str, shape: [usize; N]) -> Result<usize> {
     let product = shape.iter().filter(|size| **size > 0).try_fold(1usize, |all, size| all.checked_mul(*size));
     match product {

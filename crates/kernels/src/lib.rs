@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
-// Outputs, then inputs, then sizes: the grammar of a kernel's arguments; indices are its mathematics; constants are
-// written with the digits they were computed with.
+// Outputs, then inputs, then sizes: the grammar of a kernel's arguments; indices are its mathematics;
+// constants are written with the digits they were computed with.
 #![allow(clippy::too_many_arguments, clippy::needless_range_loop, clippy::excessive_precision)]
 
 pub mod adamw;

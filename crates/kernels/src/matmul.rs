@@ -1,8 +1,8 @@
 //! Matrix products on one thread.
 //!
-//! C = alpha A B + beta C, where A, B and C are strided views. The result depends on shapes and values alone. Large
-//! products go to the `gemm` crates, which pack their operands; the module `small` multiplies blocks that are in a cache
-//! already, `bf16` two operands stored in bf16. [`matmul_f64`] is for references in f64.
+//! C = alpha A B + beta C, where A, B and C are strided views. The result depends on shapes and values alone.
+//! Large products go to the `gemm` crates, which pack their operands; the module `small` multiplies blocks
+//! that are in a cache already, `bf16` two operands stored in bf16. [`matmul_f64`] is for references in f64.
 //!
 //! # Example
 //! ```
@@ -109,14 +109,15 @@ impl<'a, T> Mat<'a, T> {
     }
 }
 
-/// Number of elements from the first to the last of a row-major matrix, including gaps between rows; `None` if it does
-/// not fit in a `usize`. Unsafe code relies on it: every offset of an element is below it and does not wrap.
+/// Number of elements from the first to the last of a row-major matrix, including gaps between rows; `None`
+/// if it does not fit in a `usize`. Unsafe code relies on it: every offset of an element is below it and does
+/// not wrap.
 fn extent(rows: usize, columns: usize, row_stride: usize) -> Option<usize> {
     if rows == 0 || columns == 0 { Some(0) } else { (rows - 1).checked_mul(row_stride)?.checked_add(columns) }
 }
 
-/// Row-major C [rows, columns] = alpha A B + beta C, where C's rows are `row_stride` apart. With beta = 0 the old
-/// content of C is not read.
+/// Row-major C [rows, columns] = alpha A B + beta C, where C's rows are `row_stride` apart. With beta = 0 the
+/// old content of C is not read.
 ///
 /// # Panics
 /// If the shapes do not match.
@@ -179,8 +180,8 @@ unsafe fn product<T: Real>(c: *mut T, row_stride: usize, alpha: T, a: Mat<'_, T>
     let (a_data, a_columns, a_rows) = (a.data.as_ptr(), a.column_stride as isize, a.row_stride as isize);
     let (b_data, b_columns, b_rows) = (b.data.as_ptr(), b.column_stride as isize, b.row_stride as isize);
     let (gemm, none, stride) = (T::gemm(), Parallelism::None, row_stride as isize);
-    // SAFETY: every element of A and B that the product touches lies inside its slice, as `Mat::new` has checked;
-    // C by the caller's guarantee.
+    // SAFETY: every element of A and B that the product touches lies inside its slice, as `Mat::new` has
+    // checked; C by the caller's guarantee.
     unsafe {
         // The microkernels prefer a column-major C. A row-major C is computed as C^T = B^T A^T.
         if stride > 1 {
@@ -197,8 +198,9 @@ unsafe fn product<T: Real>(c: *mut T, row_stride: usize, alpha: T, a: Mat<'_, T>
     }
 }
 
-/// C [m, n] = beta C + alpha A B in the arguments of the `gemm` crates: m, n, k; C, its column and row stride, and
-/// whether it is read; A and B with their strides; beta, alpha; three flags for complex numbers; the parallelism.
+/// C [m, n] = beta C + alpha A B in the arguments of the `gemm` crates: m, n, k; C, its column and row
+/// stride, and whether it is read; A and B with their strides; beta, alpha; three flags for complex numbers;
+/// the parallelism.
 type Gemm<T> = unsafe fn(
     usize,
     usize,

@@ -1,7 +1,7 @@
 //! Division of work by shape alone, never by the number of threads.
 //!
-//! The sum over rows of a parameter gradient is computed in blocks of rows, each with its own partial sum; the partial
-//! sums are added in the order of the blocks.
+//! The sum over rows of a parameter gradient is computed in blocks of rows, each with its own partial sum;
+//! the partial sums are added in the order of the blocks.
 
 use rayon::prelude::*;
 

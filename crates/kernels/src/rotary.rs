@@ -9,12 +9,13 @@
 //! yarn          f_i (1 - ramp_i + ramp_i / factor), ramp from 0 to 1 between the dimensions that rotate beta_fast
 //!               and beta_slow times in the original context;  m the attention factor
 //! ```
-//! Frequencies are computed in f64 and rounded to f32. An angle is the f32 product of position and frequency, as models
-//! are trained with; its sine and cosine are computed in f64. A [`Table`] is computed once for the positions of a batch
-//! and used by every layer. Each token has its own position, so packed sequences can restart at any position.
+//! Frequencies are computed in f64 and rounded to f32. An angle is the f32 product of position and frequency,
+//! as models are trained with; its sine and cosine are computed in f64. A [`Table`] is computed once for the
+//! positions of a batch and used by every layer. Each token has its own position, so packed sequences can
+//! restart at any position.
 //!
-//! DeepSeek in transformers permutes interleaved pairs while it rotates; here they stay in place. The products of q and
-//! k are the same.
+//! DeepSeek in transformers permutes interleaved pairs while it rotates; here they stay in place. The
+//! products of q and k are the same.
 //!
 //! # Example
 //! ```
@@ -94,8 +95,8 @@ impl Yarn {
     }
 }
 
-/// 0.1 mscale ln(factor) + 1, or 1 for a factor of at most 1. DeepSeek multiplies its softmax scale by the square of
-/// this with `mscale_all_dim`.
+/// 0.1 mscale ln(factor) + 1, or 1 for a factor of at most 1. DeepSeek multiplies its softmax scale by the
+/// square of this with `mscale_all_dim`.
 pub fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }
@@ -122,7 +123,8 @@ pub enum Frequencies {
         /// The other settings.
         yarn: Yarn,
     },
-    /// Over the full width of the head, with a frequency of 0 for most pairs (full-attention layers of Gemma 4).
+    /// Over the full width of the head, with a frequency of 0 for most pairs (full-attention layers of Gemma
+    /// 4).
     Proportional {
         /// Width of a head.
         head_dim: usize,
@@ -228,7 +230,7 @@ fn yarn_range(yarn: &Yarn, dims: usize, base: f64) -> (f64, f64) {
         (low, high) = (low.floor(), high.ceil());
     }
     (low, high) = (low.max(0.0), high.min(dims as f64 - 1.0));
-    // As transformers avoids the division by zero, for equal results.
+    // Transformers avoids a division by zero this way; kept for equal results.
     if low == high { (low, high + 0.001) } else { (low, high) }
 }
 

@@ -1,18 +1,19 @@
 //! Working memory that the caller owns.
 //!
-//! A kernel allocates only what it returns or saves, and lists of a few values per token. All other memory comes from
-//! two arguments, always the last ones, in this order:
+//! A kernel allocates only what it returns or saves, and lists of a few values per token. All other memory
+//! comes from two arguments, always the last ones, in this order:
 //!
 //! | argument | memory | size |
 //! |---|---|---|
 //! | `workspace: &mut [f32]` | one buffer that all threads of the call share | `<function>_workspace(...)` |
 //! | `scratch: &Scratch` | one slot per thread | `<function>_scratch(...)`: number of f32 of one slot |
 //!
-//! Both functions stand beside the kernel. Where several kernels need the same, the name is what their names have in
-//! common: `linear_scratch` serves `linear_forward` and `linear_backward_weight`.
+//! Both functions stand beside the kernel. Where several kernels need the same, the name is what their names
+//! have in common: `linear_scratch` serves `linear_forward` and `linear_backward_weight`.
 //!
-//! A model makes one [`Scratch`] of the largest slot that it needs and passes it to every call. A workspace that is too
-//! short is an error, a slot that is too short grows. The content of both is unspecified before and after a call.
+//! A model makes one [`Scratch`] of the largest slot that it needs and passes it to every call. A workspace
+//! that is too short is an error, a slot that is too short grows. The content of both is unspecified before
+//! and after a call.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -36,11 +37,11 @@ impl Scratch {
         self.slots.iter().map(|slot| slot.lock().unwrap_or_else(PoisonError::into_inner).len() * 4).sum()
     }
 
-    /// Runs `work` with a slot of `len` f32 of unspecified content. A slot that is too short grows, so a wrong size
-    /// costs memory and not correctness; [`Scratch::bytes`] shows it.
+    /// Runs `work` with a slot of `len` f32 of unspecified content. A slot that is too short grows, so a
+    /// wrong size costs memory and not correctness; [`Scratch::bytes`] shows it.
     pub fn with<R>(&self, len: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
-        // The thread's own slot is free unless the pool is another one or a kernel runs inside a kernel. Then any free
-        // slot will do.
+        // The thread's own slot is free unless the pool is another one or a kernel runs inside a kernel. Then
+        // any free slot will do.
         let own = rayon::current_thread_index().unwrap_or(0);
         for i in 0..self.slots.len() {
             if let Ok(mut slot) = self.slots[(own + i) % self.slots.len()].try_lock() {

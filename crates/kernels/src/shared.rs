@@ -1,7 +1,7 @@
 //! A mutable slice whose disjoint parts are written by several threads.
 //!
-//! Heads are the unit of parallelism, and the rows of one head are scattered over a tensor [tokens, heads, width].
-//! `chunks_mut` cannot express that, so the caller guarantees that the parts are disjoint.
+//! Heads are the unit of parallelism, and the rows of one head are scattered over a tensor [tokens, heads,
+//! width]. `chunks_mut` cannot express that, so the caller guarantees that the parts are disjoint.
 
 use std::marker::PhantomData;
 
@@ -12,8 +12,8 @@ pub(crate) struct Shared<'a, T> {
     borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: access goes through `part`, whose contract forbids overlapping parts; `T: Send` lets them be written
-// from other threads.
+// SAFETY: access goes through `part`, whose contract forbids overlapping parts; `T: Send` lets them be
+// written from other threads.
 unsafe impl<T: Send> Sync for Shared<'_, T> {}
 
 impl<'a, T> Shared<'a, T> {
@@ -27,7 +27,8 @@ impl<'a, T> Shared<'a, T> {
     /// No two parts that are alive at the same time may overlap.
     #[allow(clippy::mut_from_ref)] // the caller guarantees exclusive access
     pub(crate) unsafe fn part(&self, begin: usize, len: usize) -> &mut [T] {
-        // SAFETY: in bounds as `pointer` checks, exclusive by the caller's guarantee, valid as long as the borrow.
+        // SAFETY: in bounds as `pointer` checks, exclusive by the caller's guarantee, valid as long as the
+        // borrow.
         unsafe { std::slice::from_raw_parts_mut(self.pointer(begin, len), len) }
     }
 

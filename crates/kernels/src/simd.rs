@@ -1,12 +1,13 @@
 //! Functions compiled twice, portable and with AVX2+FMA, and chosen at run time.
 //!
-//! A function declared with `simd_fn!` is an ordinary loop over slices. It is compiled once for any machine and once
-//! with AVX2 and FMA, where the compiler vectorizes it; one test at run time chooses. The environment variable
-//! `BALLAST_SIMD` (`portable`, `avx2` or `avx512`) sets an upper limit. Levels may differ in the last bit, because a
-//! fused multiply-add rounds once; each is deterministic.
+//! A function declared with `simd_fn!` is an ordinary loop over slices. It is compiled once for any machine
+//! and once with AVX2 and FMA, where the compiler vectorizes it; one test at run time chooses. The
+//! environment variable `BALLAST_SIMD` (`portable`, `avx2` or `avx512`) sets an upper limit. Levels may
+//! differ in the last bit, because a fused multiply-add rounds once; each is deterministic.
 //!
-//! The transcendental functions are here because they must vectorize: they are polynomials without branches. Largest
-//! errors, measured over the whole range by the tests: exp 1.1 ulp, sigmoid 3, silu 3, tanh 3, ln_1p 2, softplus 3.
+//! The transcendental functions are here because they must vectorize: they are polynomials without branches.
+//! Largest errors, measured over the whole range by the tests: exp 1.1 ulp, sigmoid 3, silu 3, tanh 3, ln_1p
+//! 2, softplus 3.
 
 use std::sync::OnceLock;
 
@@ -63,8 +64,8 @@ pub(crate) fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-/// Declares a function that is compiled twice. Inside the body the constant `FMA` is in scope. Type parameters are
-/// allowed, so that a loop can read f32 and bf16 directly.
+/// Declares a function that is compiled twice. Inside the body the constant `FMA` is in scope. Type
+/// parameters are allowed, so that a loop can read f32 and bf16 directly.
 macro_rules! simd_fn {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($t:ident: $bound:path),+>)?
         ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
@@ -148,7 +149,8 @@ pub(crate) fn tanh_f32<const FMA: bool>(x: f32) -> f32 {
 
 /// ln(1 + u) for u >= 0.
 ///
-/// w = 1 + u = 2^n m with m in [sqrt(1/2), sqrt 2); ln m by a polynomial in m - 1, plus what rounding took from w.
+/// w = 1 + u = 2^n m with m in [sqrt(1/2), sqrt 2); ln m by a polynomial in m - 1, plus what rounding took
+/// from w.
 #[inline(always)]
 pub(crate) fn ln_1p_f32<const FMA: bool>(u: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;
@@ -275,8 +277,8 @@ simd_fn! {
     }
 }
 
-/// Sum of f(a_i, b_i, c_i) in the lanes of [`dot`]; the slices are equally long and stored in any type. A term that
-/// ignores an argument costs nothing for it.
+/// Sum of f(a_i, b_i, c_i) in the lanes of [`dot`]; the slices are equally long and stored in any type. A
+/// term that ignores an argument costs nothing for it.
 #[inline(always)]
 pub(crate) fn sum_by<A: Element, B: Element, C: Element>(
     a: &[A],

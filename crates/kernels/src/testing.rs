@@ -4,7 +4,8 @@ use half::bf16;
 
 use crate::Element;
 
-/// Pseudo-random values that are exact in bf16, so that every storage type and the f64 reference see the same ones.
+/// Pseudo-random values that are exact in bf16, so that every storage type and the f64 reference see the same
+/// ones.
 pub(crate) struct Values(u64);
 
 impl Values {

@@ -1,4 +1,5 @@
-//! Attention backward: pairs of blocks, diagonal by diagonal; with selected keys, one task per sequence and kv head.
+//! Attention backward: pairs of blocks, diagonal by diagonal; with selected keys, one task per sequence and
+//! kv head.
 
 use rayon::prelude::*;
 
@@ -36,8 +37,8 @@ pub fn attention_backward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -
         + topk.unwrap_or(0)
 }
 
-/// Number of f32 of the workspace of [`attention_backward`]: D [tokens, heads]; if storage is not f32, also the sums
-/// of dq, dk and dv of one kv head.
+/// Number of f32 of the workspace of [`attention_backward`]: D [tokens, heads]; if storage is not f32, also
+/// the sums of dq, dk and dv of one kv head.
 pub fn attention_backward_workspace<T: Element>(dims: Dims, tokens: usize) -> usize {
     let sums = if T::as_f32(&[]).is_some() {
         0
@@ -227,7 +228,8 @@ impl<T: Element> Pass<'_, T> {
             for span in spans {
                 for block in diagonal..blocks(span) {
                     let (first, key) = (block * KEYS, (block - diagonal) * KEYS);
-                    // The first diagonal covers every block and sets the sums; later ones may be outside the window.
+                    // The first diagonal covers every block and sets the sums; later ones may be outside the
+                    // window.
                     if diagonal == 0 || self.problem.block_keys(*span, first, 1).start < key + KEYS {
                         tasks.extend(kv_heads.clone().map(|kv_head| (*span, first, key, kv_head)));
                     }
@@ -402,7 +404,8 @@ impl<'s> Work<'s> {
         }
     }
 
-    /// Computes p and dx of the loaded rows and `keys`, and adds to dq; with `at_key` also to dk and dv from that row on.
+    /// Computes p and dx of the loaded rows and `keys`, and adds to dq; with `at_key` also to dk and dv from
+    /// that row on.
     #[allow(clippy::too_many_arguments)]
     fn tile<T: Element>(
         &mut self,

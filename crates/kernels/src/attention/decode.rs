@@ -22,8 +22,8 @@ pub fn attention_decode_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> 
     attention_forward_scratch::<T>(dims, topk)
 }
 
-/// o [n, heads, vd] of the last n tokens of the cache, whose queries are q [n, heads, hd]. `selected` has a row for
-/// each of them.
+/// o [n, heads, vd] of the last n tokens of the cache, whose queries are q [n, heads, hd]. `selected` has a
+/// row for each of them.
 ///
 /// ```
 /// use ballast_kernels::{Scratch, attention};

@@ -10,27 +10,29 @@
 //! o   = sum_j e_j v_j / l  the sink has no value
 //! lse = m + ln l
 //! ```
-//! A query sees the keys j <= i of its own sequence; with a window W only i - W < j <= i; with `selected` only those of
-//! them that are listed for it. Other keys are left out of the loops, not masked with -inf. A query without keys has an
-//! output and gradients of zero; its lse is the sink, or -inf without one.
+//! A query sees the keys j <= i of its own sequence; with a window W only i - W < j <= i; with `selected`
+//! only those of them that are listed for it. Other keys are left out of the loops, not masked with -inf. A
+//! query without keys has an output and gradients of zero; its lse is the sink, or -inf without one.
 //!
-//! With `logits` = f32 the softmax is online: maximum and sum are updated tile by tile. With `logits` = bf16 or f16 that
-//! would make the result depend on the tiles, so the maximum is found in a first pass. Then x_j - m is rounded, exp of
-//! that is rounded, and the sum is rounded after every addition, keys in ascending order (in the order of the list with
-//! `selected`), the sink last. The product with v and the division by l stay f32.
+//! With `logits` = f32 the softmax is online: maximum and sum are updated tile by tile. With `logits` = bf16
+//! or f16 that would make the result depend on the tiles, so the maximum is found in a first pass. Then x_j -
+//! m is rounded, exp of that is rounded, and the sum is rounded after every addition, keys in ascending order
+//! (in the order of the list with `selected`), the sink last. The product with v and the division by l stay
+//! f32.
 //!
-//! Backward recomputes p_j = e_j / l from lse (with rounded logits from m and l, with the same roundings); D = do.o:
+//! Backward recomputes p_j = e_j / l from lse (with rounded logits from m and l, with the same roundings); D
+//! = do.o:
 //! ```text
 //! dv_j += p_j do           dp_j = do.v_j          dx_j = p_j (dp_j - D) (1 - (x_j/cap)^2)
 //! dq   += s dx_j k_j       dk_j += s dx_j q       dz_h -= exp(z_h - lse) D
 //! ```
-//! Rounding has derivative 1. Forward and backward use the same tiles, so x has the same bits and is rounded in the same
-//! direction. Saved ([`Saved`]): lse; also m and l if `logits` is not f32. The caller keeps o.
+//! Rounding has derivative 1. Forward and backward use the same tiles, so x has the same bits and is rounded
+//! in the same direction. Saved ([`Saved`]): lse; also m and l if `logits` is not f32. The caller keeps o.
 //!
-//! Forward runs blocks of queries in parallel. Backward divides a sequence into equal blocks of queries and keys and
-//! goes through the pairs (query block a, key block b) diagonal by diagonal, a - b = 0, 1, 2, ... No two pairs of a
-//! diagonal share a block, so they run in parallel, each row of dq, dk and dv has one writer, and sums are in the order
-//! of the diagonals for any number of threads.
+//! Forward runs blocks of queries in parallel. Backward divides a sequence into equal blocks of queries and
+//! keys and goes through the pairs (query block a, key block b) diagonal by diagonal, a - b = 0, 1, 2, ... No
+//! two pairs of a diagonal share a block, so they run in parallel, each row of dq, dk and dv has one writer,
+//! and sums are in the order of the diagonals for any number of threads.
 //!
 //! # Example
 //! ```
@@ -131,7 +133,8 @@ pub const UNUSED: u32 = u32::MAX;
 /// Keys that each query may see, further limited by mask and window.
 #[derive(Clone, Copy, Debug)]
 pub struct Selected<'a> {
-    /// [tokens, topk]: positions in the sequence, each at most once per query; [`UNUSED`] slots may be anywhere
+    /// [tokens, topk]: positions in the sequence, each at most once per query; [`UNUSED`] slots may be
+    /// anywhere
     pub keys: &'a [u32],
     /// Slots per query.
     pub topk: usize,

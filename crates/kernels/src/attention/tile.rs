@@ -15,7 +15,8 @@ const ROWS: usize = 256;
 /// Keys of a tile.
 pub(crate) const KEYS: usize = 256;
 
-/// Tokens of a block of queries: a power of two, so that blocks divide the [`KEYS`] tokens of a block in backward.
+/// Tokens of a block of queries: a power of two, so that blocks divide the [`KEYS`] tokens of a block in
+/// backward.
 pub(crate) fn block_tokens(dims: Dims) -> usize {
     let tokens = (ROWS / dims.group()).clamp(1, 128);
     1 << tokens.ilog2()
@@ -26,8 +27,8 @@ pub(crate) fn block_rows(dims: Dims) -> usize {
     block_tokens(dims) * dims.group()
 }
 
-/// Queries and the keys of the same sequence: query i is row `query + i` and has position `offset + i`, the key at
-/// position j is row `key + j`.
+/// Queries and the keys of the same sequence: query i is row `query + i` and has position `offset + i`, the
+/// key at position j is row `key + j`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span {
     pub(crate) query: usize,
@@ -59,8 +60,8 @@ impl Keys<'_> {
     }
 }
 
-/// Tiles of a range of keys, cut at multiples of [`KEYS`]. Forward and backward cut queries and keys at the same
-/// positions, so backward recomputes every product by the same operations, with the same bits.
+/// Tiles of a range of keys, cut at multiples of [`KEYS`]. Forward and backward cut queries and keys at the
+/// same positions, so backward recomputes every product by the same operations, with the same bits.
 pub(crate) fn tiles<'k>(keys: Range<usize>) -> impl Iterator<Item = Keys<'k>> + Clone {
     let numbers = keys.start / KEYS..if keys.is_empty() { 0 } else { keys.end.div_ceil(KEYS) };
     numbers.map(move |number| {
@@ -122,7 +123,8 @@ pub(crate) fn load_rows<T: Element>(
     }
 }
 
-/// Most rows for which a product reads the other matrix once, row by row, without packing: faster than blocks.
+/// Most rows for which a product reads the other matrix once, row by row, without packing: faster than
+/// blocks.
 const FEW_ROWS: usize = 4;
 
 /// c = by a b^T; a [m, n] and b [k, n] have contiguous rows.
@@ -150,8 +152,8 @@ pub(crate) fn product_add(c: &mut [f32], by: f32, a: Mat<'_>, b: Mat<'_>) {
     }
 }
 
-/// c += by a b, or a^T b with `transposed`. `seen(i)` are the columns of row i of a that may be non-zero. A zero of a
-/// cancels its partner even if that is non-finite: 0 times infinity would be NaN.
+/// c += by a b, or a^T b with `transposed`. `seen(i)` are the columns of row i of a that may be non-zero. A
+/// zero of a cancels its partner even if that is non-finite: 0 times infinity would be NaN.
 pub(crate) fn masked_product_add(
     c: &mut [f32],
     by: f32,
@@ -169,7 +171,8 @@ pub(crate) fn masked_product_add(
     if whole || (0..b.rows()).all(|i| is_finite(b.row(i))) {
         return plain(c, b);
     }
-    // Rare, so an allocation is acceptable: the product without the non-finite rows of b, then these rows separately.
+    // Rare, so an allocation is acceptable: the product without the non-finite rows of b, then these rows
+    // separately.
     let mut rest = Vec::with_capacity(b.rows() * width);
     for i in 0..b.rows() {
         let row = b.row(i);

@@ -6,9 +6,9 @@
 //! dp_t = dy_t (s + p_t s (1 - s)),  s = sigmoid(p_t)
 //! dx_t = sum_j w_j dp_{t+(W-1)-j}    dw_j = sum_t dp_t x_{t-(W-1)+j}
 //! ```
-//! The rows before the first token of a sequence are its initial state [W-1, channels], oldest row first, or zeros; never
-//! the sequence before. The final state is the last W-1 rows of (initial state, x). Decoding continues from it, one token
-//! at a time, with [`conv_step`]. Backward needs only x; p is recomputed.
+//! The rows before the first token of a sequence are its initial state [W-1, channels], oldest row first, or
+//! zeros; never the sequence before. The final state is the last W-1 rows of (initial state, x). Decoding
+//! continues from it, one token at a time, with [`conv_step`]. Backward needs only x; p is recomputed.
 //!
 //! A task owns a tile of channels and all tokens, so dw is summed in the order of the tokens.
 //!

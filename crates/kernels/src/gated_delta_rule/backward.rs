@@ -357,7 +357,8 @@ impl<T: Element> Task<'_, '_, T> {
         for i in (0..c).rev() {
             sum += dg[i];
             let gradients = (sum as f32, work.dbeta[i]);
-            // SAFETY: a token of this sequence, and the sequence's sums, at this value head belong to this task alone.
+            // SAFETY: a token of this sequence, and the sequence's sums, at this value head belong to this
+            // task alone.
             unsafe { self.targets.gates.store(gradients, sequence, first + i, value_head, heads) };
         }
     }
@@ -392,8 +393,8 @@ struct Segment<'s> {
     states: &'s mut [f32],
 }
 
-/// State n of a segment, counted by chunk and head of the group, and the memory from the state before the next chunk of
-/// the same head on. The states before the first chunk are the saved ones.
+/// State n of a segment, counted by chunk and head of the group, and the memory from the state before the
+/// next chunk of the same head on. The states before the first chunk are the saved ones.
 fn segment_states<'a>(
     kept: &'a [f32],
     made: &'a mut [f32],

@@ -9,7 +9,8 @@ use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{dot_body, exp_f32, fma, prefetch, scale_rows_into, simd_fn, sum_of_squares};
 
-/// Rows that are substituted one by one, and the block size along a triangle's diagonal; the rest are matrix products.
+/// Rows that are substituted one by one, and the block size along a triangle's diagonal; the rest are matrix
+/// products.
 const BLOCK: usize = 8;
 /// Columns of [`lower_products`] that are computed together.
 const COLUMNS: usize = 16;
@@ -150,7 +151,8 @@ pub(super) enum Half {
     Upper,
 }
 
-/// C += by A B for triangular A [c, c]. Its other half must be zero near the diagonal and is not read elsewhere.
+/// C += by A B for triangular A [c, c]. Its other half must be zero near the diagonal and is not read
+/// elsewhere.
 pub(super) fn triangle_add(out: &mut [f32], by: f32, a: Mat<'_>, half: Half, b: Mat<'_>) {
     let (c, width) = (a.rows(), b.columns());
     for begin in (0..c).step_by(BLOCK) {
@@ -204,7 +206,8 @@ impl<'s> Head<'s> {
         Head::take(&mut &mut memory[n * Head::len(dims, chunk)..], dims, chunk)
     }
 
-    /// Gates, L, X and Vn of tokens `first..first + c` of value head `head`, given the state before the chunk.
+    /// Gates, L, X and Vn of tokens `first..first + c` of value head `head`, given the state before the
+    /// chunk.
     pub(super) fn load<T: Element>(
         &mut self,
         dims: Dims,

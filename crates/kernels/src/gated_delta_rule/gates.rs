@@ -113,8 +113,8 @@ pub(super) enum GateTargets<'a, T> {
 }
 
 impl<T: Element> GateGrads<'_, T> {
-    /// Runs `work` with the targets. Parameter gradients are summed over tokens inside and over sequences here, in an
-    /// order that does not depend on the number of threads.
+    /// Runs `work` with the targets. Parameter gradients are summed over tokens inside and over sequences
+    /// here, in an order that does not depend on the number of threads.
     pub(super) fn with(
         self,
         gates: &Gates<'_, T>,

@@ -12,8 +12,8 @@
 //! R = beta (V - E K S)                         Vn = (I + L)^-1 R          by forward substitution
 //! O = s (E Q S + P Vn)                         S' = E_C S + K^T (d Vn)
 //! ```
-//! This is the usual form with U and W multiplied out, Vn = U - W S, so neither U and W nor the inverse is computed.
-//! Backward, chunks in reverse order, with dS' the gradient of the state after the chunk:
+//! This is the usual form with U and W multiplied out, Vn = U - W S, so neither U and W nor the inverse is
+//! computed. Backward, chunks in reverse order, with dS' the gradient of the state after the chunk:
 //! ```text
 //! dVn = s P^T dO + d (K dS')                   dR = (I + L)^-T dVn        by back substitution
 //! dL  = -stril(dR Vn^T)                        dP = s tril(dO Vn^T)
@@ -27,15 +27,16 @@
 //! dg_t = sum of dG_i over i >= t in the chunk
 //! l2norm: dx = r (dy - y <dy, y>)
 //! ```
-//! dL needs no inverse because A^T dA A^T = (A^T dVn)(A R)^T with A = (I + L)^-1. All exponents are <= 0, and exp is
-//! taken after the mask. G is summed in f64, so a small decay next to a huge one keeps its digits.
+//! dL needs no inverse because A^T dA A^T = (A^T dVn)(A R)^T with A = (I + L)^-1. All exponents are <= 0, and
+//! exp is taken after the mask. G is summed in f64, so a small decay next to a huge one keeps its digits.
 //!
-//! Several value heads may share a key head (value head h uses key head h / (Hv/Hk)); q and k are not repeated. A batch
-//! is a packing of sequences of equal length: all tensors are [tokens, heads, width] with `cu_seqlens`.
+//! Several value heads may share a key head (value head h uses key head h / (Hv/Hk)); q and k are not
+//! repeated. A batch is a packing of sequences of equal length: all tensors are [tokens, heads, width] with
+//! `cu_seqlens`.
 //!
-//! Saved for backward ([`Saved`]): the rstd of q and k, and the state before every `states_every`-th chunk. Backward
-//! goes through such a segment of chunks twice: forward, to recompute its states, normalized q and k, L, X and Vn in
-//! scratch, then in reverse.
+//! Saved for backward ([`Saved`]): the rstd of q and k, and the state before every `states_every`-th chunk.
+//! Backward goes through such a segment of chunks twice: forward, to recompute its states, normalized q and
+//! k, L, X and Vn in scratch, then in reverse.
 //!
 //! # Example
 //! ```
@@ -119,8 +120,8 @@ pub enum L2Norm {
     Off,
     /// In the kernel, in f32, chunk by chunk; no copies of q and k are saved.
     Inside,
-    /// Before the kernel, into copies in their storage type that are saved for backward, as frameworks without a fused
-    /// kernel do. For comparison.
+    /// Before the kernel, into copies in their storage type that are saved for backward, as frameworks
+    /// without a fused kernel do. For comparison.
     Outside,
 }
 
@@ -133,8 +134,8 @@ pub struct Options {
     pub l2norm: L2Norm,
     /// Tokens per chunk, 1 to 256; affects speed, and the result by rounding only.
     pub chunk: usize,
-    /// Chunks per saved state. Backward recomputes the other states in scratch that grows with this number. With 4 chunks
-    /// of 32 tokens and dk = 128, the saved states are as large as v in f32.
+    /// Chunks per saved state. Backward recomputes the other states in scratch that grows with this number.
+    /// With 4 chunks of 32 tokens and dk = 128, the saved states are as large as v in f32.
     pub states_every: usize,
     /// Rounding of the state after each chunk or step. For comparison; rounding has derivative 1.
     pub state: Rounding,

@@ -18,7 +18,8 @@ use crate::shared::Shared;
 use crate::simd::{axpy, simd_fn, sum_lanes};
 use crate::{Element, Scratch};
 
-/// Attention that the indexer serves. With `selected` in its input this is the sparse stage, without it the dense one.
+/// Attention that the indexer serves. With `selected` in its input this is the sparse stage, without it the
+/// dense one.
 #[derive(Clone, Copy, Debug)]
 pub struct Target<'a, T> {
     /// Its inputs; the values are not used and may be empty.
@@ -66,8 +67,8 @@ fn row_len(longest: usize, topk: Option<usize>) -> usize {
     topk.unwrap_or(longest)
 }
 
-/// Number of f32 of one scratch slot of [`indexer_loss`]; `longest` is the length of the longest sequence, `topk` that
-/// of `selected`.
+/// Number of f32 of one scratch slot of [`indexer_loss`]; `longest` is the length of the longest sequence,
+/// `topk` that of `selected`.
 pub fn indexer_loss_scratch<T: Element>(
     dims: Dims,
     attention: attention::Dims,
@@ -83,7 +84,8 @@ pub fn indexer_loss_scratch<T: Element>(
         + topk.unwrap_or(0)
 }
 
-/// Number of f32 of the workspace of [`indexer_loss`] with gradients: the partial sums of dk. Without gradients it needs none.
+/// Number of f32 of the workspace of [`indexer_loss`] with gradients: the partial sums of dk. Without
+/// gradients it needs none.
 pub fn indexer_loss_workspace(dims: Dims, tokens: usize) -> usize {
     LANES * tokens * dims.dim
 }
@@ -189,8 +191,8 @@ pub fn attention_distribution_scratch<T: Element>(attention: attention::Dims) ->
     Distribution::len::<T>(ONE_TOKEN, attention, None)
 }
 
-/// p [tokens.len(), tokens.end] of some queries of one sequence, counted from its start: zero for keys they do not see.
-/// Only for the dense stage.
+/// p [tokens.len(), tokens.end] of some queries of one sequence, counted from its start: zero for keys they
+/// do not see. Only for the dense stage.
 pub fn attention_distribution<T: Element>(
     p: &mut [f32],
     target: &Target<'_, T>,

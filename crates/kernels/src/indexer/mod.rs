@@ -6,27 +6,30 @@
 //! score_u  = sum_h w_h relu(x_hu d^-1/2)  in f32, heads in ascending order
 //! selected = the min(topk, t + 1) keys of the highest score, of equal scores the earliest (see [`Ties`])
 //! ```
-//! w already has its factor heads^-1/2. In a sequence of at most topk tokens all keys are selected without scoring.
+//! w already has its factor heads^-1/2. In a sequence of at most topk tokens all keys are selected without
+//! scoring.
 //!
-//! The loss compares the indexer with the attention it serves. That attention gets no gradient: p is a constant.
+//! The loss compares the indexer with the attention it serves. That attention gets no gradient: p is a
+//! constant.
 //! ```text
 //! p_u  = a_u / (sum_u a_u + eps)          a_u = sum over the attention's heads of its probabilities
 //! s    = softmax(score)                   in f32
 //! loss = scale mean_t sum_u p_u (ln(p_u + eps) - ln(s_u + eps))       eps = 1e-8
 //! ```
-//! `compute_dsa_indexer_loss` of Megatron-LM has the same formula with eps = 1e-10 in the logarithms and none in the sum
-//! of p. That sum is the number of heads, where 1e-8 is below the last digit of f32.
+//! `compute_dsa_indexer_loss` of Megatron-LM has the same formula with eps = 1e-10 in the logarithms and none
+//! in the sum of p. That sum is the number of heads, where 1e-8 is below the last digit of f32.
 //!
-//! The sum runs over the keys that the attention sees: all of them in the dense stage, the selected ones in the sparse
-//! stage, where the input of the attention has `selected`. Backward, with c = scale / tokens:
+//! The sum runs over the keys that the attention sees: all of them in the dense stage, the selected ones in
+//! the sparse stage, where the input of the attention has `selected`. Backward, with c = scale / tokens:
 //! ```text
 //! r_u = p_u s_u / (s_u + eps)             dscore_u = c (s_u sum_v r_v - r_u)
 //! dw_h = sum_u dscore_u relu(x_hu d^-1/2)
 //! dx_hu = dscore_u w_h d^-1/2  where x_hu > 0, else 0
 //! dq_h = sum_u dx_hu k_u                  dk_u = sum_h,t dx_hu q_h
 //! ```
-//! Scores and p are held for one block of queries at a time; the probabilities of the attention are recomputed from its
-//! lse. dk is summed in [`LANES`] parts: query blocks are assigned to them in turn, and they are added in order.
+//! Scores and p are held for one block of queries at a time; the probabilities of the attention are
+//! recomputed from its lse. dk is summed in [`LANES`] parts: query blocks are assigned to them in turn, and
+//! they are added in order.
 //!
 //! # Example
 //! ```

@@ -119,8 +119,8 @@ simd_fn! {
     }
 }
 
-/// Number of f32 of one scratch slot of [`indexer_topk`] and [`indexer_topk_decode`]; `longest` is the length of the
-/// longest sequence or of the cache.
+/// Number of f32 of one scratch slot of [`indexer_topk`] and [`indexer_topk_decode`]; `longest` is the length
+/// of the longest sequence or of the cache.
 pub fn indexer_topk_scratch<T: Element>(dims: Dims, longest: usize) -> usize {
     // the scores of a block; the order of one query's keys
     Scorer::len::<T>(dims, false) + block_tokens(dims) * longest + longest
@@ -131,8 +131,8 @@ pub fn indexer_scores_scratch<T: Element>(dims: Dims) -> usize {
     Scorer::len::<T>(dims, false)
 }
 
-/// scores [tokens.len(), tokens.end] of some queries of one sequence, counted from its start, with the keys up to
-/// the last of them. Columns beyond a query's own position are the scores of future keys.
+/// scores [tokens.len(), tokens.end] of some queries of one sequence, counted from its start, with the keys
+/// up to the last of them. Columns beyond a query's own position are the scores of future keys.
 pub fn indexer_scores<T: Element>(
     scores: &mut [f32],
     input: &Input<'_, T>,
@@ -179,9 +179,9 @@ pub fn indexer_topk<T: Element>(
     Ok(())
 }
 
-/// selected [n, topk] of the last n tokens of a cache of keys k [capacity, d], of which `len` are filled, the new ones
-/// included; q [n, heads, d] and w [n, heads] are theirs. In a cache of at most topk keys all are selected without
-/// scoring.
+/// selected [n, topk] of the last n tokens of a cache of keys k [capacity, d], of which `len` are filled, the
+/// new ones included; q [n, heads, d] and w [n, heads] are theirs. In a cache of at most topk keys all are
+/// selected without scoring.
 pub fn indexer_topk_decode<T: Element>(
     selected: &mut [u32],
     q: &[T],

@@ -8,7 +8,7 @@ use super::*;
 use crate::attention::{self, Selected, UNUSED, attention_forward, attention_forward_scratch};
 use crate::{Element, Scratch};
 
-/// Numbers between -1 and 1, as f32 holds them.
+/// Numbers between -1 and 1, rounded to f32.
 fn values(seed: &mut u64, n: usize) -> Vec<f64> {
     let mut next = || {
         *seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -70,7 +70,7 @@ fn topk<T: Element>(r: &Reference, dims: Dims, options: &Options, topk: usize) -
     selected
 }
 
-/// Loss and gradients of the kernel, with the attention's own forward before it.
+/// Loss and gradients of the kernel, after a forward of the attention.
 fn kernel<T: Element>(
     r: &Reference,
     a: &attention::reference::Reference,
@@ -270,7 +270,7 @@ fn a_sequence_not_longer_than_topk_has_the_causal_mask_and_early_queries_all_the
             assert!(row[..used].iter().zip(0..).all(|(a, b)| *a == b));
         }
     }
-    // The attention over a selection of all keys is the dense one, and so is the loss.
+    // With all keys selected, attention and loss are those of the dense stage.
     let (r, mut a) = (build(DIMS, &[20], 4), build_attention(ATTENTION, &[20], 4));
     let options = attention::Options::default();
     let dense = kernel::<f32>(&r, &a, DIMS, ATTENTION, &LOSS, &options);

@@ -1,11 +1,12 @@
 //! Tie-breaking of equal scores.
 //!
-//! The default is the earliest key: the choice of a query then depends only on the keys it sees. The choice of
-//! `torch.topk` on a CPU depends on all keys of the row, including masked ones, because it takes what its partition leaves
-//! in front. Several scores of exactly 0 are not rare in a tiny model. To compare such a model with transformers tensor by
-//! tensor, this module repeats the steps of the GNU C++ library that torch calls: for rows of fewer than 64 topk keys
-//! nth_element (median of three, unguarded, insertion sort below four), for others partial_sort (a heap of the first topk
-//! keys, in which each later key replaces the lowest if it is above it).
+//! The default is the earliest key: the choice of a query then depends only on the keys it sees. The choice
+//! of `torch.topk` on a CPU depends on all keys of the row, including masked ones, because it takes what its
+//! partition leaves in front. Several scores of exactly 0 are not rare in a tiny model. To compare such a
+//! model with transformers tensor by tensor, this module repeats the steps of the GNU C++ library that torch
+//! calls: for rows of fewer than 64 topk keys nth_element (median of three, unguarded, insertion sort below
+//! four), for others partial_sort (a heap of the first topk keys, in which each later key replaces the lowest
+//! if it is above it).
 
 use std::cmp::Ordering;
 
@@ -44,8 +45,9 @@ impl Score for f64 {
     }
 }
 
-/// Writes the min(topk, len) keys with the highest scores to the front of `order`, in ascending order. `scores` has the
-/// scores of the keys that are seen; the remaining keys of `order` come after them and count as lower than any.
+/// Writes the min(topk, len) keys with the highest scores to the front of `order`, in ascending order.
+/// `scores` has the scores of the keys that are seen; the remaining keys of `order` come after them and count
+/// as lower than any.
 ///
 /// # Panics
 /// If topk is 0, or `order` is shorter than `scores`.
@@ -80,8 +82,8 @@ fn above<S: Score>(a: S, b: S) -> bool {
     (a != a && b == b) || a > b
 }
 
-/// Heap selection of partial_sort: moves the `count` elements that come first to the front, as a heap whose root is the
-/// last of them.
+/// Heap selection of partial_sort: moves the `count` elements that come first to the front, as a heap whose
+/// root is the last of them.
 fn select_by_heap(x: &mut [u32], count: usize, before: &impl Fn(u32, u32) -> bool) {
     let (heap, rest) = x.split_at_mut(count);
     for parent in (0..count / 2).rev() {

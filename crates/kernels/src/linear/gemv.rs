@@ -1,5 +1,5 @@
-//! Linear layer for a few tokens: every row of the weight is read once, in place. It is widened, or multiplied as bf16 if
-//! x is bf16 too and the machine has AVX512-BF16.
+//! Linear layer for a few tokens: every row of the weight is read once, in place. It is widened, or
+//! multiplied as bf16 if x is bf16 too and the machine has AVX512-BF16.
 
 use rayon::prelude::*;
 
@@ -14,7 +14,8 @@ pub const GEMV_TOKENS: usize = 8;
 /// Most rows of the weight per task.
 const ROWS: usize = 32;
 
-/// Bytes of the weight per task, at least one row: enough to be worth a task, few enough that all threads end together.
+/// Bytes of the weight per task, at least one row: enough to be worth a task, few enough that all threads end
+/// together.
 const TASK: usize = 64 << 10;
 
 /// Prefetch distance in bytes.

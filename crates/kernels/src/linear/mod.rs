@@ -3,11 +3,13 @@
 //! ```text
 //! y = x W^T + b        dx = dy W        dW += dy^T x        db += sum dy
 //! ```
-//! x, y and W may each be f32 or bf16. A product of two bf16 operands uses AVX512-BF16 if the machine has it, with sums in
-//! f32; otherwise bf16 is widened panel by panel into scratch, and all products are f32. The result is cut into tiles by
-//! its shape alone. A tile is one task with a fixed order of summation, also for dW, so no sum crosses a thread.
+//! x, y and W may each be f32 or bf16. A product of two bf16 operands uses AVX512-BF16 if the machine has it,
+//! with sums in f32; otherwise bf16 is widened panel by panel into scratch, and all products are f32. The
+//! result is cut into tiles by its shape alone. A tile is one task with a fixed order of summation, also for
+//! dW, so no sum crosses a thread.
 //!
-//! For up to [`GEMV_TOKENS`] tokens the weight is read once, in place, row by row: decoding is bound by memory bandwidth.
+//! For up to [`GEMV_TOKENS`] tokens the weight is read once, in place, row by row: decoding is bound by
+//! memory bandwidth.
 //!
 //! # Example
 //! ```
@@ -102,8 +104,8 @@ pub fn linear_forward<Y: Element, X: Element, W: Element>(
     Ok(())
 }
 
-/// Several layers with the same x: `ys[i]` [tokens, outputs of i] from `ws[i]` [outputs of i, inputs]. The bits are those
-/// of [`linear_forward`]; for a few tokens, threads are synchronized once instead of N times.
+/// Several layers with the same x: `ys[i]` [tokens, outputs of i] from `ws[i]` [outputs of i, inputs]. The
+/// bits are those of [`linear_forward`]; for a few tokens, threads are synchronized once instead of N times.
 pub fn linear_forward_many<Y: Element, X: Element, W: Element, const N: usize>(
     ys: [&mut [Y]; N],
     x: &[X],

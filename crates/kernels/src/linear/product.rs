@@ -55,7 +55,8 @@ impl<'a, T: Element> Operand<'a, T> {
         Some(Side { data, stride: self.stride, outer_first: outer_is_row != self.transposed })
     }
 
-    /// Block of rows and columns from (i, j) on: a view if it is f32 and not transposed, else a copy in `panel`.
+    /// Block of rows and columns from (i, j) on: a view if it is f32 and not transposed, else a copy in
+    /// `panel`.
     fn block<'b>(&'b self, panel: &'b mut [f32], i: usize, j: usize, rows: usize, columns: usize) -> Mat<'b> {
         let ((i, rows), (j, columns)) =
             if self.transposed { ((j, columns), (i, rows)) } else { ((i, rows), (j, columns)) };
@@ -144,7 +145,8 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     });
 }
 
-/// One tile of A B, at `begin` of c, whose rows are `stride` apart; in bf16 if both operands are and the machine supports it.
+/// One tile of A B, at `begin` of c, whose rows are `stride` apart; in bf16 if both operands are and the
+/// machine supports it.
 ///
 /// # Safety
 /// No part of the tile's rows may be read or written elsewhere during the call.

@@ -1,14 +1,15 @@
 //! Output projection and cross entropy in one, a slice of tokens at a time.
 //!
-//! Token t with hidden state h, weight W [V, H], target y, soft cap c, label smoothing e, z-loss coefficient z:
+//! Token t with hidden state h, weight W [V, H], target y, soft cap c, label smoothing e, z-loss coefficient
+//! z:
 //! ```text
 //! u = W h          l = c tanh(u / c), or u          L = ln sum_j e^{l_j}
 //! loss = L - (1 - e) l_y - e mean(l) + z L^2
 //! dl_j = e^{l_j - L} (1 + 2 z L) - (1 - e) [j = y] - e / V         du = dl (1 - (l / c)^2)
 //! dh = s W^T du    dW += s du h^T                                  s the given scale, usually 1 / tokens
 //! ```
-//! Only the logits of one slice exist at a time, and their gradient replaces them in place: memory is slice x V f32 for
-//! any batch. A token with the target `ignore_index` adds nothing to loss, count or gradients.
+//! Only the logits of one slice exist at a time, and their gradient replaces them in place: memory is slice x
+//! V f32 for any batch. A token with the target `ignore_index` adds nothing to loss, count or gradients.
 //!
 //! # Example
 //! ```
@@ -110,8 +111,8 @@ pub fn counted_tokens(targets: &[i64], options: &Options) -> usize {
     targets.iter().filter(|target| **target != options.ignore_index).count()
 }
 
-/// Loss of hidden [tokens, H], w [V, H] (`dims.inputs` is H, `dims.outputs` is V) and targets \[tokens\]; with `grads`
-/// also the gradients.
+/// Loss of hidden [tokens, H], w [V, H] (`dims.inputs` is H, `dims.outputs` is V) and targets \[tokens\];
+/// with `grads` also the gradients.
 pub fn linear_cross_entropy<T: Element, W: Element>(
     mut grads: Option<Grads<'_, T>>,
     hidden: &[T],

@@ -1,4 +1,4 @@
-//! The fused loss against logits written out in f64, and numeric gradients of that.
+//! The fused loss against a reference in f64 and its numeric gradients.
 
 use half::bf16;
 use proptest::prelude::*;

@@ -4,14 +4,14 @@
 //! ```text
 //! c_ij += a_i,2l b_2l,j + a_i,2l+1 b_2l+1,j        one a, sixteen j
 //! ```
-//! So the inner index is grouped in pairs; an odd last element is paired with zero. A is copied in pairs in its own
-//! order, B into strips of columns with the columns of a pair side by side. C is computed in tiles that stay in registers
-//! over a block of the inner index. The sum of an element runs over the pairs from first to last, block after block,
-//! whatever the shape.
+//! So the inner index is grouped in pairs; an odd last element is paired with zero. A is copied in pairs in
+//! its own order, B into strips of columns with the columns of a pair side by side. C is computed in tiles
+//! that stay in registers over a block of the inner index. The sum of an element runs over the pairs from
+//! first to last, block after block, whatever the shape.
 //!
-//! The instruction ignores the rounding mode of the machine: it rounds to nearest, may round the two products of a pair
-//! together, and treats subnormal inputs and results as zero. Products of normal bf16 values are exact in f32, so the
-//! error is that of an f32 sum in this order, plus 2^-126 per product.
+//! The instruction ignores the rounding mode of the machine: it rounds to nearest, may round the two products
+//! of a pair together, and treats subnormal inputs and results as zero. Products of normal bf16 values are
+//! exact in f32, so the error is that of an f32 sum in this order, plus 2^-126 per product.
 
 use half::bf16;
 
@@ -48,14 +48,15 @@ pub(crate) struct Side<'a> {
     pub(crate) outer_first: bool,
 }
 
-/// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C whose first element is `begin`, while other threads write
-/// other tiles. Returns false and does nothing if the machine lacks the instructions.
+/// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C whose first element is `begin`, while other
+/// threads write other tiles. Returns false and does nothing if the machine lacks the instructions.
 ///
 /// # Safety
 /// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere during the call.
 ///
 /// # Panics
-/// If the shapes do not match, or the tile is larger than [`M`] x [`N`], or `panels` shorter than [`SCRATCH`].
+/// If the shapes do not match, or the tile is larger than [`M`] x [`N`], or `panels` shorter than
+/// [`SCRATCH`].
 pub(crate) unsafe fn matmul_tile_bf16(
     c: &Shared<'_, f32>,
     begin: usize,
@@ -154,7 +155,8 @@ mod x86 {
     /// Block after block of the inner index.
     ///
     /// # Safety
-    /// The tile is valid for reading and writing and used by the caller alone; the machine has the instructions.
+    /// The tile is valid for reading and writing and used by the caller alone; the machine has the
+    /// instructions.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     pub(super) unsafe fn blocks(
         tile: Tile,
@@ -180,7 +182,8 @@ mod x86 {
             }
             if a.outer_first {
                 copy_rows(a_panel, a, inner, tile.m);
-                // SAFETY: the panels hold `depth` pairs of all rows and columns; the rest is the caller's guarantee.
+                // SAFETY: the panels hold `depth` pairs of all rows and columns; the rest is the caller's
+                // guarantee.
                 unsafe { strips::<true>(tile, add, a_panel, b_panel, depth) };
             } else {
                 for l in 0..depth {
@@ -407,7 +410,7 @@ mod tests {
         }
     }
 
-    /// Whether the machine can; C is then made, and else stays as it is.
+    /// Returns true if the machine supports the product; otherwise C is unchanged.
     fn run(
         c: &mut [f32],
         stride: usize,

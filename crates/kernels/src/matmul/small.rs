@@ -1,9 +1,10 @@
 //! Products of small blocks that are in a cache already, without packing.
 //!
-//! C is computed in tiles that stay in registers: a row of B is read as vectors, an element of A is broadcast, and one
-//! chain of multiply-adds runs over the inner index from first to last. So the bits of an element depend on its row of A
-//! and its column of B alone, not on the shape, and are the same with AVX2 and AVX-512. A may have any strides. If the
-//! rows of B are not contiguous, a panel of a few columns is first transposed into a buffer on the stack.
+//! C is computed in tiles that stay in registers: a row of B is read as vectors, an element of A is
+//! broadcast, and one chain of multiply-adds runs over the inner index from first to last. So the bits of an
+//! element depend on its row of A and its column of B alone, not on the shape, and are the same with AVX2 and
+//! AVX-512. A may have any strides. If the rows of B are not contiguous, a panel of a few columns is first
+//! transposed into a buffer on the stack.
 
 use super::{Mat, extent};
 use crate::simd::{Level, level};
@@ -78,9 +79,9 @@ fn matmul_small_at(
         }
     };
     let whole = Block { c: c.as_mut_ptr(), old, row_stride, beta, by, a, b };
-    // SAFETY: C and the addend have been checked above, A and B by `Mat::new`; C is borrowed mutably, so nothing
-    // overlaps it but the addend that is C itself, of which an element is read before it is written. The level has
-    // been found on this machine.
+    // SAFETY: C and the addend have been checked above, A and B by `Mat::new`; C is borrowed mutably, so
+    // nothing overlaps it but the addend that is C itself, of which an element is read before it is written.
+    // The level has been found on this machine.
     unsafe {
         match level {
             #[cfg(target_arch = "x86_64")]
@@ -259,10 +260,12 @@ impl Tile<'_> {
     }
 }
 
-/// Row l of the panel gets column l of a matrix [rows, depth] whose rows are `down` and columns `along` apart.
+/// Row l of the panel gets column l of a matrix [rows, depth] whose rows are `down` and columns `along`
+/// apart.
 ///
 /// # Safety
-/// The source is good for that shape, the panel for DEPTH x WIDTH, which the shape does not exceed; the machine has the instructions of `V`.
+/// The source is good for that shape, the panel for DEPTH x WIDTH, which the shape does not exceed; the
+/// machine has the instructions of `V`.
 #[inline(always)]
 unsafe fn transpose<V: Lanes>(
     panel: *mut f32,
@@ -290,8 +293,8 @@ unsafe fn transpose<V: Lanes>(
 /// A vector of f32.
 ///
 /// # Safety
-/// Every function needs a machine with the type's instructions; pointers are good for N elements, those of a part for
-/// `n` <= N.
+/// Every function needs a machine with the type's instructions; pointers are good for N elements, those of a
+/// part for `n` <= N.
 trait Lanes: Copy {
     const N: usize;
     unsafe fn spread(x: f32) -> Self;
@@ -366,7 +369,8 @@ mod x86 {
 
     use super::Lanes;
 
-    // SAFETY of all that follows: the machine has the instructions and the pointers are good, by the caller's guarantee.
+    // SAFETY of all that follows: the machine has the instructions and the pointers are good, by the caller's
+    // guarantee.
 
     impl Lanes for __m512 {
         const N: usize = 16;

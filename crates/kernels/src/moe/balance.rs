@@ -3,7 +3,8 @@
 use super::{Dims, Routing, check_dims, route::check_routing};
 use crate::error::{Result, check, check_len};
 
-/// Sums of the load-balancing loss over the tokens of one or several layers; transformers has one loss for all layers.
+/// Sums of the load-balancing loss over the tokens of one or several layers; transformers has one loss for
+/// all layers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Balance {
     /// Number of tokens, counted once per layer.
@@ -47,7 +48,8 @@ impl Balance {
         self.chosen.len() as f64 * products.sum::<f64>()
     }
 
-    /// dlogits [tokens, E] += `coefficient` times the gradient of the loss with respect to these logits, which were added before.
+    /// dlogits [tokens, E] += `coefficient` times the gradient of the loss with respect to these logits,
+    /// which were added before.
     pub fn backward(&self, dlogits: &mut [f32], logits: &[f32], coefficient: f32) -> Result {
         self.check_rows(logits)?;
         check_len("dlogits", dlogits, logits.len())?;

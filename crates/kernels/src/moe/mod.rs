@@ -7,9 +7,10 @@
 //!           then the k largest c in them                   w_i = scaling s_i / (sum of the chosen + 1e-20)
 //! y = sum_i w_i m_{e_i} D_{e_i} (act(G_{e_i} x) * (U_{e_i} x))         m an optional multiplier per expert
 //! ```
-//! Experts of a group that is not kept have the score -inf, as in the DeepSeek-V3 and V3.2 routers of transformers 5.22.2,
-//! with which the tests compare. (Older public code uses 0, which chooses such an expert when the kept groups have a
-//! negative c.) Of equal scores the lowest index comes first. The bias affects only the choice and has no gradient.
+//! Experts of a group that is not kept have the score -inf, as in the DeepSeek-V3 and V3.2 routers of
+//! transformers 5.22.2, with which the tests compare. (Older public code uses 0, which chooses such an expert
+//! when the kept groups have a negative c.) Of equal scores the lowest index comes first. The bias affects
+//! only the choice and has no gradient.
 //! ```text
 //! softmax, normalized   dl_i = w_i (dw_i - sum_j dw_j w_j) on the chosen, 0 elsewhere
 //! softmax, not          dl_j = p_j (dw_j - sum_i dw_i p_i), dw 0 off the chosen
@@ -18,7 +19,8 @@
 //! balance               loss = E sum_e f_e P_e,  f_e = choices of e / tokens,  P_e = mean p_e    (f is a constant)
 //!                       dl_j = E p_j (f_j - sum_e f_e p_e) / tokens
 //! ```
-//! Because <a, h> = <dy, D h>, the gradient of the weights needs no expert outputs: only gate and up are saved.
+//! Because <a, h> = <dy, D h>, the gradient of the weights needs no expert outputs: only gate and up are
+//! saved.
 //!
 //! Experts run one after another, each product in parallel; a token's sum is in the order of expert indices.
 //!

@@ -48,7 +48,8 @@ impl Routing {
     }
 }
 
-/// Returns the experts and weights of every token, from logits [tokens, E]; `per_expert_scale` \[E\] multiplies the weights.
+/// Returns the experts and weights of every token, from logits [tokens, E]; `per_expert_scale` \[E\]
+/// multiplies the weights.
 pub fn route_forward(
     logits: &[f32],
     per_expert_scale: Option<&[f32]>,
@@ -79,7 +80,8 @@ pub fn route_forward(
     Ok(routing)
 }
 
-/// dlogits [tokens, E] (written) and, unless `None`, dper_expert_scale \[E\] (accumulated) from dweights [tokens, k].
+/// dlogits [tokens, E] (written) and, unless `None`, dper_expert_scale \[E\] (accumulated) from dweights
+/// [tokens, k].
 pub fn route_backward(
     dlogits: &mut [f32],
     dper_expert_scale: Option<&mut [f32]>,
@@ -160,7 +162,8 @@ impl Work {
     }
 }
 
-/// Indices of the largest scores, best first; of equal scores the lowest index first. NaN counts as the smallest.
+/// Indices of the largest scores, best first; of equal scores the lowest index first. NaN counts as the
+/// smallest.
 fn largest(chosen: &mut [u32], scores: &[f32]) {
     let value = |score: f32| if score.is_nan() { f32::NEG_INFINITY } else { score };
     let mut len = 0;
