@@ -1,4 +1,4 @@
-//! Every kernel by itself, at the size of a small model: `cargo bench -p ballast-bench [-- filter]`.
+//! Benchmark of every kernel at the size of a small model: `cargo bench -p ballast-bench [-- FILTER]`.
 
 use ballast_bench::cases::{self, Pass, Product, Work};
 use ballast_kernels::{attention, gated_delta_rule, indexer, linear, linear_cross_entropy, moe};

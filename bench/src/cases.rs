@@ -1,4 +1,4 @@
-//! One function per kernel: it makes inputs of the shape asked for and returns the work to be timed.
+//! Benchmark cases, one function per kernel: creates inputs of the given shape and returns the work to time.
 
 use ballast_kernels::adamw::{self, adamw_step};
 use ballast_kernels::attention::{self, attention_backward, attention_forward};
@@ -17,15 +17,15 @@ use ballast_kernels::rotary::{Frequencies, Heads, Layout, Rotary, rotary_forward
 use ballast_kernels::{Element, Scratch};
 use rayon::prelude::*;
 
-/// Work to be timed; it owns its inputs and outputs.
+/// Work to time; owns its inputs and outputs.
 pub type Work = Box<dyn FnMut() -> anyhow::Result<()>>;
 
-/// What a case runs.
+/// Passes of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
-    /// Forward alone.
+    /// Forward without saving.
     Forward,
-    /// Forward, keeping what backward needs, and backward.
+    /// Forward with saving, then backward.
     Both,
 }
 
@@ -39,7 +39,7 @@ pub fn values(n: usize, seed: u64) -> Vec<f32> {
     (0..n).map(|_| next()).collect()
 }
 
-/// The same as they are stored.
+/// Reproducible values in (-1, 1), rounded to the storage type.
 pub fn stored<T: Element>(n: usize, seed: u64) -> Vec<T> {
     values(n, seed).into_iter().map(T::from_f32).collect()
 }
@@ -48,7 +48,7 @@ fn zeros<T: Element>(n: usize) -> Vec<T> {
     vec![T::default(); n]
 }
 
-/// Products of [size, size] matrices, twenty on each of `threads` threads at once: what the machine can do.
+/// Peak throughput: [`PEAK_PRODUCTS`] products of [size, size] matrices on each of `threads` threads at once.
 pub fn peak(size: usize, threads: usize) -> Work {
     let (a, b) = (values(size * size, 1), values(size * size, 2));
     let mut outputs = vec![vec![0.0; size * size]; threads];
@@ -62,7 +62,7 @@ pub fn peak(size: usize, threads: usize) -> Work {
     })
 }
 
-/// Products that one thread makes in [`peak`].
+/// Products per thread in [`peak`].
 pub const PEAK_PRODUCTS: usize = 20;
 
 /// The gated delta rule on one sequence.
@@ -140,7 +140,7 @@ pub fn attention<T: Element + 'static>(
     })
 }
 
-/// The product of a linear layer.
+/// Product of a linear layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Product {
     /// y
@@ -190,7 +190,7 @@ pub fn cross_entropy<T: Element + 'static>(
     })
 }
 
-/// The choice of keys, or the loss in the dense stage with its gradients, on one sequence.
+/// Indexer on one sequence: selection of keys, or the loss of the dense stage with its gradients.
 pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> anyhow::Result<Work> {
     let (q, k) = (values(tokens * dims.heads * dims.dim, 1), values(tokens * dims.dim, 2));
     let w = values(tokens * dims.heads, 3);
@@ -257,7 +257,7 @@ pub fn rms_norm(rows: usize, width: usize, pass: Pass) -> Work {
     })
 }
 
-/// The convolution of width 4 with SiLU on one sequence.
+/// Convolution of width 4 with SiLU on one sequence.
 pub fn convolution(tokens: usize, channels: usize, pass: Pass) -> Work {
     let dims = conv::Dims { channels, width: 4 };
     let (x, weight, dy) =
@@ -275,7 +275,7 @@ pub fn convolution(tokens: usize, channels: usize, pass: Pass) -> Work {
     })
 }
 
-/// Rotation of a quarter of each head, in place.
+/// Rotary embedding of a quarter of each head, in place.
 pub fn rotary(tokens: usize, heads: usize, width: usize) -> anyhow::Result<Work> {
     let rotary = Rotary::new(Frequencies::Plain { dims: width / 4 }, 1e7, Layout::HalfSplit)?;
     let table = rotary.table(&(0..tokens as u32).collect::<Vec<u32>>());
@@ -339,7 +339,7 @@ pub fn experts(tokens: usize, dims: moe::Dims, pass: Pass) -> anyhow::Result<Wor
     }))
 }
 
-/// One optimiser step on `n` parameters.
+/// One AdamW step on `n` parameters.
 pub fn adamw(n: usize) -> Work {
     let (mut w, g) = (values(n, 1), values(n, 2));
     let (mut m, mut v) = (zeros::<f32>(n), zeros::<f32>(n));

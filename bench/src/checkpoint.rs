@@ -1,13 +1,12 @@
-//! The checkpoint commands beside `cp` and `cat` on the same files, in one run, as ratios.
+//! Benchmark of the checkpoint commands against `cp` and `cat` on the same files, printed as ratios.
 //!
 //! ```text
 //! cargo build --release && cargo run --release -p ballast-bench --bin bench-checkpoint
 //! ```
 //!
-//! A checkpoint of more than 4 GiB is made, and every round runs each contestant once, one after the other,
-//! from a warm page cache; medians over the rounds are compared. `convert` flushes what it writes and reads
-//! it back, which `cp` does not do, so both are shown: `cp` alone, and `cp` followed by a flush of its files.
-//! The peak memory is what the system counts for the process (VmHWM).
+//! Creates a checkpoint of more than 4 GiB. Every round runs each command once, from a warm page cache; the
+//! medians over the rounds are compared. `convert` flushes its output and reads it back, which `cp` does not,
+//! so `cp` is measured alone and followed by a flush of its files. Peak memory is VmHWM of the process.
 
 #![forbid(unsafe_code)]
 
@@ -22,30 +21,30 @@ use clap::Parser;
 
 #[derive(Parser)]
 struct Args {
-    /// Rounds; the median counts.
+    /// Number of rounds; the median is reported
     #[arg(long, default_value_t = 6)]
     rounds: usize,
-    /// Decoder layers: 14 make about 4.4 GiB.
+    /// Number of decoder layers; 14 are about 4.4 GiB
     #[arg(long, default_value_t = 14)]
     layers: u64,
-    /// Where to work: needs three times the checkpoint's size.
+    /// Working directory; needs three times the size of the checkpoint
     #[arg(long)]
     folder: Option<PathBuf>,
-    /// The checkpoint to measure with; made there, and kept, if it does not exist [default: a temporary one].
+    /// Checkpoint to measure with; created there and kept if it does not exist [default: a temporary one]
     #[arg(long)]
     source: Option<PathBuf>,
-    /// The binary to measure.
+    /// Binary to measure
     #[arg(long, default_value = "target/release/ballast")]
     ballast: PathBuf,
 }
 
-/// One contestant of a round.
-struct Contestant {
+/// A command to time.
+struct Contender {
     name: &'static str,
     command: Vec<String>,
     /// Removed before every run.
     output: Option<PathBuf>,
-    /// Flush the output as part of the time.
+    /// If true, the flush of the output is timed too.
     flush: bool,
     times: Vec<Duration>,
     peak_bytes: u64,
@@ -74,7 +73,7 @@ fn main() -> anyhow::Result<()> {
         seed: 1,
     };
     if !source.exists() {
-        eprintln!("making the checkpoint");
+        eprintln!("creating the checkpoint");
         model.write(&source, 1_000_000_000)?;
     }
     let bytes: u64 = files(&source)?.iter().map(|(_, size)| size).sum();
@@ -86,7 +85,7 @@ fn main() -> anyhow::Result<()> {
         std::iter::once(text(&ballast)).chain(words.iter().map(ToString::to_string)).collect()
     };
     let (src, copy, kept, cast) = (text(&source), path("copy"), path("kept"), path("cast"));
-    let contestant = |name, command, output: Option<&PathBuf>, flush| Contestant {
+    let contender = |name, command, output: Option<&PathBuf>, flush| Contender {
         name,
         command,
         output: output.cloned(),
@@ -95,31 +94,26 @@ fn main() -> anyhow::Result<()> {
         peak_bytes: 0,
     };
     let cat = format!("cat {src}/*.safetensors > /dev/null");
-    let mut contestants = [
-        contestant("cp", vec!["cp".into(), "-r".into(), src.clone(), text(&copy)], Some(&copy), false),
-        contestant(
-            "cp, flushed",
-            vec!["cp".into(), "-r".into(), src.clone(), text(&copy)],
-            Some(&copy),
-            true,
-        ),
-        contestant("convert", tool(&["convert", &src, &text(&kept), "-q"]), Some(&kept), false),
-        contestant(
+    let mut commands = [
+        contender("cp", vec!["cp".into(), "-r".into(), src.clone(), text(&copy)], Some(&copy), false),
+        contender("cp, flushed", vec!["cp".into(), "-r".into(), src.clone(), text(&copy)], Some(&copy), true),
+        contender("convert", tool(&["convert", &src, &text(&kept), "-q"]), Some(&kept), false),
+        contender(
             "convert --dtype bf16",
             tool(&["convert", &src, &text(&cast), "--dtype", "bf16", "-q"]),
             Some(&cast),
             false,
         ),
-        contestant("cat", vec!["sh".into(), "-c".into(), cat], None, false),
-        contestant("audit", tool(&["audit", &src, "-q"]), None, false),
+        contender("cat", vec!["sh".into(), "-c".into(), cat], None, false),
+        contender("audit", tool(&["audit", &src, "-q"]), None, false),
     ];
-    // Round 0 is not counted. Every round begins with another contestant, because whoever comes first after a
-    // pause pays for memory and disk blocks that the machine had given back.
-    let places = contestants.len();
+    // Round 0 is not counted. Every round starts with another command, because the first one after a pause
+    // pays for memory and disk blocks that the machine has released.
+    let places = commands.len();
     for round in 0..=args.rounds {
         for place in 0..places {
-            let c = &mut contestants[(place + round) % places];
-            // The next contestant starts with the source in the cache and nothing to be written back.
+            let c = &mut commands[(place + round) % places];
+            // The next command starts with the source in the page cache and nothing to write back.
             run(&["sh", "-c", &format!("sync; cat {src}/* > /dev/null")].map(String::from))?;
             let begin = Instant::now();
             c.peak_bytes = c.peak_bytes.max(run(&c.command)?);
@@ -137,13 +131,13 @@ fn main() -> anyhow::Result<()> {
         }
     }
     let median = |name: &str| {
-        let c = contestants.iter().find(|c| c.name == name).expect("named above");
+        let c = commands.iter().find(|c| c.name == name).expect("named above");
         let mut times = c.times.clone();
         times.sort();
         times[times.len() / 2].as_secs_f64()
     };
     println!("{:22} {:>9} {:>9} {:>12}", "median", "seconds", "GiB/s", "peak memory");
-    for c in &contestants {
+    for c in &commands {
         let seconds = median(c.name);
         let rate = bytes as f64 / seconds / (1u64 << 30) as f64;
         println!(
@@ -152,7 +146,7 @@ fn main() -> anyhow::Result<()> {
             c.peak_bytes as f64 / (1u64 << 20) as f64
         );
     }
-    println!("\n{:44} {:>7} {:>7}", "ratio (more is better)", "got", "target");
+    println!("\n{:44} {:>7} {:>7}", "ratio (higher is better)", "got", "target");
     for (what, peer, target) in [
         ("convert", "cp", "0.8"),
         ("convert", "cp, flushed", "0.8"),

@@ -1,4 +1,4 @@
-//! Times one kernel case and prints a line of JSON: what `bench/peers/kernels.py` runs beside its peers.
+//! Times one kernel and prints a line of JSON. `bench/peers/kernels.py` runs it next to other frameworks.
 //!
 //! ```text
 //! cargo run --release -p ballast-bench --bin bench-kernels -- gdn --tokens 2048 --backward
@@ -16,22 +16,22 @@ use half::bf16;
 struct Args {
     #[command(subcommand)]
     case: Case,
-    /// Repetitions; the median counts.
+    /// Number of repetitions; the median is reported
     #[arg(long, default_value_t = 7, global = true)]
     repetitions: usize,
-    /// Threads.
+    /// Number of threads
     #[arg(long, default_value_t = 2, global = true)]
     threads: usize,
 }
 
 #[derive(Subcommand)]
 enum Case {
-    /// A square matrix product on every thread at once: what the machine can do.
+    /// Square matrix product on every thread at once: peak throughput of the machine
     Peak {
         #[arg(long, default_value_t = 512)]
         size: usize,
     },
-    /// The gated delta rule, one sequence, as many key as value heads.
+    /// Gated delta rule on one sequence, with as many key heads as value heads
     Gdn {
         #[arg(long, default_value_t = 2048)]
         tokens: usize,
@@ -45,11 +45,11 @@ enum Case {
         states_every: usize,
         #[arg(long, default_value = "f32")]
         storage: Storage,
-        /// Forward and backward, instead of forward alone.
+        /// Run forward and backward instead of forward alone
         #[arg(long)]
         backward: bool,
     },
-    /// Causal attention, one sequence.
+    /// Causal attention on one sequence
     Attention {
         #[arg(long, default_value_t = 2048)]
         tokens: usize,
@@ -61,11 +61,11 @@ enum Case {
         dim: usize,
         #[arg(long, default_value = "f32")]
         storage: Storage,
-        /// Forward and backward, instead of forward alone.
+        /// Run forward and backward instead of forward alone
         #[arg(long)]
         backward: bool,
     },
-    /// One product of a linear layer; with one token the matrix-vector product.
+    /// One product of a linear layer; with one token, the matrix-vector product
     Linear {
         #[arg(long, default_value_t = 1024)]
         tokens: usize,
@@ -75,14 +75,14 @@ enum Case {
         outputs: usize,
         #[arg(long, default_value = "forward")]
         product: Product,
-        /// Storage of activations.
+        /// Storage type of activations
         #[arg(long, default_value = "f32")]
         storage: Storage,
-        /// Storage of the weight.
+        /// Storage type of the weight
         #[arg(long, default_value = "f32")]
         weights: Storage,
     },
-    /// Output projection and cross entropy: the loss and both gradients.
+    /// Output projection and cross entropy: the loss and both gradients
     LinearCrossEntropy {
         #[arg(long, default_value_t = 2048)]
         tokens: usize,
@@ -92,7 +92,7 @@ enum Case {
         vocabulary: usize,
         #[arg(long, default_value = "f32")]
         storage: Storage,
-        /// Tokens whose logits exist at a time; the kernel's default if left out.
+        /// Tokens per slice of logits [default: that of the kernel]
         #[arg(long)]
         slice: Option<usize>,
     },
@@ -117,7 +117,7 @@ fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The work of a case and the operations that it is usually counted as.
+/// Work of a case, and its usual count of floating-point operations.
 fn prepare(case: &Case, threads: usize) -> (Work, f64) {
     let pass = |backward: bool| if backward { Pass::Both } else { Pass::Forward };
     match *case {
@@ -133,7 +133,7 @@ fn prepare(case: &Case, threads: usize) -> (Work, f64) {
                 Storage::F32 => cases::gated_delta_rule::<f32>,
                 Storage::Bf16 => cases::gated_delta_rule::<bf16>,
             };
-            // As the specification counts them, forward: 2 (5 C d + 3 d^2) a token and head.
+            // Forward, by the usual formula: 2 (5 C d + 3 d^2) per token and head.
             let flops = 2.0 * (5 * chunk * dim + 3 * dim * dim) as f64 * (tokens * heads) as f64;
             (make(tokens, dims, options, pass(backward)), flops)
         }
@@ -143,7 +143,7 @@ fn prepare(case: &Case, threads: usize) -> (Work, f64) {
                 Storage::F32 => cases::attention::<f32>,
                 Storage::Bf16 => cases::attention::<bf16>,
             };
-            // Two products over the keys that a query sees, half of all; backward makes five.
+            // Two products over the keys that a query sees, half of all keys on average; backward has five.
             let products = if backward { 7.0 } else { 2.0 };
             let flops = products * (tokens * tokens * heads * dim) as f64;
             (make(tokens, dims, attention::Options::default(), pass(backward)), flops)

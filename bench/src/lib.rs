@@ -1,4 +1,4 @@
-//! What the benchmarks share: made-up inputs, one piece of work per kernel, medians, memory.
+//! Shared code of the benchmarks: inputs, one case per kernel, medians, memory.
 
 #![forbid(unsafe_code)]
 

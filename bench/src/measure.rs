@@ -1,21 +1,23 @@
-//! Time and memory of a piece of work.
+//! Measures time and memory.
 
 use std::time::Instant;
 
 use crate::cases::Work;
 
-/// What one case costs.
+/// Time and memory of one case.
 #[derive(Clone, Copy, Debug)]
 pub struct Measured {
-    /// The median time.
+    /// Median time in seconds.
     pub seconds: f64,
-    /// What the process grew by at most while the work ran for the first time; 0 where the system does not say.
+    /// Growth of the process's peak memory during the first run, in bytes; 0 if the system does not report
+    /// it.
     pub bytes: u64,
 }
 
 /// Runs `work` once for memory, then `repetitions` times for the median time.
 pub fn measure(repetitions: usize, work: &mut Work) -> anyhow::Result<Measured> {
-    // Resets VmHWM to what is resident now; without the right to do so the peak of the preparation counts as before.
+    // Resets VmHWM to the memory that is resident now. Without the permission, the peak of the setup is
+    // included.
     let _ = std::fs::write("/proc/self/clear_refs", "5");
     let before = peak_bytes();
     work()?;
@@ -23,7 +25,7 @@ pub fn measure(repetitions: usize, work: &mut Work) -> anyhow::Result<Measured> 
     Ok(Measured { seconds: median(repetitions, work)?, bytes })
 }
 
-/// The median time of `work`.
+/// Median time of `work`.
 pub fn median(repetitions: usize, mut work: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<f64> {
     let mut times = Vec::new();
     for _ in 0..repetitions.max(1) {

@@ -1,4 +1,4 @@
-//! Times whole models; prints one JSON line. The side-by-side run is bench/peers/models.py.
+//! Times whole models and prints a line of JSON. `bench/peers/models.py` runs it next to other frameworks.
 //!
 //! ```text
 //! cargo run --release -p ballast-bench --bin bench-model -- step MODEL --tokens 1024 --precision bf16
@@ -22,32 +22,32 @@ use rayon::prelude::*;
 struct Args {
     #[command(subcommand)]
     case: Case,
-    /// Threads to use.
+    /// Number of threads
     #[arg(long, default_value_t = 2, global = true)]
     threads: usize,
-    /// Runs that count; with 0 a step is only planned.
+    /// Number of timed runs; with 0 a step is only planned
     #[arg(long, default_value_t = 5, global = true)]
     repetitions: usize,
-    /// f32, bf16, ...
+    /// Precision preset: f32, bf16, ...
     #[arg(long, default_value = "f32", global = true)]
     precision: String,
 }
 
 #[derive(Subcommand)]
 enum Case {
-    /// Loss and all gradients of one sequence.
+    /// Loss and all gradients of one sequence
     Step {
-        /// A checkpoint, or a config.json: random weights.
+        /// Checkpoint, or config.json for random weights
         model: PathBuf,
         #[arg(long, default_value_t = 1024)]
         tokens: usize,
         #[arg(long, default_value = "none")]
         recompute: Made,
-        /// A whole training step: clipping and AdamW with f32 masters and moments too.
+        /// Time a whole training step, with clipping and AdamW with f32 master weights and moments
         #[arg(long)]
         update: bool,
     },
-    /// Tokens one after another, and the memory bandwidth that this reaches.
+    /// Decode tokens one by one, and report the memory bandwidth
     Decode {
         model: PathBuf,
         #[arg(long, default_value_t = 64)]
@@ -77,7 +77,7 @@ fn main() -> anyhow::Result<()> {
     };
     let report = match &args.case {
         Case::Step { model, tokens, recompute, update } => {
-            // Masters begin with all bits; without them the weights are read in their type.
+            // Master weights start with all bits; without them the weights are loaded in their storage type.
             let is_config = model.extension().is_some_and(|e| e == "json");
             let mut model = if *update || is_config { load_f32(model)? } else { load(model)? };
             let precision = Precision::preset(&args.precision, &model.config)?;
@@ -132,7 +132,7 @@ fn main() -> anyhow::Result<()> {
             }
             times.sort_by(f64::total_cmp);
             let seconds = times[times.len() / 2];
-            // A tied embedding is read once, as the head; of an untied one, one row.
+            // A tied embedding is read once, as the head; an untied one by one row.
             let bytes = model.params.bytes();
             let limit = bytes as f64 / bandwidth;
             serde_json::json!({
@@ -145,7 +145,7 @@ fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Bytes per second that all threads read together, from memory that no cache holds.
+/// Memory bandwidth: bytes per second that all threads together read from uncached memory.
 fn bandwidth(threads: usize) -> f64 {
     let words = vec![1u64; (512 << 20) / 8];
     let mut best = f64::MAX;

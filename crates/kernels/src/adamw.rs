@@ -1,16 +1,29 @@
-//! AdamW as torch.optim.AdamW computes it, the norm of all gradients, and clipping by it.
+//! AdamW as in torch.optim.AdamW, and gradient clipping by the global norm.
 //!
-//! Step t >= 1, all in f32, scalars in f64 and then rounded:
+//! Step t >= 1. Tensors are f32; the scalar factors are computed in f64 and rounded:
 //! ```text
 //! w = w (1 - lr weight_decay)
 //! m = m + (1 - beta1) (g - m)                v = beta2 v + (1 - beta2) g^2
 //! w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //! ```
-//! The master weight is f32. Where the model runs on bf16, its copy is rounded from the master after each step, so an
-//! update smaller than half a bf16 step is not lost.
+//! The master weight is f32. The model's bf16 copy, if there is one, is rounded from the master after each
+//! step, so an update smaller than half a bf16 step is not lost.
 //!
-//! The norm is a sum of squares in f64, block by block in one order. A norm that is not finite is an error before
-//! anything is scaled: a clip that multiplies by it would spread one bad gradient over every parameter.
+//! The global norm is a sum of squares in f64, block by block in a fixed order. A non-finite norm is an
+//! error, and nothing is scaled: otherwise clipping would spread one bad gradient over every parameter.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::adamw::{Options, adamw_step, clip};
+//!
+//! let options = Options { lr: 0.1, weight_decay: 0.0, ..Options::default() };
+//! let (mut w, mut m, mut v, mut g) = ([1.0], [0.0], [0.0], [3.0]);
+//! let norm = clip(&mut [&mut g], 1.0)?;
+//! assert!(norm == 3.0 && (g[0] - 1.0).abs() < 1e-5);
+//! adamw_step(&mut w, &mut m, &mut v, &g, 1.0, 1, &options)?;
+//! assert!((w[0] - 0.9).abs() < 1e-6, "the first step has the length of the learning rate");
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 use rayon::prelude::*;
 
@@ -55,12 +68,14 @@ struct Factors {
 impl Factors {
     fn new(options: &Options, step: u32) -> Result<Factors> {
         let Options { lr, beta1, beta2, eps, weight_decay } = *options;
-        check(step > 0, || "AdamW counts its steps from 1".into())?;
+        check(step > 0, || "AdamW step must be 1 or more, got 0".into())?;
         check((0.0..1.0).contains(&beta1) && (0.0..1.0).contains(&beta2), || {
-            format!("AdamW with beta1 {beta1} and beta2 {beta2}: from 0 to below 1")
+            format!("AdamW beta1 and beta2 must be at least 0 and below 1, got {beta1} and {beta2}")
         })?;
         check(eps >= 0.0 && lr.is_finite() && weight_decay.is_finite(), || {
-            format!("AdamW with lr {lr}, eps {eps}, weight decay {weight_decay}")
+            format!(
+                "AdamW needs a finite lr and weight decay and eps >= 0, got lr {lr}, weight decay {weight_decay}, eps {eps}"
+            )
         })?;
         let step = step as f64;
         Ok(Factors {
@@ -75,8 +90,8 @@ impl Factors {
     }
 }
 
-/// One step on w \[n\], moments m and v \[n\], from its gradient g \[n\] times `scale` (the factor of [`clip`]). Steps count
-/// from 1.
+/// Updates w \[n\] and its moments m and v \[n\] with the gradient g \[n\] times `scale` (for clipping, see
+/// [`clip_factor`]). Steps count from 1.
 pub fn adamw_step(
     w: &mut [f32],
     m: &mut [f32],
@@ -89,7 +104,7 @@ pub fn adamw_step(
     adamw_step_with_copy::<f32>(w, None, m, v, g, scale, step, options)
 }
 
-/// [`adamw_step`] that also rounds the new w into `copy` \[n\], which the model runs on.
+/// [`adamw_step`] that also rounds the new w into `copy` \[n\], the model's weight.
 pub fn adamw_step_with_copy<T: Element>(
     w: &mut [f32],
     copy: Option<&mut [T]>,
@@ -123,8 +138,9 @@ pub fn adamw_step_with_copy<T: Element>(
     Ok(())
 }
 
-/// The first element that [`adamw_step_with_copy`] with these arguments would leave with a non-finite moment, or would take from a
-/// finite value to one that is not finite in `T`, which the model runs on. Changes nothing.
+/// Index of the first element that [`adamw_step_with_copy`] with these arguments would leave with a
+/// non-finite moment, or would move from a finite value to one that is non-finite in `T`, the model's storage
+/// type. Changes nothing.
 pub fn adamw_fault<T: Element>(
     w: &[f32],
     m: &[f32],
@@ -184,7 +200,8 @@ simd_fn! {
     }
 }
 
-/// sqrt of the sum of all squares of all gradients, in f64: block by block, tensor by tensor, in the order given.
+/// Global norm: square root of the sum of squares of all gradients, in f64, tensor by tensor in the order
+/// given.
 pub fn global_norm(gradients: &[&[f32]]) -> f64 {
     let squares = |g: &&[f32]| -> f64 {
         let blocks: Vec<f64> = g.par_chunks(ELEMENTS).map(sum_of_squares).collect();
@@ -209,10 +226,10 @@ simd_fn! {
     }
 }
 
-/// The factor that brings gradients of this norm down to `limit`, as torch.nn.utils.clip_grad_norm_ has it:
-/// min(1, limit / (norm + 1e-6)). An error for a norm that is not finite.
+/// Clipping factor of torch.nn.utils.clip_grad_norm_: min(1, limit / (norm + 1e-6)). Returns an error for a
+/// non-finite norm.
 pub fn clip_factor(norm: f64, limit: f64) -> Result<f32> {
-    check(limit > 0.0, || format!("clipping at {limit}: above 0"))?;
+    check(limit > 0.0, || format!("clipping limit must be above 0, got {limit}"))?;
     if norm.is_finite() {
         Ok((limit / (norm + 1e-6)).min(1.0) as f32)
     } else {
@@ -228,8 +245,8 @@ simd_fn! {
     }
 }
 
-/// Scales all gradients so that their norm is at most `limit`, and returns the norm they had. With an error nothing
-/// is touched.
+/// Scales all gradients so that their global norm is at most `limit`, and returns the norm before. On an
+/// error nothing is changed.
 pub fn clip(gradients: &mut [&mut [f32]], limit: f64) -> Result<f64> {
     let norm = global_norm(&gradients.iter().map(|g| &**g).collect::<Vec<_>>());
     let factor = clip_factor(norm, limit)?;
@@ -349,7 +366,7 @@ mod tests {
             let (mut x, mut y) = (vec![100.0f32; 5], vec![bad; 1]);
             let error = clip(&mut [&mut x, &mut y], 1.0).unwrap_err();
             let name = if bad.is_nan() { "NaN" } else { "inf" };
-            assert_eq!(error.to_string(), format!("the norm of the gradients is {name}"));
+            assert_eq!(error.to_string(), format!("gradient norm is non-finite: {name}"));
             assert_eq!(x, [100.0; 5]);
         }
         assert!(clip_factor(1.0, 0.0).is_err());

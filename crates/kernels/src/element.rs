@@ -1,26 +1,26 @@
-//! What tensors are stored in: f32, or bf16 that is widened on the way in and rounded once on the way out.
+//! Storage types of tensors: f32, and bf16, which is widened on load and rounded once on store.
 
 use half::bf16;
 
 use crate::simd::simd_fn;
 
-/// A storage type. Arithmetic is never done in it.
+/// Storage type of a tensor. Arithmetic is always f32.
 pub trait Element: bytemuck::Pod + Default + Send + Sync + PartialEq + std::fmt::Debug {
-    /// Name, as the checkpoint format has it.
+    /// Name in the safetensors format.
     const NAME: &'static str;
-    /// The exact value.
+    /// Widens to f32, exactly.
     fn to_f32(self) -> f32;
-    /// The nearest value, ties to even.
+    /// Rounds to nearest even.
     fn from_f32(x: f32) -> Self;
     /// Widens all of `source`.
     fn load(target: &mut [f32], source: &[Self]);
     /// Rounds all of `source`.
     fn store(target: &mut [Self], source: &[f32]);
-    /// The slice itself, when it is f32 already.
+    /// Returns the slice itself if it is f32.
     fn as_f32(slice: &[Self]) -> Option<&[f32]>;
-    /// The slice itself, when it is f32 already.
+    /// Returns the slice itself if it is f32.
     fn as_f32_mut(slice: &mut [Self]) -> Option<&mut [f32]>;
-    /// The slice itself, when it is bf16.
+    /// Returns the slice itself if it is bf16.
     fn as_bf16(slice: &[Self]) -> Option<&[bf16]>;
 }
 
@@ -92,7 +92,7 @@ impl Element for bf16 {
     }
 }
 
-/// To nearest, ties to even; a NaN stays a NaN.
+/// Bits of x rounded to nearest even; a NaN stays a NaN.
 #[inline(always)]
 fn bf16_bits(x: f32) -> u16 {
     let bits = x.to_bits();

@@ -1,4 +1,4 @@
-//! Sums and multiples of whole tensors, element by element or row by row, f32 arithmetic.
+//! Element-wise and row-wise sums and products, in f32.
 //!
 //! ```text
 //! add          y = a + b
@@ -7,6 +7,19 @@
 //! round        y = r(y)                               y in f32
 //! scale        y = s y
 //! scale_rows   y_t = x_t r_t                          dx_t = dy_t r_t        dr_t = <dy_t, x_t>
+//! ```
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::elementwise::{row_products, scale_rows};
+//!
+//! let (x, factors, width) = ([1.0f32, 2.0, 3.0, 4.0], [10.0, 0.5], 2);
+//! let (mut y, mut d_factors) = ([0.0; 4], [0.0; 2]);
+//! scale_rows(&mut y, &x, &factors, width)?;
+//! assert_eq!(y, [10.0, 20.0, 1.5, 2.0]);
+//! row_products(&mut d_factors, &[1.0; 4], &x, width)?;
+//! assert_eq!(d_factors, [3.0, 7.0]);
+//! # Ok::<(), ballast_kernels::KernelError>(())
 //! ```
 
 use rayon::prelude::*;
@@ -59,7 +72,7 @@ pub fn round(y: &mut [f32], rounding: Rounding) {
     }
 }
 
-/// y = x, rounded once.
+/// y = x, rounded to the storage type of y.
 pub fn convert<T: Element>(y: &mut [T], x: &[f32]) -> Result {
     check_len("x", x, y.len())?;
     y.par_chunks_mut(ELEMENTS).zip(x.par_chunks(ELEMENTS)).for_each(|(y, x)| T::store(y, x));
@@ -85,7 +98,7 @@ pub fn scale_rows<T: Element>(y: &mut [T], x: &[T], factors: &[f32], width: usiz
     Ok(())
 }
 
-/// Each row's <dy, x>: the gradient of its factor.
+/// Inner product <dy, x> of each row: the gradient of the factors of [`scale_rows`].
 pub fn row_products<T: Element>(d_factors: &mut [f32], dy: &[T], x: &[T], width: usize) -> Result {
     check_rows(x, d_factors, width)?;
     check_len("dy", dy, x.len())?;
@@ -101,7 +114,7 @@ pub fn row_products<T: Element>(d_factors: &mut [f32], dy: &[T], x: &[T], width:
 }
 
 fn check_rows<T>(x: &[T], factors: &[f32], width: usize) -> Result {
-    check(width > 0, || "rows of width 0".into())?;
+    check(width > 0, || "width must be 1 or more, got 0".into())?;
     check_shape("x", x, [factors.len(), width])
 }
 

@@ -1,10 +1,28 @@
-//! The embedding: rows of a table, picked by token id.
+//! Embedding: rows of a table, looked up by token id.
 //!
 //! ```text
 //! y_t = scale W[id_t]          dW[v] += scale sum of dy_t over the t with id_t = v, in the order of t
 //! ```
-//! Backward sorts the tokens by id; a task owns a run of equal ids, so no row of dW has two writers and every sum has
-//! one order.
+//! Backward sorts the tokens by id, and one task adds up all tokens of an id. So each row of dW has one
+//! writer and a fixed order of summation.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::embedding::{
+//!     embedding_backward, embedding_backward_workspace, embedding_forward,
+//! };
+//!
+//! let (ids, w, width) = ([1, 0, 1], [1.0f32, 2.0, 3.0, 4.0], 2);
+//! let mut y = [0.0f32; 6];
+//! embedding_forward(&mut y, &ids, &w, 1.0, width)?;
+//! assert_eq!(y, [3.0, 4.0, 1.0, 2.0, 3.0, 4.0]);
+//!
+//! let mut dw = [0.0; 4];
+//! let mut workspace = vec![0.0; embedding_backward_workspace(ids.len())];
+//! embedding_backward(&mut dw, &[1.0f32; 6], &ids, 1.0, width, &mut workspace)?;
+//! assert_eq!(dw, [1.0, 1.0, 2.0, 2.0]);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 use rayon::prelude::*;
 
@@ -50,11 +68,13 @@ pub fn embedding_backward<T: Element>(
 ) -> Result {
     check_ids(ids, dw, width)?;
     check_shape("dy", dy, [ids.len(), width])?;
-    check(u32::try_from(ids.len()).is_ok(), || format!("{} tokens: at most 2^32 - 1", ids.len()))?;
+    check(u32::try_from(ids.len()).is_ok(), || {
+        format!("number of tokens must be below 2^32, got {}", ids.len())
+    })?;
     check_workspace(workspace, embedding_backward_workspace(ids.len()))?;
     let order: &mut [u32] = bytemuck::cast_slice_mut(&mut workspace[..ids.len()]);
     order.iter_mut().zip(0..).for_each(|(slot, t)| *slot = t);
-    // By id, then by token: no two keys are equal, so the order is the only one.
+    // By id, then by token: no two keys are equal, so the order is unique.
     order.sort_unstable_by_key(|t| (ids[*t as usize], *t));
     let dw = Shared::new(dw);
     let id = |t: &u32| ids[*t as usize];
@@ -70,12 +90,14 @@ pub fn embedding_backward<T: Element>(
 
 fn check_ids<W>(ids: &[u32], w: &[W], width: usize) -> Result {
     check(width > 0 && w.len().is_multiple_of(width), || {
-        format!("the table has {} elements, not rows of {width}", w.len())
+        format!("embedding table has {} elements, not a multiple of the width {width}", w.len())
     })?;
     let vocabulary = w.len() / width;
     match ids.iter().position(|id| *id as usize >= vocabulary) {
         None => Ok(()),
-        Some(t) => check(false, || format!("token {t} has id {} of a vocabulary of {vocabulary}", ids[t])),
+        Some(t) => check(false, || {
+            format!("token {t} has id {}, but the vocabulary has {vocabulary} tokens", ids[t])
+        }),
     }
 }
 
@@ -159,7 +181,7 @@ mod tests {
     fn an_id_outside_the_vocabulary_is_named() {
         let mut y = [0.0f32; 4];
         let error = embedding_forward(&mut y, &[1, 3], &[0.0f32; 6], 1.0, 2).unwrap_err();
-        assert_eq!(error.to_string(), "token 1 has id 3 of a vocabulary of 3");
+        assert_eq!(error.to_string(), "token 1 has id 3, but the vocabulary has 3 tokens");
         assert!(embedding_forward(&mut y, &[1], &[0.0f32; 6], 1.0, 2).is_err());
         assert!(embedding_forward(&mut y, &[], &[0.0f32; 6], 1.0, 0).is_err());
     }

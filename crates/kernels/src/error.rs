@@ -1,30 +1,30 @@
-//! Shapes that do not fit together.
+//! Errors: shapes that do not match, settings out of range.
 
-/// Shorthand for results of this crate.
+/// Result of a kernel.
 pub type Result<T = (), E = KernelError> = std::result::Result<T, E>;
 
-/// An argument that cannot be worked with.
+/// An invalid argument.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KernelError {
     /// A slice of the wrong length.
-    #[error("{name} has {found} elements where the shape makes {expected}")]
+    #[error("{name} must have {expected} elements, got {found}")]
     Length {
-        /// The argument.
+        /// Name of the argument.
         name: &'static str,
-        /// What the shape makes.
+        /// Number of elements that the shape has.
         expected: usize,
-        /// What was given.
+        /// Number of elements of the slice.
         found: usize,
     },
-    /// A size or setting that the operation cannot have.
+    /// A size or setting out of range.
     #[error("{0}")]
     Shape(String),
-    /// Gradients whose norm is not finite: clipping by it would spread it.
-    #[error("the norm of the gradients is {0}")]
+    /// Gradients with a non-finite norm.
+    #[error("gradient norm is non-finite: {0}")]
     Norm(String),
 }
 
-/// An error unless the slice is as long as its shape says.
+/// Returns an error unless the slice has `expected` elements.
 pub(crate) fn check_len<T>(name: &'static str, slice: &[T], expected: usize) -> Result {
     if slice.len() == expected {
         Ok(())
@@ -33,15 +33,16 @@ pub(crate) fn check_len<T>(name: &'static str, slice: &[T], expected: usize) -> 
     }
 }
 
-/// Number of elements of a shape; an error where it does not fit in a `usize`. A size of 0 hides nothing: the other sizes
-/// must still fit, so every product of some sizes of a shape that passed fits as well, and offsets made of them do not wrap.
+/// Number of elements of a shape; an error if it does not fit in a `usize`. The product of the non-zero sizes
+/// must fit too, so the product of any sizes of a checked shape fits, and offsets computed from them do not
+/// wrap.
 pub(crate) fn elements<const N: usize>(name: &'static str, shape: [usize; N]) -> Result<usize> {
     let product = shape.iter().filter(|size| **size > 0).try_fold(1usize, |all, size| all.checked_mul(*size));
     match product {
         Some(product) => Ok(if shape.contains(&0) { 0 } else { product }),
-        None => Err(KernelError::Shape(format!(
-            "{name}: the shape {shape:?} has more elements than memory can hold"
-        ))),
+        None => {
+            Err(KernelError::Shape(format!("{name}: shape {shape:?} has more elements than memory can hold")))
+        }
     }
 }
 
@@ -50,7 +51,7 @@ pub(crate) fn check_shape<T, const N: usize>(name: &'static str, slice: &[T], sh
     check_len(name, slice, elements(name, shape)?)
 }
 
-/// An error that says why a shape is impossible, unless `holds`.
+/// Returns the error `why` unless `holds`.
 pub(crate) fn check(holds: bool, why: impl FnOnce() -> String) -> Result {
     if holds { Ok(()) } else { Err(KernelError::Shape(why())) }
 }

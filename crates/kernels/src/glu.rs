@@ -1,4 +1,4 @@
-//! Gated linear units: h = act(gate) up, element by element, f32 arithmetic.
+//! Gated linear units: h = act(gate) up, element by element, in f32.
 //!
 //! ```text
 //! SwiGLU   act(x) = x s                    act'(x) = s + x s (1 - s),   s = sigmoid(x)
@@ -8,7 +8,22 @@
 //! dgate = dh up act'(gate)                 dup = dh act(gate)
 //! ```
 //!
-//! The sigmoid form of gelu has no 1 + tanh, which keeps no digit where the gate is far below zero.
+//! GeGLU uses the sigmoid form because 1 + tanh(u) loses all digits for a gate far below zero.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::glu::{Activation, glu_backward, glu_forward};
+//!
+//! let (gate, up) = ([0.0f32, 10.0], [4.0, 3.0]);
+//! let mut h = [0.0; 2];
+//! glu_forward(&mut h, &gate, &up, Activation::Silu)?;
+//! assert!(h[0] == 0.0 && (h[1] - 30.0).abs() < 2e-3);
+//!
+//! let (mut dgate, mut dup) = ([0.0; 2], [0.0; 2]);
+//! glu_backward(&mut dgate, &mut dup, &[1.0, 1.0], &gate, &up, Activation::Silu)?;
+//! assert!((dgate[0] - 2.0).abs() < 1e-6 && dup[0] == 0.0);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 use rayon::prelude::*;
 
@@ -17,7 +32,7 @@ use crate::error::{Result, check_len};
 use crate::partition::ELEMENTS;
 use crate::simd::{fma, sigmoid_f32, simd_fn};
 
-/// The function of the gate.
+/// Activation function of the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// x sigmoid(x): SwiGLU.
@@ -51,7 +66,7 @@ fn gelu_both<const FMA: bool>(x: f32) -> (f32, f32) {
     let square = x * x;
     let s = sigmoid_f32::<FMA>(2.0 * C * x * fma::<FMA>(A, square, 1.0));
     let bell = s * (1.0 - s);
-    // Far out the bell is 0 and x^2 may be infinite: their product must be 0.
+    // For a large |x| the bell is 0 and x^2 may be infinite: their product must be 0.
     let slope = if bell == 0.0 { 0.0 } else { bell * 2.0 * C * fma::<FMA>(3.0 * A, square, 1.0) };
     (x * s, fma::<FMA>(x, slope, s))
 }
@@ -69,7 +84,7 @@ pub fn glu_forward<T: Element>(h: &mut [T], gate: &[T], up: &[T], activation: Ac
     Ok(())
 }
 
-/// dgate, dup \[n\] from dh and the saved gate and up.
+/// dgate, dup \[n\] from dh and the gate and up of forward.
 pub fn glu_backward<T: Element>(
     dgate: &mut [T],
     dup: &mut [T],

@@ -1,8 +1,20 @@
-//! The matrix product of f32 blocks, behind one function so that its implementation can be swapped.
+//! Matrix products on one thread.
 //!
-//! C = alpha A B + beta C, one thread. A, B and C are strided views; the result depends on shapes and values alone.
-//! Large products go to the `gemm` crates, which pack their operands; `small` has those of blocks that lie in a cache, `bf16`
-//! those whose operands are both stored in bf16. [`matmul_f64`] is for references, which want the same in f64.
+//! C = alpha A B + beta C, where A, B and C are strided views. The result depends on shapes and values alone.
+//! Large products go to the `gemm` crates, which pack their operands; the module `small` multiplies blocks
+//! that are in a cache already, `bf16` two operands stored in bf16. [`matmul_f64`] is for references in f64.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::matmul::{Mat, matmul, matmul_add};
+//!
+//! let (a, b, mut c) = ([1.0, 2.0, 3.0, 4.0], [5.0, 6.0], [0.0; 2]);
+//! let (a, b) = (Mat::dense(&a, 2, 2), Mat::dense(&b, 2, 1));
+//! matmul(&mut c, 1.0, a, b);
+//! assert_eq!(c, [17.0, 39.0]);
+//! matmul_add(&mut c, 2.0, a.t(), b);
+//! assert_eq!(c, [63.0, 107.0]);
+//! ```
 
 mod bf16;
 mod small;
@@ -27,22 +39,22 @@ pub struct Mat<'a, T = f32> {
 }
 
 impl<'a, T> Mat<'a, T> {
-    /// Row-major, `row_stride` elements from row to row.
+    /// Row-major matrix with `row_stride` elements from row to row.
     ///
     /// # Panics
-    /// When the slice is too short.
+    /// If the slice is too short.
     pub fn new(data: &'a [T], rows: usize, columns: usize, row_stride: usize) -> Mat<'a, T> {
         assert!(
             extent(rows, columns, row_stride).is_some_and(|needed| needed <= data.len()),
-            "a {rows}x{columns} matrix with stride {row_stride} in {} elements",
+            "a {rows}x{columns} matrix with row stride {row_stride} does not fit in {} elements",
             data.len()
         );
-        // A stride that no row is reached by may be any number; it is not kept, so that none is ever multiplied.
+        // The stride of a single row may be any number. It is replaced, so that it is never multiplied.
         let row_stride = if rows > 1 && columns > 0 { row_stride } else { columns };
         Mat { data, rows, columns, row_stride, column_stride: 1 }
     }
 
-    /// Row-major without gaps.
+    /// Row-major matrix without gaps.
     pub fn dense(data: &'a [T], rows: usize, columns: usize) -> Mat<'a, T> {
         Mat::new(data, rows, columns, columns)
     }
@@ -60,16 +72,16 @@ impl<'a, T> Mat<'a, T> {
     /// Row i.
     ///
     /// # Panics
-    /// When the rows are not contiguous, or there is no such row.
+    /// If the rows are not contiguous, or there is no such row.
     pub fn row(&self, i: usize) -> &'a [T] {
         assert!(self.column_stride == 1 && i < self.rows, "row {i} of {}", self.rows);
         &self.data[i * self.row_stride..i * self.row_stride + self.columns]
     }
 
-    /// The block of these rows and columns.
+    /// Block of these rows and columns.
     ///
     /// # Panics
-    /// When it is not inside.
+    /// If the block is not inside.
     pub fn part(self, rows: Range<usize>, columns: Range<usize>) -> Mat<'a, T> {
         assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
         assert!(
@@ -85,7 +97,7 @@ impl<'a, T> Mat<'a, T> {
         Mat { data, rows: rows.len(), columns: columns.len(), ..self }
     }
 
-    /// The transpose, without moving anything.
+    /// Transpose; no data is moved.
     pub fn t(self) -> Mat<'a, T> {
         Mat {
             rows: self.columns,
@@ -97,17 +109,18 @@ impl<'a, T> Mat<'a, T> {
     }
 }
 
-/// Elements from the first to the last of a row-major matrix, gaps between rows included; `None` where that cannot be
-/// counted in a `usize`. What passes guards unsafe code: every offset of an element is below it, and does not wrap.
+/// Number of elements from the first to the last of a row-major matrix, including gaps between rows; `None`
+/// if it does not fit in a `usize`. Unsafe code relies on it: every offset of an element is below it and does
+/// not wrap.
 fn extent(rows: usize, columns: usize, row_stride: usize) -> Option<usize> {
     if rows == 0 || columns == 0 { Some(0) } else { (rows - 1).checked_mul(row_stride)?.checked_add(columns) }
 }
 
-/// Row-major C [rows, columns] = alpha A B + beta C, where C's rows are `row_stride` apart. With beta = 0 the old
-/// content of C is not read.
+/// Row-major C [rows, columns] = alpha A B + beta C, where C's rows are `row_stride` apart. With beta = 0 the
+/// old content of C is not read.
 ///
 /// # Panics
-/// When the shapes do not fit.
+/// If the shapes do not match.
 pub fn matmul_strided(c: &mut [f32], row_stride: usize, alpha: f32, a: Mat<'_>, b: Mat<'_>, beta: f32) {
     strided(c, row_stride, alpha, a, b, beta);
 }
@@ -115,7 +128,7 @@ pub fn matmul_strided(c: &mut [f32], row_stride: usize, alpha: f32, a: Mat<'_>, 
 /// [`matmul_strided`] in f64.
 ///
 /// # Panics
-/// When the shapes do not fit.
+/// If the shapes do not match.
 pub fn matmul_f64(c: &mut [f64], row_stride: usize, alpha: f64, a: Mat<'_, f64>, b: Mat<'_, f64>, beta: f64) {
     strided(c, row_stride, alpha, a, b, beta);
 }
@@ -135,10 +148,10 @@ fn strided<T: Real>(c: &mut [T], row_stride: usize, alpha: T, a: Mat<'_, T>, b: 
 /// [`matmul_strided`] into a tile of C whose first element is `begin`, while other threads write other tiles.
 ///
 /// # Safety
-/// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere meanwhile.
+/// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere during the call.
 ///
 /// # Panics
-/// When the shapes do not fit.
+/// If the shapes do not match.
 pub(crate) unsafe fn matmul_tile(
     c: &Shared<'_, f32>,
     begin: usize,
@@ -154,7 +167,7 @@ pub(crate) unsafe fn matmul_tile(
     }
     assert!(row_stride >= n, "rows of C overlap");
     let data = c.pointer(begin, extent(m, n, row_stride).expect("C is too short"));
-    // SAFETY: `pointer` has checked that the tile lies inside C; it is this call's alone by the caller's promise.
+    // SAFETY: `pointer` has checked that the tile lies inside C; exclusive by the caller's guarantee.
     unsafe { product(data, row_stride, 1.0, a, b, beta) }
 }
 
@@ -167,8 +180,8 @@ unsafe fn product<T: Real>(c: *mut T, row_stride: usize, alpha: T, a: Mat<'_, T>
     let (a_data, a_columns, a_rows) = (a.data.as_ptr(), a.column_stride as isize, a.row_stride as isize);
     let (b_data, b_columns, b_rows) = (b.data.as_ptr(), b.column_stride as isize, b.row_stride as isize);
     let (gemm, none, stride) = (T::gemm(), Parallelism::None, row_stride as isize);
-    // SAFETY: every element of A and B that the product touches lies inside its slice, as `Mat::new` has checked;
-    // C by the caller's promise.
+    // SAFETY: every element of A and B that the product touches lies inside its slice, as `Mat::new` has
+    // checked; C by the caller's guarantee.
     unsafe {
         // The microkernels prefer a column-major C. A row-major C is computed as C^T = B^T A^T.
         if stride > 1 {
@@ -185,8 +198,9 @@ unsafe fn product<T: Real>(c: *mut T, row_stride: usize, alpha: T, a: Mat<'_, T>
     }
 }
 
-/// C [m, n] = beta C + alpha A B in the arguments of the `gemm` crates: m, n, k; C, its column and row stride, and
-/// whether it is read; A and B with their strides; beta, alpha; three flags for complex numbers; the parallelism.
+/// C [m, n] = beta C + alpha A B in the arguments of the `gemm` crates: m, n, k; C, its column and row
+/// stride, and whether it is read; A and B with their strides; beta, alpha; three flags for complex numbers;
+/// the parallelism.
 type Gemm<T> = unsafe fn(
     usize,
     usize,

@@ -1,30 +1,30 @@
-//! How work is divided: by the shape alone, never by the number of threads.
+//! Division of work by shape alone, never by the number of threads.
 //!
-//! A sum over rows that becomes a parameter gradient is taken block by block, each block into a partial sum of its
-//! own, and the partial sums are added in the order of the blocks.
+//! The sum over rows of a parameter gradient is computed in blocks of rows, each with its own partial sum;
+//! the partial sums are added in the order of the blocks.
 
 use rayon::prelude::*;
 
-/// Partial sums that a parameter gradient has at most: bounds their memory.
+/// Most partial sums of a parameter gradient; bounds their memory.
 const MAX_BLOCKS: usize = 64;
 
 /// Fewest rows in a block.
 const MIN_ROWS: usize = 16;
 
-/// Elements that one task of an element-wise operation works on.
+/// Elements per task of an element-wise operation.
 pub(crate) const ELEMENTS: usize = 1 << 14;
 
-/// Rows in one block.
+/// Rows per block.
 pub(crate) fn block_rows(rows: usize) -> usize {
     rows.div_ceil(MAX_BLOCKS).max(MIN_ROWS)
 }
 
-/// Blocks that `rows` rows make.
+/// Number of blocks of `rows` rows.
 pub(crate) fn blocks(rows: usize) -> usize {
     rows.div_ceil(block_rows(rows))
 }
 
-/// Rows that one task of a row-wise operation without sums works on, for rows of `width` elements.
+/// Rows per task of a row-wise operation without sums, for rows of `width` elements.
 pub(crate) fn task_rows(width: usize) -> usize {
     (ELEMENTS / width.max(1)).max(1)
 }

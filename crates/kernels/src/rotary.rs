@@ -1,20 +1,36 @@
 //! Rotary position embedding, in place.
 //!
-//! Pair i of a head turns by the angle a = position f_i:
+//! Pair i of a head is rotated by the angle a = position f_i:
 //! ```text
 //! (x, y) -> m (x cos a - y sin a,  x sin a + y cos a)          backward: the same with -a
 //! half-split    pairs (i, i + n/2)         interleaved    pairs (2i, 2i + 1)         of the n rotated dimensions
 //! f_i = base^(-2i/n)                       linear         f_i / factor
 //! proportional  n = head_dim, the first int(partial head_dim // 2) frequencies base^(-2i/n), zero for the rest
-//! yarn          f_i (1 - ramp_i + ramp_i / factor), ramp from 0 to 1 between the dimensions that turn beta_fast and
-//!               beta_slow times in the original context;  m the attention factor
+//! yarn          f_i (1 - ramp_i + ramp_i / factor), ramp from 0 to 1 between the dimensions that rotate beta_fast
+//!               and beta_slow times in the original context;  m the attention factor
 //! ```
-//! Frequencies are computed in f64 and rounded to f32; an angle is the f32 product of position and frequency, as
-//! models are trained with, and its sine and cosine are taken in f64. A [`Table`] is made once for the positions of
-//! a batch and serves every layer. Positions are given token by token, so packed sequences restart as they like.
+//! Frequencies are computed in f64 and rounded to f32. An angle is the f32 product of position and frequency,
+//! as models are trained with; its sine and cosine are computed in f64. A [`Table`] is computed once for the
+//! positions of a batch and used by every layer. Each token has its own position, so packed sequences can
+//! restart at any position.
 //!
-//! Transformers' DeepSeek code moves interleaved pairs apart while it rotates; here they stay in place. The products
-//! of q and k are the same.
+//! DeepSeek in transformers permutes interleaved pairs while it rotates; here they stay in place. The
+//! products of q and k are the same.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::rotary::{Frequencies, Heads, Layout, Rotary, rotary_backward, rotary_forward};
+//!
+//! let rotary = Rotary::new(Frequencies::Plain { dims: 2 }, 1e4, Layout::HalfSplit)?;
+//! let table = rotary.table(&[0, 1]);
+//! let heads = Heads { heads: 1, width: 2, offset: 0 };
+//! let mut x = [1.0f32, 0.0, 1.0, 0.0];
+//! rotary_forward(&mut x, &table, heads)?;
+//! assert_eq!(x, [1.0, 0.0, 1f32.cos(), 1f32.sin()]);
+//! rotary_backward(&mut x, &table, heads)?;
+//! assert!((x[2] - 1.0).abs() < 1e-6 && x[3].abs() < 1e-6);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 use rayon::prelude::*;
 
@@ -23,7 +39,7 @@ use crate::error::{Result, check, check_shape};
 use crate::partition::task_rows;
 use crate::simd::{fma, simd_fn};
 
-/// Where the two members of a pair lie.
+/// Positions of the two elements of a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// (i, i + n/2), "rotate half".
@@ -32,29 +48,29 @@ pub enum Layout {
     Interleaved,
 }
 
-/// Settings of yarn, as transformers has them.
+/// Settings of yarn, named as in transformers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Yarn {
-    /// How many times longer the context has become.
+    /// New context length divided by the original one.
     pub factor: f64,
-    /// The context that the model was first trained with.
+    /// Context length of pretraining.
     pub original_context: usize,
-    /// Dimensions that turn more often than this are left alone; 32 unless the model says otherwise.
+    /// Dimensions with more rotations than this keep their frequency; usually 32.
     pub beta_fast: f64,
-    /// Dimensions that turn less often than this are slowed down fully; 1 unless the model says otherwise.
+    /// Dimensions with fewer rotations than this have their frequency divided by `factor`; usually 1.
     pub beta_slow: f64,
-    /// With `mscale_all_dim` too: the attention factor is the quotient of their [`yarn_mscale`].
+    /// If `mscale_all_dim` is set too, the attention factor is the quotient of their [`yarn_mscale`].
     pub mscale: Option<f64>,
     /// See `mscale`.
     pub mscale_all_dim: Option<f64>,
-    /// Overrides what follows from the others.
+    /// Attention factor; overrides the one computed from the other settings.
     pub attention_factor: Option<f64>,
-    /// Whether the limits of the ramp are rounded outwards to whole dimensions (true in most models).
+    /// If true, the limits of the ramp are rounded outward to whole dimensions (true in most models).
     pub truncate: bool,
 }
 
 impl Yarn {
-    /// Yarn with the usual settings.
+    /// Returns the usual settings.
     pub fn new(factor: f64, original_context: usize) -> Yarn {
         Yarn {
             factor,
@@ -79,13 +95,13 @@ impl Yarn {
     }
 }
 
-/// 0.1 mscale ln(factor) + 1, or 1 without stretching. DeepSeek multiplies its softmax scale by the square of this with
-/// `mscale_all_dim`.
+/// 0.1 mscale ln(factor) + 1, or 1 for a factor of at most 1. DeepSeek multiplies its softmax scale by the
+/// square of this with `mscale_all_dim`.
 pub fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }
 
-/// How frequencies follow from the base.
+/// Formula of the frequencies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Frequencies {
     /// base^(-2i/n)
@@ -97,23 +113,24 @@ pub enum Frequencies {
     Linear {
         /// n: dimensions that rotate.
         dims: usize,
-        /// How many times slower.
+        /// Divisor of the frequencies.
         factor: f64,
     },
     /// See [`Yarn`].
     Yarn {
         /// n: dimensions that rotate.
         dims: usize,
-        /// The rest.
+        /// The other settings.
         yarn: Yarn,
     },
-    /// Over the full width of the head, most pairs standing still (Gemma 4's full-attention layers).
+    /// Over the full width of the head, with a frequency of 0 for most pairs (full-attention layers of Gemma
+    /// 4).
     Proportional {
-        /// The width of a head.
+        /// Width of a head.
         head_dim: usize,
-        /// The part of the pairs that turn.
+        /// Fraction of the pairs that rotate, 0 to 1.
         partial: f64,
-        /// How many times slower; 1 unless the model says otherwise.
+        /// Divisor of the frequencies; usually 1.
         factor: f64,
     },
 }
@@ -127,7 +144,7 @@ pub struct Rotary {
 }
 
 impl Rotary {
-    /// The rotation that these settings make.
+    /// Computes the frequencies.
     pub fn new(frequencies: Frequencies, base: f64, layout: Layout) -> Result<Rotary> {
         let (dims, factor) = match frequencies {
             Frequencies::Plain { dims } => (dims, 1.0),
@@ -135,23 +152,27 @@ impl Rotary {
             Frequencies::Yarn { dims, yarn } => (dims, yarn.factor),
             Frequencies::Proportional { head_dim, factor, .. } => (head_dim, factor),
         };
-        check(dims > 0 && dims.is_multiple_of(2), || format!("{dims} rotated dimensions: an even number"))?;
-        check(base > 1.0 && base.is_finite(), || format!("rotary base {base}: above 1"))?;
-        check(factor > 0.0 && factor.is_finite(), || format!("rotary factor {factor}: above 0"))?;
+        check(dims > 0 && dims.is_multiple_of(2), || {
+            format!("rotated dimensions must be even and above 0, got {dims}")
+        })?;
+        check(base > 1.0 && base.is_finite(), || format!("rotary base must be above 1, got {base}"))?;
+        check(factor > 0.0 && factor.is_finite(), || format!("rotary factor must be above 0, got {factor}"))?;
         let plain = |i: usize| base.powf(-2.0 * i as f64 / dims as f64);
         let mut attention_factor = 1.0;
         let inv_freq: Vec<f64> = match frequencies {
             Frequencies::Plain { .. } => (0..dims / 2).map(plain).collect(),
             Frequencies::Linear { factor, .. } => (0..dims / 2).map(|i| plain(i) / factor).collect(),
             Frequencies::Yarn { yarn, .. } => {
-                check(yarn.original_context > 0, || "yarn without an original context".into())?;
+                check(yarn.original_context > 0, || "yarn original_context must be above 0, got 0".into())?;
                 attention_factor = yarn.attention_factor();
                 let (low, high) = yarn_range(&yarn, dims, base);
                 let ramp = |i: usize| ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
                 (0..dims / 2).map(|i| plain(i) * (1.0 - ramp(i) + ramp(i) / yarn.factor)).collect()
             }
             Frequencies::Proportional { partial, factor, .. } => {
-                check((0.0..=1.0).contains(&partial), || format!("rotary part {partial}: between 0 and 1"))?;
+                check((0.0..=1.0).contains(&partial), || {
+                    format!("rotary partial must be 0 to 1, got {partial}")
+                })?;
                 let turning = (partial * dims as f64 / 2.0).floor() as usize;
                 (0..dims / 2).map(|i| if i < turning { plain(i) / factor } else { 0.0 }).collect()
             }
@@ -163,12 +184,12 @@ impl Rotary {
         })
     }
 
-    /// f_i of every pair.
+    /// Frequency f_i of every pair.
     pub fn inv_freq(&self) -> &[f32] {
         &self.inv_freq
     }
 
-    /// m: what rotated values are multiplied by.
+    /// m: factor of the rotated values.
     pub fn attention_factor(&self) -> f32 {
         self.attention_factor
     }
@@ -178,9 +199,9 @@ impl Rotary {
         2 * self.inv_freq.len()
     }
 
-    /// Sines and cosines of these positions.
+    /// Computes the sines and cosines of these positions.
     pub fn table(&self, positions: &[u32]) -> Table {
-        // A pair that stands still needs no entry, unless it is to be scaled.
+        // A pair with frequency 0 needs no entry unless it is scaled.
         let still = self.inv_freq.iter().rev().take_while(|f| **f == 0.0).count();
         let pairs = self.inv_freq.len() - if self.attention_factor == 1.0 { still } else { 0 };
         let mut cos_sin = vec![0.0; positions.len() * 2 * pairs];
@@ -198,7 +219,7 @@ impl Rotary {
     }
 }
 
-/// The pairs between which yarn's ramp rises.
+/// First and last pair of yarn's ramp.
 fn yarn_range(yarn: &Yarn, dims: usize, base: f64) -> (f64, f64) {
     let pair = |turns: f64| {
         let context = yarn.original_context as f64;
@@ -209,7 +230,7 @@ fn yarn_range(yarn: &Yarn, dims: usize, base: f64) -> (f64, f64) {
         (low, high) = (low.floor(), high.ceil());
     }
     (low, high) = (low.max(0.0), high.min(dims as f64 - 1.0));
-    // Transformers' way around the division by zero, kept for equal results.
+    // Transformers avoids a division by zero this way; kept for equal results.
     if low == high { (low, high + 0.001) } else { (low, high) }
 }
 
@@ -219,9 +240,9 @@ pub struct Table {
     /// [tokens, 2, pairs]
     cos_sin: Vec<f32>,
     tokens: usize,
-    /// Pairs that turn.
+    /// Number of pairs that rotate.
     pairs: usize,
-    /// Pairs in all: the distance inside a half-split pair.
+    /// Number of all pairs: the distance between the elements of a half-split pair.
     half: usize,
     layout: Layout,
 }
@@ -233,14 +254,14 @@ impl Table {
     }
 }
 
-/// How the heads of a tensor [tokens, heads, width] hold what rotates.
+/// Layout of the rotated elements in a tensor [tokens, heads, width].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heads {
-    /// Heads of a token.
+    /// Heads per token.
     pub heads: usize,
-    /// Elements of a head, those that do not rotate included.
+    /// Elements per head, including those that are not rotated.
     pub width: usize,
-    /// The first element that rotates.
+    /// First rotated element of a head.
     pub offset: usize,
 }
 
@@ -249,7 +270,7 @@ pub fn rotary_forward<T: Element>(x: &mut [T], table: &Table, heads: Heads) -> R
     rotate(x, table, heads, 1.0)
 }
 
-/// Turns the gradient of the rotated x into the gradient of x, in place.
+/// Replaces the gradient of the rotated x by the gradient of x, in place.
 pub fn rotary_backward<T: Element>(dx: &mut [T], table: &Table, heads: Heads) -> Result {
     rotate(dx, table, heads, -1.0)
 }
@@ -257,7 +278,10 @@ pub fn rotary_backward<T: Element>(dx: &mut [T], table: &Table, heads: Heads) ->
 fn rotate<T: Element>(x: &mut [T], table: &Table, heads: Heads, direction: f32) -> Result {
     let Heads { heads, width, offset } = heads;
     check(heads > 0 && offset + 2 * table.half <= width, || {
-        format!("{heads} heads of width {width} where {} dimensions from {offset} rotate", 2 * table.half)
+        format!(
+            "{heads} heads of width {width} cannot hold {} rotated dimensions from {offset} on",
+            2 * table.half
+        )
     })?;
     let row = heads * width;
     check_shape("x", x, [table.tokens, row])?;

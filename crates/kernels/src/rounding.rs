@@ -1,24 +1,24 @@
-//! What a site computes in: f32, or values rounded to bf16 or f16 after each operation that the site names.
+//! Precision of a single site: f32, or results rounded to bf16 or f16.
 //!
-//! A lowered site is emulated: the operation runs in f32 and its result is rounded, which is what hardware with an f32
-//! accumulator does. The values stay in f32 slices, so one kernel serves all precisions.
+//! Low precision is emulated: the operation runs in f32 and its result is rounded, as on hardware with an f32
+//! accumulator. The values stay in f32 slices, so one kernel serves all precisions.
 
 use crate::simd::simd_fn;
 
-/// The type that results are rounded to.
+/// Type that results are rounded to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Rounding {
-    /// Nothing is rounded.
+    /// No rounding.
     #[default]
     F32,
     /// 8 bits of significand, the range of f32.
     Bf16,
-    /// 11 bits of significand; from 65520 on, infinite.
+    /// 11 bits of significand; values from 65520 on become infinite.
     F16,
 }
 
 impl Rounding {
-    /// The nearest value of the type, ties to even.
+    /// Rounds to nearest even.
     pub fn round(self, x: f32) -> f32 {
         match self {
             Rounding::F32 => x,
@@ -27,7 +27,7 @@ impl Rounding {
         }
     }
 
-    /// The distance of neighbours at `x`; `None`: it is beyond the type's range.
+    /// Distance between neighboring values at `x`; `None` if `x` is out of range.
     pub fn ulp(self, x: f64) -> Option<f64> {
         let (digits, smallest, limit) = match self {
             Rounding::F32 => (23, -126, f32::MAX as f64),
@@ -63,7 +63,7 @@ pub(crate) fn to_f16(x: f32) -> f32 {
     let bits = x.to_bits();
     let magnitude = bits & 0x7fff_ffff;
     let normal = (magnitude + 0xfff + ((magnitude >> 13) & 1)) & !0x1fff;
-    // 65536 and above: no such f16.
+    // 65536 and above overflow.
     let normal = if normal >= 0x4780_0000 { 0x7f80_0000 } else { normal };
     // Below 2^-14 the step is 2^-24, which is that of an f32 just above one half.
     let subnormal = ((f32::from_bits(magnitude) + 0.5) - 0.5).to_bits();

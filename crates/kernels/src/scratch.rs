@@ -1,46 +1,47 @@
 //! Working memory that the caller owns.
 //!
-//! A kernel allocates no memory that grows with its inputs. It takes what it needs from two arguments, always the last
-//! ones, in this order:
+//! A kernel allocates only what it returns or saves, and lists of a few values per token. All other memory
+//! comes from two arguments, always the last ones, in this order:
 //!
 //! | argument | memory | size |
 //! |---|---|---|
 //! | `workspace: &mut [f32]` | one buffer that all threads of the call share | `<function>_workspace(...)` |
 //! | `scratch: &Scratch` | one slot per thread | `<function>_scratch(...)`: number of f32 of one slot |
 //!
-//! Both functions stand beside the kernel. Where several kernels need the same, the name is what their names have in
-//! common: `linear_scratch` serves `linear_forward` and `linear_backward_weight`.
+//! Both functions stand beside the kernel. Where several kernels need the same, the name is what their names
+//! have in common: `linear_scratch` serves `linear_forward` and `linear_backward_weight`.
 //!
-//! A model makes one [`Scratch`] of the largest slot that it needs and passes it to every call. A workspace that is too
-//! short is an error, a slot that is too short grows. The content of both is unspecified before and after a call.
+//! A model makes one [`Scratch`] of the largest slot that it needs and passes it to every call. A workspace
+//! that is too short is an error, a slot that is too short grows. The content of both is unspecified before
+//! and after a call.
 
 use std::sync::{Mutex, PoisonError};
 
 use crate::error::{Result, check};
 
-/// One buffer of f32 per thread of a pool.
+/// Per-thread working memory: one buffer of f32 for each thread of a rayon pool.
 #[derive(Debug)]
 pub struct Scratch {
     slots: Vec<Mutex<Vec<f32>>>,
 }
 
 impl Scratch {
-    /// Slots of `len` f32 for every thread of the current rayon pool.
+    /// Allocates a slot of `len` f32 for every thread of the current rayon pool.
     pub fn new(len: usize) -> Scratch {
         let threads = rayon::current_num_threads().max(1);
         Scratch { slots: (0..threads).map(|_| Mutex::new(vec![0.0; len])).collect() }
     }
 
-    /// Bytes of all slots.
+    /// Size of all slots in bytes.
     pub fn bytes(&self) -> usize {
         self.slots.iter().map(|slot| slot.lock().unwrap_or_else(PoisonError::into_inner).len() * 4).sum()
     }
 
-    /// Runs `work` with `len` f32 of unspecified content. A slot that is too small grows, so that a forgotten
-    /// plan costs memory and not correctness; [`Scratch::bytes`] shows it.
+    /// Runs `work` with a slot of `len` f32 of unspecified content. A slot that is too short grows, so a
+    /// wrong size costs memory and not correctness; [`Scratch::bytes`] shows it.
     pub fn with<R>(&self, len: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
-        // The thread's own slot is free unless the pool differs from the one that made the scratch, or a kernel
-        // waits inside a kernel; any free slot serves.
+        // The thread's own slot is free unless the pool is another one or a kernel runs inside a kernel. Then
+        // any free slot will do.
         let own = rayon::current_thread_index().unwrap_or(0);
         for i in 0..self.slots.len() {
             if let Ok(mut slot) = self.slots[(own + i) % self.slots.len()].try_lock() {

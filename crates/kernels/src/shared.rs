@@ -1,19 +1,19 @@
-//! A slice whose disjoint parts are written by several threads.
+//! A mutable slice whose disjoint parts are written by several threads.
 //!
-//! Heads are the unit of parallelism, and the rows of one head lie scattered over a tensor [tokens, heads, width]:
-//! `chunks_mut` cannot express that, so the promise of disjointness is made here, once, by the caller.
+//! Heads are the unit of parallelism, and the rows of one head are scattered over a tensor [tokens, heads,
+//! width]. `chunks_mut` cannot express that, so the caller guarantees that the parts are disjoint.
 
 use std::marker::PhantomData;
 
-/// A mutable slice that can be taken apart by several threads.
+/// A mutable slice that several threads can write parts of.
 pub(crate) struct Shared<'a, T> {
     data: *mut T,
     len: usize,
     borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: access goes through `part`, whose contract forbids overlapping parts; `T: Send` lets them be written
-// from other threads.
+// SAFETY: access goes through `part`, whose contract forbids overlapping parts; `T: Send` lets them be
+// written from other threads.
 unsafe impl<T: Send> Sync for Shared<'_, T> {}
 
 impl<'a, T> Shared<'a, T> {
@@ -25,15 +25,20 @@ impl<'a, T> Shared<'a, T> {
     ///
     /// # Safety
     /// No two parts that are alive at the same time may overlap.
-    #[allow(clippy::mut_from_ref)] // that is the point; see the contract
+    #[allow(clippy::mut_from_ref)] // the caller guarantees exclusive access
     pub(crate) unsafe fn part(&self, begin: usize, len: usize) -> &mut [T] {
-        // SAFETY: in bounds as `pointer` checks, exclusive by the caller's promise, alive as long as the borrow.
+        // SAFETY: in bounds as `pointer` checks, exclusive by the caller's guarantee, valid as long as the
+        // borrow.
         unsafe { std::slice::from_raw_parts_mut(self.pointer(begin, len), len) }
     }
 
-    /// Where elements `begin..begin + len` are, for tiles whose rows interleave with those of others.
+    /// Pointer to elements `begin..begin + len`, for tiles whose rows interleave with those of other tiles.
     pub(crate) fn pointer(&self, begin: usize, len: usize) -> *mut T {
-        assert!(begin <= self.len && len <= self.len - begin, "part {begin}+{len} of {}", self.len);
+        assert!(
+            begin <= self.len && len <= self.len - begin,
+            "part {begin}+{len} is outside a slice of {}",
+            self.len
+        );
         // SAFETY: in bounds by the line above.
         unsafe { self.data.add(begin) }
     }
@@ -62,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "part 3+2 of 4")]
+    #[should_panic(expected = "part 3+2 is outside a slice of 4")]
     fn a_part_outside_the_slice_is_refused() {
         let mut data = [0; 4];
         // SAFETY: one part only.

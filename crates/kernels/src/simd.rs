@@ -1,32 +1,32 @@
-//! One body, two compilations: portable, and AVX2+FMA chosen at run time.
+//! Functions compiled twice, portable and with AVX2+FMA, and chosen at run time.
 //!
-//! A function declared with `simd_fn!` is an ordinary loop over slices. It is compiled once for any
-//! machine and once with AVX2 and FMA, where the compiler vectorises it; a single test at run time chooses.
-//! Setting `BALLAST_SIMD` to `portable`, `avx2` or `avx512` in the environment asks for no more than that. Levels may differ in
-//! the last bit (a fused multiply-add rounds once), each is deterministic.
+//! A function declared with `simd_fn!` is an ordinary loop over slices. It is compiled once for any machine
+//! and once with AVX2 and FMA, where the compiler vectorizes it; one test at run time chooses. The
+//! environment variable `BALLAST_SIMD` (`portable`, `avx2` or `avx512`) sets an upper limit. Levels may
+//! differ in the last bit, because a fused multiply-add rounds once; each is deterministic.
 //!
-//! The transcendental functions are here because they must vectorise: polynomials without branches.
-//! Errors, measured over all of their range by the tests: exp 1.1 ulp, sigmoid 3, silu 3, tanh 3, ln_1p 2,
-//! softplus 3.
+//! The transcendental functions are here because they must vectorize: they are polynomials without branches.
+//! Largest errors, measured over the whole range by the tests: exp 1.1 ulp, sigmoid 3, silu 3, tanh 3, ln_1p
+//! 2, softplus 3.
 
 use std::sync::OnceLock;
 
 use crate::Element;
 
-/// Instructions that the kernels are compiled for.
+/// Instruction set of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
     /// Any machine.
     Portable,
     /// AVX2 and FMA.
     Avx2,
-    /// AVX-512F beside them: for the small products only.
+    /// AVX2, FMA and AVX-512F; the latter for small products only.
     Avx512,
-    /// AVX512-BF16 and AVX-512BW beside them: for products of bf16 only.
+    /// Also AVX512-BF16 and AVX-512BW, for products of bf16 only.
     Avx512Bf16,
 }
 
-/// What this machine has.
+/// Highest level of this machine.
 pub(crate) fn detected() -> Level {
     #[cfg(target_arch = "x86_64")]
     {
@@ -42,7 +42,7 @@ pub(crate) fn detected() -> Level {
     Level::Portable
 }
 
-/// What runs: the most that this machine has, unless `BALLAST_SIMD` asks for less.
+/// Level in use: the highest of this machine, limited by `BALLAST_SIMD`.
 pub fn level() -> Level {
     static CHOICE: OnceLock<Level> = OnceLock::new();
     *CHOICE.get_or_init(|| match std::env::var("BALLAST_SIMD").as_deref() {
@@ -53,8 +53,8 @@ pub fn level() -> Level {
     })
 }
 
-/// Whether the AVX2+FMA compilation runs.
-pub fn vectorised() -> bool {
+/// Returns true if the AVX2+FMA versions run.
+pub fn vectorized() -> bool {
     level() >= Level::Avx2
 }
 
@@ -64,8 +64,8 @@ pub(crate) fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-/// Declares a function that is compiled twice. Inside the body the constant `FMA` is in scope. Type parameters are
-/// allowed, so that a loop can read f32 and bf16 directly.
+/// Declares a function that is compiled twice. Inside the body the constant `FMA` is in scope. Type
+/// parameters are allowed, so that a loop can read f32 and bf16 directly.
 macro_rules! simd_fn {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($t:ident: $bound:path),+>)?
         ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
@@ -82,8 +82,8 @@ macro_rules! simd_fn {
             }
 
             #[cfg(target_arch = "x86_64")]
-            if $crate::simd::vectorised() {
-                // SAFETY: `vectorised` has found AVX2 and FMA on this machine.
+            if $crate::simd::vectorized() {
+                // SAFETY: `vectorized` has found AVX2 and FMA on this machine.
                 return unsafe { avx2 $(::<$($t),+>)? ($($arg),*) };
             }
             body::<$($($t,)+)? false>($($arg),*)
@@ -149,7 +149,8 @@ pub(crate) fn tanh_f32<const FMA: bool>(x: f32) -> f32 {
 
 /// ln(1 + u) for u >= 0.
 ///
-/// w = 1 + u = 2^n m with m in [sqrt(1/2), sqrt 2); ln m by a polynomial in m - 1, plus what rounding took from w.
+/// w = 1 + u = 2^n m with m in [sqrt(1/2), sqrt 2); ln m by a polynomial in m - 1, plus what rounding took
+/// from w.
 #[inline(always)]
 pub(crate) fn ln_1p_f32<const FMA: bool>(u: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;
@@ -222,8 +223,8 @@ in_place!(
     softplus, softplus_f32
 );
 
-/// Sums in [`dot`] and [`sum_of_squares`] are kept in this many lanes, so that they vectorise, and are the same for
-/// both compilations but for fused rounding.
+/// Sums in [`dot`] and [`sum_of_squares`] are kept in this many lanes, so that they vectorize. Both
+/// versions give the same result but for fused rounding.
 const LANES: usize = 16;
 
 simd_fn! {
@@ -233,7 +234,7 @@ simd_fn! {
     }
 }
 
-/// [`dot`], for use inside another vectorised function.
+/// [`dot`], for use inside another vectorized function.
 #[inline(always)]
 pub(crate) fn dot_body<const FMA: bool>(x: &[f32], y: &[f32]) -> f32 {
     assert_eq!(x.len(), y.len());
@@ -276,8 +277,8 @@ simd_fn! {
     }
 }
 
-/// Sum of f(a_i, b_i, c_i) in the lanes of [`dot`]; the slices are equally long and stored in any type. A term that
-/// ignores an argument costs nothing for it.
+/// Sum of f(a_i, b_i, c_i) in the lanes of [`dot`]; the slices are equally long and stored in any type. A
+/// term that ignores an argument costs nothing for it.
 #[inline(always)]
 pub(crate) fn sum_by<A: Element, B: Element, C: Element>(
     a: &[A],
@@ -324,20 +325,20 @@ simd_fn! {
     }
 }
 
-/// Bytes that a cache holds together.
+/// Bytes of a cache line.
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
 
-/// Asks the memory for a slice that will be needed soon.
+/// Prefetches a slice that will be needed soon.
 #[inline(always)]
 pub(crate) fn prefetch<T>(slice: &[T]) {
     #[cfg(target_arch = "x86_64")]
     {
-        // The slice may begin inside a line, and then end in one more.
+        // A slice that begins inside a line may end in one more line.
         let begin = slice.as_ptr().cast::<i8>();
         let skew = begin as usize % LINE;
         for at in (0..skew + std::mem::size_of_val(slice)).step_by(LINE) {
-            // SAFETY: a prefetch does nothing but fill a cache, whatever the address; this one is of a line in the slice.
+            // SAFETY: a prefetch only fills a cache, whatever the address; this address is inside the slice.
             unsafe {
                 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
                 _mm_prefetch::<_MM_HINT_T1>(begin.wrapping_add(at).wrapping_sub(skew));

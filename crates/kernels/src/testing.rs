@@ -1,10 +1,11 @@
-//! What the tests of the layers share: values, a measure of error, numeric gradients, runs on several pools.
+//! Helpers of the tests: values, error measures, numeric gradients, runs on several thread pools.
 
 use half::bf16;
 
 use crate::Element;
 
-/// Made-up values, each exact in bf16, so that every storage type and the f64 reference see the same ones.
+/// Pseudo-random values that are exact in bf16, so that every storage type and the f64 reference see the same
+/// ones.
 pub(crate) struct Values(u64);
 
 impl Values {
@@ -40,18 +41,18 @@ pub(crate) fn rms(x: &[f64]) -> f64 {
     (x.iter().map(|x| x * x).sum::<f64>() / x.len().max(1) as f64).sqrt()
 }
 
-/// Within `limit` for f32 storage, within the rounding of bf16 for bf16: RMS(a-b) <= limit (RMS(b) + 1e-8).
+/// Asserts RMS(a-b) <= limit (RMS(b) + 1e-8); for bf16 storage the limit is at least the rounding of bf16.
 pub(crate) fn assert_close<T: Element>(name: &str, got: &[T], expected: &[f64], limit: f64) {
     assert_error(name, got, expected, rms(expected), limit);
 }
 
-/// The same against the `size` of the terms, for sums whose terms may cancel: RMS(a-b) <= limit (size + 1e-8).
+/// Asserts RMS(a-b) <= limit (size + 1e-8), with the `size` of the terms of sums that may cancel.
 pub(crate) fn assert_error<T: Element>(name: &str, got: &[T], expected: &[f64], size: f64, limit: f64) {
     assert_eq!(got.len(), expected.len(), "{name}");
     let limit = if T::NAME == "BF16" { limit.max(4e-3) } else { limit };
     let difference: Vec<f64> = wide(got).iter().zip(expected).map(|(a, b)| a - b).collect();
     let ratio = rms(&difference) / (size + 1e-8);
-    assert!(ratio <= limit, "{name} ({}) is off by {ratio:e}", T::NAME);
+    assert!(ratio <= limit, "{name} ({}): relative error {ratio:e}", T::NAME);
 }
 
 /// df/dx by central differences, in f64.
@@ -77,7 +78,7 @@ pub(crate) fn inner(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// The result of `run`, which must be the same on pools of 1, 2, 3 and 8 threads.
+/// Returns the result of `run`; fails unless it is the same on pools of 1, 2, 3 and 8 threads.
 pub(crate) fn same_on_any_pool<R: PartialEq + Send>(run: impl Fn() -> R + Sync) -> R {
     let on = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();

@@ -1,4 +1,5 @@
-//! Every scratch function says exactly what its operation takes: that much is enough, and not more is planned than used.
+//! Every scratch function says exactly what its operation takes: that much is enough, and not more is planned
+//! than used.
 
 use ballast_kernels::gated_delta_rule as gdn;
 use ballast_kernels::linear_cross_entropy::{self as loss, linear_cross_entropy};

@@ -1,4 +1,5 @@
-//! Backward: pairs of blocks, diagonal by diagonal; with selected keys, one task for each sequence and kv head.
+//! Attention backward: pairs of blocks, diagonal by diagonal; with selected keys, one task per sequence and
+//! kv head.
 
 use rayon::prelude::*;
 
@@ -14,7 +15,7 @@ use crate::shared::Shared;
 use crate::simd::{axpy, dot, exp_f32, simd_fn};
 use crate::{Element, Rounding, Scratch};
 
-/// Where backward writes; `dsinks` is a parameter's gradient and is added to.
+/// Gradients; `dsinks` is a parameter's and is added to, the others are written.
 pub struct Grads<'a, T> {
     /// [tokens, heads, hd]
     pub dq: &'a mut [T],
@@ -22,7 +23,7 @@ pub struct Grads<'a, T> {
     pub dk: &'a mut [T],
     /// [tokens, kv_heads, vd]
     pub dv: &'a mut [T],
-    /// `[heads]`; present if and only if there are sinks
+    /// `[heads]`; required if and only if there are sinks
     pub dsinks: Option<&'a mut [f32]>,
 }
 
@@ -36,8 +37,8 @@ pub fn attention_backward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -
         + topk.unwrap_or(0)
 }
 
-/// Number of f32 of the workspace of [`attention_backward`]: D [tokens, heads]; where storage is not f32 also the sums
-/// of dq, dk and dv of one kv head.
+/// Number of f32 of the workspace of [`attention_backward`]: D [tokens, heads]; if storage is not f32, also
+/// the sums of dq, dk and dv of one kv head.
 pub fn attention_backward_workspace<T: Element>(dims: Dims, tokens: usize) -> usize {
     let sums = if T::as_f32(&[]).is_some() {
         0
@@ -47,7 +48,7 @@ pub fn attention_backward_workspace<T: Element>(dims: Dims, tokens: usize) -> us
     tokens * (dims.heads + sums)
 }
 
-/// All gradients from `d_o` [tokens, heads, vd]; `o` and `saved` are forward's.
+/// All gradients from `d_o` [tokens, heads, vd], and `o` and `saved` of forward.
 #[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn attention_backward<T: Element>(
     grads: Grads<'_, T>,
@@ -69,7 +70,9 @@ pub fn attention_backward<T: Element>(
     check_shape("saved.lse", &saved.lse, [tokens, dims.heads])?;
     let lowered = if options.logits == Rounding::F32 { 0 } else { 2 };
     check_shape("saved.max_sum", &saved.max_sum, [lowered, tokens, dims.heads])?;
-    check(grads.dsinks.is_some() == input.sinks.is_some(), || "sinks and dsinks come together".into())?;
+    check(grads.dsinks.is_some() == input.sinks.is_some(), || {
+        "dsinks must be given if and only if there are sinks".into()
+    })?;
     check_workspace(workspace, attention_backward_workspace::<T>(dims, tokens))?;
     let (d, sums) = workspace.split_at_mut(tokens * dims.heads);
     d.par_iter_mut().enumerate().with_min_len(64).for_each(|(row, d)| {
@@ -127,7 +130,7 @@ fn wide_dot<T: Element>(a: &[T], b: &[T]) -> f32 {
     sum
 }
 
-/// dz_h -= sum over queries of exp(z_h - lse) D, in f64: thousands of terms of either sign.
+/// dz_h -= sum over queries of exp(z_h - lse) D, in f64, because thousands of terms of either sign cancel.
 fn sinks_backward(dsinks: &mut [f32], sinks: &[f32], d: &[f32], saved: &Saved, options: &Options) {
     let heads = sinks.len();
     dsinks.par_iter_mut().enumerate().for_each(|(head, dsink)| {
@@ -154,7 +157,7 @@ fn store_head<T: Element>(target: &mut [T], rows: &[f32], head: usize, heads: us
     });
 }
 
-/// Sums in f32, one row per token and kv head.
+/// Gradient sums in f32, one row per token and kv head.
 struct Sums<'a> {
     data: Shared<'a, f32>,
     token_stride: usize,
@@ -167,17 +170,17 @@ impl<'a> Sums<'a> {
     }
 
     /// # Safety
-    /// No other task may use the row of this token and kv head, and this one not twice at a time.
+    /// The row of this token and kv head must not be in use elsewhere, in this task or another.
     #[allow(clippy::mut_from_ref)] // as in `Shared::part`
     unsafe fn row(&self, token: usize, kv_head: usize, width: usize) -> &mut [f32] {
-        // SAFETY: by the caller's promise.
+        // SAFETY: by the caller's guarantee.
         unsafe { self.data.part(token * self.token_stride + kv_head * self.head_stride, width) }
     }
 
     /// # Safety
     /// As for [`Sums::row`].
     unsafe fn put(&self, token: usize, kv_head: usize, row: &[f32], add: bool) {
-        // SAFETY: by the caller's promise.
+        // SAFETY: by the caller's guarantee.
         let target = unsafe { self.row(token, kv_head, row.len()) };
         if add {
             axpy(target, 1.0, row);
@@ -225,7 +228,8 @@ impl<T: Element> Pass<'_, T> {
             for span in spans {
                 for block in diagonal..blocks(span) {
                     let (first, key) = (block * KEYS, (block - diagonal) * KEYS);
-                    // The first diagonal meets every block and sets the sums; later ones may lie outside the window.
+                    // The first diagonal covers every block and sets the sums; later ones may be outside the
+                    // window.
                     if diagonal == 0 || self.problem.block_keys(*span, first, 1).start < key + KEYS {
                         tasks.extend(kv_heads.clone().map(|kv_head| (*span, first, key, kv_head)));
                     }
@@ -241,7 +245,7 @@ impl<T: Element> Pass<'_, T> {
     }
 }
 
-/// Scratch of a task.
+/// Working memory of a task.
 struct Work<'s> {
     /// [rows, hd]
     q: &'s mut [f32],
@@ -292,7 +296,7 @@ impl<'s> Work<'s> {
         load_rows(self.d_o, pass.d_o, span.query + first, tokens, kv_head, dims, dims.value_dim);
     }
 
-    /// One pair: the queries from `first` on with the keys from `key` on, [`KEYS`] of each.
+    /// One pair: [`KEYS`] queries from `first` on and [`KEYS`] keys from `key` on.
     fn pair<T: Element>(
         &mut self,
         pass: &Pass<'_, T>,
@@ -400,7 +404,8 @@ impl<'s> Work<'s> {
         }
     }
 
-    /// Leaves p and dx of the loaded rows and `keys`, adds to dq, and with `at_key` to dk and dv from that row on.
+    /// Computes p and dx of the loaded rows and `keys`, and adds to dq; with `at_key` also to dk and dv from
+    /// that row on.
     #[allow(clippy::too_many_arguments)]
     fn tile<T: Element>(
         &mut self,

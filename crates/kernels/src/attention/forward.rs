@@ -1,4 +1,4 @@
-//! Forward, one task for each sequence, kv head and block of queries.
+//! Attention forward, one task per sequence, kv head and block of queries.
 
 use rayon::prelude::*;
 
@@ -57,7 +57,7 @@ pub(super) fn run<T: Element>(
     let targets = Targets { o: Shared::new(o), lse, max_sum };
     let mut tasks = Vec::new();
     for span in spans {
-        // The last blocks have the most keys: they go first.
+        // The last blocks have the most keys, so they go first.
         for first in (0..span.queries).step_by(block_tokens(dims)).rev() {
             tasks.extend((0..dims.kv_heads).map(|kv_head| (*span, first, kv_head)));
         }
@@ -71,14 +71,14 @@ pub(super) fn run<T: Element>(
     });
 }
 
-/// What the tasks write: every (query, kv head) its own rows.
+/// Outputs of the tasks: each (query, kv head) writes its own rows.
 struct Targets<'a, T> {
     o: Shared<'a, T>,
     lse: Option<Shared<'a, f32>>,
     max_sum: Option<Shared<'a, f32>>,
 }
 
-/// Scratch of a block of queries.
+/// Working memory of a block of queries.
 struct Block<'a, 's, T> {
     problem: &'a Problem<'a, T>,
     /// [rows, hd]
@@ -121,7 +121,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
                 self.attend(tiles, span, first, tokens, kv_head);
                 self.finish(targets, span, first, tokens, kv_head);
             }
-            // Every query has keys of its own: a block of one.
+            // Every query has its own keys, so a block is one query.
             Some(selected) => {
                 for i in first..first + tokens {
                     self.begin(span, i, 1, kv_head);
@@ -135,7 +135,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
         }
     }
 
-    /// Rows with no key seen yet.
+    /// Initializes the rows: no key seen yet.
     fn begin(&mut self, span: Span, first: usize, tokens: usize, kv_head: usize) {
         let dims = self.problem.dims;
         let rows = tokens * dims.group();
@@ -144,7 +144,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
         for row in 0..rows {
             let sink = self.problem.sink(kv_head * dims.group() + row % dims.group());
             self.max[row] = sink.unwrap_or(f32::NEG_INFINITY);
-            // A running sum holds the sink from the start, a lowered one gets it last.
+            // An f32 sum starts with the sink; a rounded sum adds it last.
             let counted = sink.is_some() && self.problem.options.logits == Rounding::F32;
             self.sum[row] = if counted { 1.0 } else { 0.0 };
         }
@@ -197,7 +197,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
         masked_product_add(&mut self.o[..rows * value_dim], 1.0, e, v, false, seen);
     }
 
-    /// x becomes e; where the maximum rises, sum and o follow it.
+    /// Replaces x by e; where the maximum rises, sum and o are rescaled.
     fn exponentials(&mut self, keys: Keys<'_>, span: Span, first: usize, tokens: usize) {
         let Dims { value_dim, .. } = self.problem.dims;
         let (count, group) = (keys.len(), self.problem.dims.group());
@@ -229,7 +229,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
         }
     }
 
-    /// x becomes e, rounded, and its sum, rounded at each addition.
+    /// Replaces x by e, rounded, and adds it to the sum, rounded at each addition.
     fn exponentials_lowered(&mut self, keys: Keys<'_>, span: Span, first: usize, tokens: usize) {
         let precision = self.problem.options.logits;
         let (count, group) = (keys.len(), self.problem.dims.group());
@@ -261,7 +261,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
             let (max, sum) = (self.max[row], self.sum[row]);
             let at = (span.query + first + row / group) * heads + kv_head * group + row % group;
             let o = &mut self.o[row * value_dim..(row + 1) * value_dim];
-            // Zero only where nothing was seen: the largest e is 1. Then o is zero already.
+            // The sum is zero only if no key was seen, because the largest e is 1. Then o is zero already.
             if sum != 0.0 {
                 divide(o, sum);
             }

@@ -1,4 +1,4 @@
-//! The logits themselves, for looking at: they exist nowhere else.
+//! Attention logits for inspection; the other kernels never store them.
 
 use rayon::prelude::*;
 
@@ -6,7 +6,8 @@ use super::{Dims, Input, Options, UNUSED, check_input};
 use crate::Element;
 use crate::error::Result;
 
-/// x of every query and key, sequence after sequence, each [heads, tokens, tokens]; 0 where a query does not see a key.
+/// Logits x of every query and key, sequence after sequence, each [heads, tokens, tokens]; 0 for keys that a
+/// query does not see.
 pub fn attention_logits<T: Element>(input: &Input<'_, T>, dims: Dims, options: &Options) -> Result<Vec<f32>> {
     check_input(dims, options, input)?;
     let scale = options.scale(dims);

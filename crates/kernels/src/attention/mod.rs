@@ -1,6 +1,6 @@
-//! Softmax attention over the keys of a query's own sequence, in tiles: nothing of size tokens x tokens exists.
+//! Causal softmax attention in tiles, without a tokens x tokens matrix.
 //!
-//! One query i of head h with the keys j it sees, s the scale, kv head h / (heads / kv_heads):
+//! Query i of head h, with the keys j that it sees, the scale s and the kv head h / (heads / kv_heads):
 //! ```text
 //! x_j = s q.k_j            accumulated in f32, multiplied by s, rounded to `qk_product`
 //! x_j = cap tanh(x_j/cap)  in f32, rounded to `qk_product` again; only with a soft cap
@@ -10,27 +10,56 @@
 //! o   = sum_j e_j v_j / l  the sink has no value
 //! lse = m + ln l
 //! ```
-//! It sees j <= i; with a window W only i - W < j <= i; with `selected` only the keys listed for it, of these. Keys
-//! outside are never touched by the softmax: they are left out of the loops, not pushed to -inf. A query that sees
-//! nothing gives zeros, and zero gradients; its lse is the sink, or -inf without one.
+//! A query sees the keys j <= i of its own sequence; with a window W only i - W < j <= i; with `selected`
+//! only those of them that are listed for it. Other keys are left out of the loops, not masked with -inf. A
+//! query without keys has an output and gradients of zero; its lse is the sink, or -inf without one.
 //!
-//! With `logits` = f32 the maximum and the sum run along with the tiles and are corrected as the maximum rises. With
-//! lowered `logits` this would make the result depend on the tiles, so the maximum is found first, in a pass of its
-//! own; then x_j - m is rounded, exp of that is rounded, and the sum is rounded after every addition, keys in
-//! ascending order (as listed, with `selected`), the sink last. The value product and the division by l stay f32.
+//! With `logits` = f32 the softmax is online: maximum and sum are updated tile by tile. With `logits` = bf16
+//! or f16 that would make the result depend on the tiles, so the maximum is found in a first pass. Then x_j -
+//! m is rounded, exp of that is rounded, and the sum is rounded after every addition, keys in ascending order
+//! (in the order of the list with `selected`), the sink last. The product with v and the division by l stay
+//! f32.
 //!
-//! Backward, with p_j = e_j / l made anew from lse (lowered: from m and l, through the same roundings), D = do.o:
+//! Backward recomputes p_j = e_j / l from lse (with rounded logits from m and l, with the same roundings); D
+//! = do.o:
 //! ```text
 //! dv_j += p_j do           dp_j = do.v_j          dx_j = p_j (dp_j - D) (1 - (x_j/cap)^2)
 //! dq   += s dx_j k_j       dk_j += s dx_j q       dz_h -= exp(z_h - lse) D
 //! ```
-//! Rounding has derivative 1. Forward and backward have the same tiles, so x comes out in the same bits and a lowered
-//! site rounds it to the same side. Kept ([`Saved`]): lse; m and l as well where `logits` is lowered. The caller keeps o.
+//! Rounding has derivative 1. Forward and backward use the same tiles, so x has the same bits and is rounded
+//! in the same direction. Saved ([`Saved`]): lse; also m and l if `logits` is not f32. The caller keeps o.
 //!
-//! Forward divides the work by blocks of queries. Backward divides a sequence into equal blocks of queries and keys
-//! and takes the pairs (query block a, key block b) diagonal by diagonal, a - b = 0, 1, 2, ...: no two pairs of a
-//! diagonal share a block, so they run at once, each row of dq, dk and dv has one writer, and the order of its sum is
-//! that of the diagonals, for any number of threads.
+//! Forward runs blocks of queries in parallel. Backward divides a sequence into equal blocks of queries and
+//! keys and goes through the pairs (query block a, key block b) diagonal by diagonal, a - b = 0, 1, 2, ... No
+//! two pairs of a diagonal share a block, so they run in parallel, each row of dq, dk and dv has one writer,
+//! and sums are in the order of the diagonals for any number of threads.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::{Scratch, attention};
+//!
+//! let dims = attention::Dims { heads: 1, kv_heads: 1, head_dim: 1, value_dim: 1 };
+//! let (options, tokens) = (attention::Options::default(), 2);
+//! // A query of zero gives all its keys the same weight.
+//! let (q, k, v) = ([0.0f32, 0.0], [1.0, -1.0], [2.0, 4.0]);
+//! let input =
+//!     attention::Input { q: &q, k: &k, v: &v, sinks: None, selected: None, cu_seqlens: &[0, tokens] };
+//! let forward = attention::attention_forward_scratch::<f32>(dims, None);
+//! let scratch = Scratch::new(forward.max(attention::attention_backward_scratch::<f32>(dims, None)));
+//!
+//! let (mut o, mut saved) = ([0.0; 2], attention::Saved::default());
+//! attention::attention_forward(&mut o, Some(&mut saved), &input, dims, &options, &scratch)?;
+//! assert_eq!(o, [2.0, 3.0]);
+//!
+//! let (mut dq, mut dk, mut dv, d_o) = ([0.0; 2], [0.0; 2], [0.0; 2], [0.0, 1.0]);
+//! let grads = attention::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
+//! let mut workspace = vec![0.0; attention::attention_backward_workspace::<f32>(dims, tokens)];
+//! attention::attention_backward(
+//!     grads, &d_o, &o, &input, &saved, dims, &options, &mut workspace, &scratch,
+//! )?;
+//! assert!((dv[0] - 0.5).abs() < 1e-6 && (dv[1] - 0.5).abs() < 1e-6);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod backward;
 mod decode;
@@ -51,7 +80,7 @@ use crate::Rounding;
 use crate::error::{Result, check, check_len, check_shape};
 use crate::packing::check_cu_seqlens;
 
-/// Heads and widths.
+/// Number and width of heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dims {
     /// Heads of q and the output; a multiple of `kv_heads`.
@@ -65,7 +94,7 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// Query heads that share a kv head.
+    /// Query heads per kv head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
@@ -74,15 +103,15 @@ impl Dims {
 /// Settings of the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Options {
-    /// s; `None` is hd^-1/2.
+    /// s: scale of q.k; `None` is hd^-1/2.
     pub scale: Option<f32>,
-    /// W: query i sees i - W < j <= i.
+    /// W: sliding window; query i sees the keys i - W < j <= i.
     pub window: Option<usize>,
-    /// x becomes cap tanh(x/cap).
+    /// Soft cap of the logits: x becomes cap tanh(x/cap).
     pub soft_cap: Option<f32>,
-    /// What the scaled product is rounded to.
+    /// Rounding of the scaled product s q.k.
     pub qk_product: Rounding,
-    /// What maximum, exp and sum of the softmax run in.
+    /// Rounding of the softmax: maximum, exp and sum.
     pub logits: Rounding,
 }
 
@@ -91,27 +120,27 @@ impl Options {
         self.scale.unwrap_or((dims.head_dim as f32).powf(-0.5))
     }
 
-    /// Keys that the query at `position` may see by mask and window.
+    /// Keys that mask and window allow the query at `position`.
     pub(crate) fn visible(&self, position: usize) -> std::ops::Range<usize> {
         let begin = self.window.map_or(0, |w| (position + 1).saturating_sub(w));
         begin..position + 1
     }
 }
 
-/// A slot of [`Selected`] that holds no key.
+/// Marks an empty slot of [`Selected`].
 pub const UNUSED: u32 = u32::MAX;
 
-/// The keys that each query may see, beside mask and window.
+/// Keys that each query may see, further limited by mask and window.
 #[derive(Clone, Copy, Debug)]
 pub struct Selected<'a> {
-    /// [tokens, topk]: positions counted from the start of the sequence, each at most once per query; [`UNUSED`]
-    /// slots anywhere
+    /// [tokens, topk]: positions in the sequence, each at most once per query; [`UNUSED`] slots may be
+    /// anywhere
     pub keys: &'a [u32],
     /// Slots per query.
     pub topk: usize,
 }
 
-/// The inputs: `tokens` is the last entry of `cu_seqlens`.
+/// Inputs; `tokens` is the last entry of `cu_seqlens`.
 #[derive(Clone, Copy, Debug)]
 pub struct Input<'a, T> {
     /// [tokens, heads, hd]
@@ -120,25 +149,25 @@ pub struct Input<'a, T> {
     pub k: &'a [T],
     /// [tokens, kv_heads, vd]
     pub v: &'a [T],
-    /// `[heads]`: the extra logits
+    /// `[heads]`: attention sinks, one extra logit per head
     pub sinks: Option<&'a [f32]>,
-    /// `None`: all keys that mask and window allow
+    /// Selected keys; `None` for all keys that mask and window allow
     pub selected: Option<Selected<'a>>,
-    /// Where sequences begin and end: starts with 0, never falls.
+    /// Offsets of the sequences: starts with 0, never decreases.
     pub cu_seqlens: &'a [usize],
 }
 
-/// What forward keeps for backward, beside the inputs and o.
+/// Values that forward saves for backward, in addition to the inputs and o.
 #[derive(Clone, Debug, Default)]
 pub struct Saved {
     /// [tokens, heads]
     pub lse: Vec<f32>,
-    /// [tokens, heads, 2]: m and l; empty unless `logits` is lowered
+    /// [tokens, heads, 2]: m and l; empty if `logits` is f32
     pub max_sum: Vec<f32>,
 }
 
 impl Saved {
-    /// Bytes of all fields.
+    /// Size of all fields in bytes.
     pub fn bytes(&self) -> usize {
         (self.lse.len() + self.max_sum.len()) * size_of::<f32>()
     }
@@ -153,12 +182,12 @@ pub fn saved_bytes(dims: Dims, options: &Options, tokens: usize) -> usize {
 fn check_dims(dims: Dims, options: &Options) -> Result {
     let Dims { heads, kv_heads, head_dim, value_dim } = dims;
     check(kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads), || {
-        format!("{heads} query heads are not a multiple of {kv_heads} kv heads")
+        format!("query heads must be a multiple of kv heads, got {heads} and {kv_heads}")
     })?;
     check((1..=512).contains(&head_dim) && (1..=512).contains(&value_dim), || {
-        format!("heads of width {head_dim} and {value_dim}: between 1 and 512")
+        format!("head_dim and value_dim must be 1 to 512, got {head_dim} and {value_dim}")
     })?;
-    check(options.soft_cap.is_none_or(|cap| cap > 0.0), || "a soft cap must be above 0".into())
+    check(options.soft_cap.is_none_or(|cap| cap > 0.0), || "soft cap must be above 0".into())
 }
 
 fn check_extras(dims: Dims, sinks: Option<&[f32]>, selected: Option<Selected<'_>>, queries: usize) -> Result {

@@ -1,10 +1,9 @@
-//! The plain twin: query by query in f64, every logit in memory, forward and backward beside each other. Slow and
-//! obvious.
+//! Reference in f64: query by query, all logits in memory. Slow and simple.
 
 use super::{Dims, Options, UNUSED};
 use crate::Rounding;
 
-/// The inputs, in f64; shapes as in [`super::Input`].
+/// Inputs in f64; shapes as in [`super::Input`].
 #[derive(Clone, Debug)]
 pub struct Reference {
     /// [tokens, heads, hd]
@@ -17,11 +16,11 @@ pub struct Reference {
     pub sinks: Option<Vec<f64>>,
     /// [tokens, topk] and topk
     pub selected: Option<(Vec<u32>, usize)>,
-    /// Where sequences begin and end.
+    /// Offsets of the sequences.
     pub cu_seqlens: Vec<usize>,
 }
 
-/// Output and gradients; `lse` [tokens, heads], the others with the shapes of what they belong to.
+/// Output and gradients; `lse` [tokens, heads], the others with the shapes of their tensors.
 #[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Results {
@@ -42,7 +41,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
 }
 
 impl Reference {
-    /// Positions that query i of the sequence sees, in the order in which they are summed.
+    /// Positions that query i of the sequence sees, in the order of summation.
     pub fn keys(&self, options: &Options, begin: usize, i: usize) -> Vec<usize> {
         let candidates: Vec<usize> = match &self.selected {
             None => (0..=i).collect(),

@@ -1,4 +1,4 @@
-//! What forward, backward and decoding share: which rows meet which keys, and a tile's logits and exponentials.
+//! Tiles of queries and keys, shared by forward, backward and decode: layout, logits, exponentials.
 
 use std::ops::Range;
 
@@ -9,14 +9,14 @@ use crate::matmul::{Mat, matmul, matmul_add};
 use crate::rounding::{Rounding, to_bf16, to_f16};
 use crate::simd::{axpy, dot, exp_f32, simd_fn, sum_lanes, tanh_f32};
 
-/// Rows of a tile, query heads of one kv head stacked: about this many.
+/// Approximate number of rows of a tile: the query heads of one kv head, stacked.
 const ROWS: usize = 256;
 
 /// Keys of a tile.
 pub(crate) const KEYS: usize = 256;
 
-/// Tokens of a block of queries: a power of two, so that blocks fill the blocks of [`KEYS`] tokens that backward
-/// works on.
+/// Tokens of a block of queries: a power of two, so that blocks divide the [`KEYS`] tokens of a block in
+/// backward.
 pub(crate) fn block_tokens(dims: Dims) -> usize {
     let tokens = (ROWS / dims.group()).clamp(1, 128);
     1 << tokens.ilog2()
@@ -27,8 +27,8 @@ pub(crate) fn block_rows(dims: Dims) -> usize {
     block_tokens(dims) * dims.group()
 }
 
-/// Queries and the keys of the same sequence: query i is row `query + i` and has position `offset + i`, the key at
-/// position j is row `key + j`.
+/// Queries and the keys of the same sequence: query i is row `query + i` and has position `offset + i`, the
+/// key at position j is row `key + j`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span {
     pub(crate) query: usize,
@@ -37,7 +37,7 @@ pub(crate) struct Span {
     pub(crate) offset: usize,
 }
 
-/// The sequences of a packing.
+/// Spans of the packed sequences.
 pub(crate) fn spans(cu_seqlens: &[usize]) -> Vec<Span> {
     cu_seqlens.windows(2).map(|w| Span { query: w[0], queries: w[1] - w[0], key: w[0], offset: 0 }).collect()
 }
@@ -47,7 +47,7 @@ pub(crate) fn spans(cu_seqlens: &[usize]) -> Vec<Span> {
 pub(crate) enum Keys<'a> {
     /// `count` keys from `first` on.
     Range { first: usize, count: usize },
-    /// These, in this order.
+    /// These positions, in this order.
     List(&'a [u32]),
 }
 
@@ -60,8 +60,8 @@ impl Keys<'_> {
     }
 }
 
-/// The tiles of a range of keys, cut at multiples of [`KEYS`]. Forward and backward cut queries and keys at the same
-/// places: every product is made anew by the same operations and has the same bits.
+/// Tiles of a range of keys, cut at multiples of [`KEYS`]. Forward and backward cut queries and keys at the
+/// same positions, so backward recomputes every product by the same operations, with the same bits.
 pub(crate) fn tiles<'k>(keys: Range<usize>) -> impl Iterator<Item = Keys<'k>> + Clone {
     let numbers = keys.start / KEYS..if keys.is_empty() { 0 } else { keys.end.div_ceil(KEYS) };
     numbers.map(move |number| {
@@ -70,12 +70,12 @@ pub(crate) fn tiles<'k>(keys: Range<usize>) -> impl Iterator<Item = Keys<'k>> + 
     })
 }
 
-/// f32 that [`key_rows`] needs beside the data for `width` columns of a tile.
+/// Number of f32 of the buffer of [`key_rows`] for `width` columns of a tile.
 pub(crate) fn key_rows_len<T: Element>(width: usize, gathered: bool) -> usize {
     if gathered || T::as_f32(&[]).is_none() { KEYS * width } else { 0 }
 }
 
-/// Rows `keys` of one head of [rows, heads, width] as a matrix: a view where possible, else a copy in `buffer`.
+/// Rows `keys` of one head of [rows, heads, width] as a matrix: a view if possible, else a copy in `buffer`.
 pub(crate) fn key_rows<'a, T: Element>(
     buffer: &'a mut [f32],
     data: &'a [T],
@@ -123,7 +123,8 @@ pub(crate) fn load_rows<T: Element>(
     }
 }
 
-/// Up to so many rows a product reads the other matrix once, row by row, and packs nothing: faster than blocks of it.
+/// Most rows for which a product reads the other matrix once, row by row, without packing: faster than
+/// blocks.
 const FEW_ROWS: usize = 4;
 
 /// c = by a b^T; a [m, n] and b [k, n] have contiguous rows.
@@ -151,8 +152,8 @@ pub(crate) fn product_add(c: &mut [f32], by: f32, a: Mat<'_>, b: Mat<'_>) {
     }
 }
 
-/// c += by a b, or a^T b with `transposed`, where `seen(i)` are the columns of row i of a that hold anything, the others
-/// zeros. A zero leaves nothing of the other factor, also of one that is not finite: 0 inf would be NaN.
+/// c += by a b, or a^T b with `transposed`. `seen(i)` are the columns of row i of a that may be non-zero. A
+/// zero of a cancels its partner even if that is non-finite: 0 times infinity would be NaN.
 pub(crate) fn masked_product_add(
     c: &mut [f32],
     by: f32,
@@ -165,12 +166,13 @@ pub(crate) fn masked_product_add(
     let plain = |c: &mut [f32], b: Mat<'_>| {
         if transposed { matmul_add(c, by, a.t(), b) } else { product_add(c, by, a, b) }
     };
-    // Only a tile at the edge of the mask has anything to hide.
+    // Only a tile at the edge of the mask has hidden columns.
     let whole = (0..a.rows()).all(|i| seen(i).len() == a.row(0).len());
     if whole || (0..b.rows()).all(|i| is_finite(b.row(i))) {
         return plain(c, b);
     }
-    // Rare, so the copy may cost an allocation: the product without those rows of b, then they by themselves.
+    // Rare, so an allocation is acceptable: the product without the non-finite rows of b, then these rows
+    // separately.
     let mut rest = Vec::with_capacity(b.rows() * width);
     for i in 0..b.rows() {
         let row = b.row(i);
@@ -180,7 +182,7 @@ pub(crate) fn masked_product_add(
     for k in (0..b.rows()).filter(|k| !is_finite(b.row(*k))) {
         for i in 0..a.rows() {
             for j in seen(i) {
-                // (row of b, row of c) that a's element (i, j) joins
+                // (row of b, row of c) of the element (i, j) of a
                 let (from, to) = if transposed { (i, j) } else { (j, i) };
                 if from == k {
                     axpy(&mut c[to * width..(to + 1) * width], by * a.row(i)[j], b.row(k));
@@ -190,7 +192,7 @@ pub(crate) fn masked_product_add(
     }
 }
 
-/// One call: tensors and settings.
+/// Tensors and settings of one call.
 #[derive(Clone, Copy)]
 pub(crate) struct Problem<'a, T> {
     pub(crate) q: &'a [T],
@@ -215,7 +217,7 @@ impl<'a, T: Element> Problem<'a, T> {
         begin..end.max(begin)
     }
 
-    /// Columns of the tile `keys` that query i sees; all of a list, which holds nothing else.
+    /// Columns of the tile `keys` that query i sees; all columns of a list.
     pub(crate) fn columns(&self, span: Span, i: usize, keys: Keys<'_>) -> Range<usize> {
         match keys {
             Keys::Range { first, count } => {
@@ -228,7 +230,7 @@ impl<'a, T: Element> Problem<'a, T> {
         }
     }
 
-    /// Writes the positions that query i sees to the front of `list`; how many.
+    /// Writes the positions that query i sees to the front of `list`; returns their number.
     pub(crate) fn list_keys(&self, list: &mut [u32], selected: Selected<'_>, span: Span, i: usize) -> usize {
         let visible = self.options.visible(span.offset + i);
         let row = span.query + i;
@@ -258,7 +260,7 @@ impl<'a, T: Element> Problem<'a, T> {
         self.sinks.map(|sinks| self.options.logits.round(sinks[head]))
     }
 
-    /// x becomes p, for the query row (token, head) numbered `at` in [tokens, heads].
+    /// Replaces x by p, for the query row (token, head) numbered `at` in [tokens, heads].
     pub(crate) fn probabilities(&self, x: &mut [f32], saved: &Saved, at: usize) {
         match self.options.logits {
             Rounding::F32 => exp_minus(x, saved.lse[at]),
@@ -272,7 +274,7 @@ impl<'a, T: Element> Problem<'a, T> {
 }
 
 simd_fn! {
-    /// Whether no value is infinite or NaN.
+    /// Returns true if all values are finite.
     fn is_finite(x: &[f32]) -> bool {
         const EXPONENT: u32 = 0x7f80_0000;
         let mut found = false;
@@ -292,7 +294,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// The largest value; -inf of none. A NaN is passed over: it comes back through the sum.
+    /// Largest value, or -inf if there is none. A NaN is ignored here; it reappears in the sum.
     pub(crate) fn maximum(x: &[f32]) -> f32 {
         let mut lanes = [f32::NEG_INFINITY; 16];
         let chunks = x.chunks_exact(16);
@@ -314,7 +316,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// x = e^(x - max); their sum.
+    /// x = e^(x - max); returns the sum.
     pub(crate) fn exp_minus_sum(x: &mut [f32], max: f32) -> f32 {
         let mut lanes = [0f32; 16];
         let mut chunks = x.chunks_exact_mut(16);
@@ -368,7 +370,7 @@ simd_fn! {
     }
 }
 
-/// e^(x - max) of one value, rounded as the lowered rows are.
+/// e^(x - max) of one value, rounded as the rows are.
 pub(crate) fn exp_minus_one(x: f32, max: f32, precision: Rounding) -> f32 {
     let mut value = [x];
     exp_minus_lowered(&mut value, max, precision);

@@ -1,4 +1,4 @@
-//! Backward: p is made anew from x, dp of the W-1 tokens after a block included.
+//! Convolution backward: recomputes p from x, and dp also for the W-1 tokens after a block.
 
 use rayon::prelude::*;
 
@@ -10,7 +10,7 @@ use crate::shared::Shared;
 use crate::simd::{fma, sigmoid_f32, simd_fn};
 use crate::{Element, Scratch};
 
-/// Where backward writes.
+/// Gradients.
 pub struct Grads<'a, T> {
     /// [tokens, channels], written
     pub dx: &'a mut [T],
@@ -110,11 +110,11 @@ fn run<T: Element, W: Element>(
             }
         }
     };
-    // Rows of (state, x): those of the state come first, as a block of their own whose dp exist for tokens only.
+    // Rows of (state, x): first those of the state, as a block of their own. dp exists for tokens only.
     let blocks = std::iter::once((-(before as isize), before))
         .chain((0..tokens).step_by(ROWS).map(|first| (first as isize, ROWS.min(tokens - first))));
     for (first, rows) in blocks {
-        // dp of the tokens from `first` on that rows `first..first + rows` take part in
+        // dp of the tokens from `first` on that depend on rows `first..first + rows`
         let dp_first = first.max(0) as usize;
         let dp_rows = ((first + (rows + before) as isize) as usize).min(tokens).saturating_sub(dp_first);
         for (i, row) in x[..(dp_rows + before) * TILE].chunks_mut(TILE).enumerate() {
@@ -129,7 +129,7 @@ fn run<T: Element, W: Element>(
             add_dtaps(dtaps, dp, x, rows, dims.width);
         }
         for i in 0..rows {
-            // dx_t = sum_j w_j dp_{t+(W-1)-j}, over those dp that exist
+            // dx_t = sum_j w_j dp_{t+(W-1)-j}, over the tokens that exist
             out.fill(0.0);
             for j in 0..dims.width {
                 let at = first + (i + before - j) as isize - dp_first as isize;
@@ -143,7 +143,7 @@ fn run<T: Element, W: Element>(
 }
 
 simd_fn! {
-    /// From p to dp.
+    /// Replaces p by dp.
     fn silu_backward<T: Element>(p: &mut [f32], dy: &[T]) {
         for (p, dy) in p.iter_mut().zip(dy) {
             let s = sigmoid_f32::<FMA>(*p);

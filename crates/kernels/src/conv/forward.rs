@@ -1,4 +1,4 @@
-//! Forward, and one token of it.
+//! Convolution forward, and the decode step.
 
 use rayon::prelude::*;
 
@@ -9,7 +9,7 @@ use crate::shared::Shared;
 use crate::simd::{fma, silu_f32, simd_fn};
 use crate::{Element, Scratch};
 
-/// y [tokens, channels], and the final states [sequences, W-1, channels] unless `None`.
+/// y [tokens, channels] and, unless `None`, the final states [sequences, W-1, channels].
 pub fn conv_forward<T: Element, W: Element>(
     y: &mut [T],
     final_state: Option<&mut [T]>,
@@ -39,7 +39,7 @@ fn store_final_state<T: Element, W>(state: &mut [T], input: &Input<'_, T, W>, di
     let (begin, end) = (input.cu_seqlens[sequence], input.cu_seqlens[sequence + 1]);
     let kept = dims.width - 1;
     for (i, row) in state.chunks_mut(dims.channels).enumerate() {
-        // `i` counts from W-1 rows before the end; what lies before the sequence comes from the state it began with.
+        // `i` counts from W-1 rows before the end; rows before the sequence come from its initial state.
         if end - begin + i >= kept {
             row.copy_from_slice(&input.x[(end + i - kept) * dims.channels..][..dims.channels]);
         } else if let Some(old) = input.state {
@@ -103,7 +103,7 @@ simd_fn! {
     }
 }
 
-/// y \[channels\] of one token x \[channels\]; `state` [W-1, channels] moves on. For decoding.
+/// y \[channels\] of one token x \[channels\]; `state` [W-1, channels] is updated. For decoding.
 pub fn conv_step<T: Element, W: Element>(
     y: &mut [T],
     state: &mut [T],

@@ -1,16 +1,41 @@
 //! Causal depthwise convolution with SiLU, over packed sequences.
 //!
-//! x, y [tokens, channels]; weight [channels, 1, W], tap W-1 on the current token; no bias:
+//! x, y [tokens, channels]; weight [channels, 1, W], whose tap W-1 is for the current token; no bias:
 //! ```text
 //! p_t = sum_j w_j x_{t-(W-1)+j}      y_t = silu(p_t)                       for each channel
 //! dp_t = dy_t (s + p_t s (1 - s)),  s = sigmoid(p_t)
 //! dx_t = sum_j w_j dp_{t+(W-1)-j}    dw_j = sum_t dp_t x_{t-(W-1)+j}
 //! ```
-//! What lies before the first token of a sequence is its initial state [W-1, channels], oldest row first, or zero;
-//! never the sequence before. The final state is the last W-1 rows of (initial state, x): decoding goes on from
-//! there, one token at a time, with [`conv_step`]. Backward needs x alone; p is made anew.
+//! The rows before the first token of a sequence are its initial state [W-1, channels], oldest row first, or
+//! zeros; never the sequence before. The final state is the last W-1 rows of (initial state, x). Decoding
+//! continues from it, one token at a time, with [`conv_step`]. Backward needs only x; p is recomputed.
 //!
-//! A task owns a tile of channels and walks through all tokens, so that dw is one sum in the order of the tokens.
+//! A task owns a tile of channels and all tokens, so dw is summed in the order of the tokens.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::{Scratch, conv};
+//!
+//! let silu = |x: f32| x / (1.0 + (-x).exp());
+//! let dims = conv::Dims { channels: 1, width: 2 };
+//! let (x, weight) = ([1.0f32, 2.0, 3.0], [1.0f32, 1.0]);
+//! let input = conv::Input { x: &x, weight: &weight, state: None, cu_seqlens: &[0, 3] };
+//! let scratch = Scratch::new(conv::conv_forward_scratch(dims).max(conv::conv_backward_scratch(dims)));
+//! let (mut y, mut state) = ([0.0; 3], [0.0; 1]);
+//! conv::conv_forward(&mut y, Some(&mut state), &input, dims, &scratch)?;
+//! assert!((y[2] - silu(2.0 + 3.0)).abs() < 1e-5);
+//!
+//! // Decoding continues from the final state.
+//! let mut next = [0.0];
+//! conv::conv_step(&mut next, &mut state, &[4.0], &weight, dims)?;
+//! assert!((next[0] - silu(3.0 + 4.0)).abs() < 1e-5);
+//!
+//! let (mut dx, mut dweight) = ([0.0; 3], [0.0; 2]);
+//! let grads = conv::Grads { dx: &mut dx, dweight: &mut dweight, dstate: None };
+//! conv::conv_backward(grads, &[1.0; 3], None, &input, dims, &scratch)?;
+//! assert!(dweight[1] > dweight[0]);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod backward;
 mod forward;
@@ -26,13 +51,13 @@ use crate::error::{Result, check, check_shape};
 use crate::gated_delta_rule::check_cu_seqlens;
 use crate::scratch::take;
 
-/// Channels of a task.
+/// Channels per task.
 const TILE: usize = 128;
 
-/// Tokens that are widened at once.
+/// Tokens that are widened together.
 const ROWS: usize = 32;
 
-/// Widest kernel.
+/// Largest kernel width.
 pub const MAX_WIDTH: usize = 8;
 
 /// Channels and taps.
@@ -45,22 +70,22 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// Elements of one sequence's state.
+    /// Number of elements of one sequence's state.
     pub fn state_len(&self) -> usize {
         (self.width - 1) * self.channels
     }
 }
 
-/// The inputs: `tokens` is the last entry of `cu_seqlens`.
+/// Inputs; `tokens` is the last entry of `cu_seqlens`.
 #[derive(Clone, Copy, Debug)]
 pub struct Input<'a, T, W> {
     /// [tokens, channels]
     pub x: &'a [T],
     /// [channels, 1, W]
     pub weight: &'a [W],
-    /// [sequences, W-1, channels]; `None` is zero
+    /// [sequences, W-1, channels]: initial states; `None` is zero
     pub state: Option<&'a [T]>,
-    /// Where sequences begin and end: starts with 0, never falls; the convolution starts anew at each boundary.
+    /// Offsets of the sequences: starts with 0, never decreases. The convolution restarts at each boundary.
     pub cu_seqlens: &'a [usize],
 }
 
@@ -71,18 +96,18 @@ pub fn conv_forward_scratch(dims: Dims) -> usize {
 
 /// Number of f32 of one scratch slot of [`conv_backward`].
 pub fn conv_backward_scratch(dims: Dims) -> usize {
-    // taps and their gradients; x with what comes before and after; dp with what comes after; one row of dx
+    // taps and their gradients; x with the rows before and after; dp with the rows after; one row of dx
     (2 * dims.width + (ROWS + 2 * (dims.width - 1)) + (ROWS + dims.width - 1) + 1) * TILE
 }
 
 fn check_dims(dims: Dims) -> Result {
-    check(dims.channels > 0, || "a convolution over 0 channels".into())?;
+    check(dims.channels > 0, || "channels must be 1 or more, got 0".into())?;
     check((2..=MAX_WIDTH).contains(&dims.width), || {
-        format!("a kernel of width {}: between 2 and {MAX_WIDTH}", dims.width)
+        format!("kernel width must be 2 to {MAX_WIDTH}, got {}", dims.width)
     })
 }
 
-/// The number of sequences.
+/// Returns the number of sequences.
 fn check_input<T, W>(dims: Dims, input: &Input<'_, T, W>) -> Result<usize> {
     check_dims(dims)?;
     let tokens = check_cu_seqlens(input.cu_seqlens)?;
@@ -95,7 +120,7 @@ fn check_input<T, W>(dims: Dims, input: &Input<'_, T, W>) -> Result<usize> {
     Ok(sequences)
 }
 
-/// A tile of channels: the first one and how many.
+/// Tile of channels: the first one and their number.
 #[derive(Clone, Copy)]
 struct Tile {
     first: usize,
@@ -110,7 +135,7 @@ impl Tile {
             .map(move |i| Tile { first: i * TILE, len: TILE.min(channels - i * TILE) })
     }
 
-    /// Row `i` of the virtual sequence (state, x): rows before 0 are the state's or zero.
+    /// Loads row `i` of the sequence (state, x): rows before 0 are those of the state, or zeros.
     fn load_row<T: Element, W>(
         self,
         target: &mut [f32],
@@ -134,7 +159,7 @@ impl Tile {
         }
     }
 
-    /// The taps as [W, TILE]; channels beyond the tile have zeros.
+    /// Loads the taps as [W, TILE]; channels beyond the tile are zeros.
     fn load_taps<'a, W: Element>(
         self,
         slot: &mut &'a mut [f32],

@@ -1,4 +1,4 @@
-//! Backward, chunks in reverse, one task for each sequence and key head.
+//! Gated delta rule backward: chunks in reverse order, one task per sequence and key head.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ use crate::shared::Shared;
 use crate::simd::{dot, dot_body, fma, scale_into, simd_fn, sum_by};
 use crate::{Element, Scratch};
 
-/// Where backward writes (nothing is accumulated but the gradients of the gates' parameters).
+/// Gradients; those of the gates' parameters are added to, all others are written.
 pub struct Grads<'a, T> {
     /// [tokens, Hk, dk]
     pub dq: &'a mut [T],
@@ -25,7 +25,7 @@ pub struct Grads<'a, T> {
     pub dk: &'a mut [T],
     /// [tokens, Hv, dv]
     pub dv: &'a mut [T],
-    /// Of the decay and the step, or of what they are made of
+    /// Gradients of g and beta, or of the tensors that they are computed from
     pub gates: GateGrads<'a, T>,
     /// [sequences, Hv, dk, dv]
     pub dh0: Option<&'a mut [f32]>,
@@ -68,7 +68,7 @@ pub fn gated_delta_rule_backward<T: Element>(
     let first_kept = first_kept(input.cu_seqlens, options);
     let states = elements("saved.states", [first_kept[sequences], value_heads, key_dim, value_dim])?;
     check(saved.states.len() == states, || {
-        "what forward saved does not belong to these inputs and options: was it asked to save?".into()
+        "saved states do not match these inputs and options; was forward called with `saved`?".into()
     })?;
     let norm_rows = if options.l2norm == L2Norm::Off { 0 } else { tokens * dims.key_heads };
     check_len("saved.q_rstd", &saved.q_rstd, norm_rows)?;
@@ -88,7 +88,7 @@ pub fn gated_delta_rule_backward<T: Element>(
     })
 }
 
-/// What the tasks write: every (sequence, key head) its own rows.
+/// Outputs of the tasks: each (sequence, key head) writes its own rows.
 struct Targets<'a, T> {
     dq: Shared<'a, T>,
     dk: Shared<'a, T>,
@@ -107,7 +107,7 @@ struct Task<'a, 'b, T> {
     options: &'a Options,
 }
 
-/// Scratch of one head's backward.
+/// Working memory of one head.
 struct Work<'s> {
     /// dVn, then dR; then dO below it: [2c, dv]
     dr_do: &'s mut [f32],
@@ -148,17 +148,17 @@ impl<T: Element> Task<'_, '_, T> {
         }
     }
 
-    /// Asks for what forward through the chunk of these tokens will read.
+    /// Prefetches the inputs of the chunk of these tokens.
     fn prefetch_inputs(&self, key_head: usize, tokens: Range<usize>) {
         let (dims, (q, k)) = (self.dims, self.qk());
         prefetch_rows(q, dims.key_heads, key_head, dims.key_dim, tokens.clone());
         prefetch_rows(k, dims.key_heads, key_head, dims.key_dim, tokens.clone());
-        // The value heads of a group lie side by side.
+        // The value heads of a group are adjacent.
         let values = dims.group() * dims.value_dim;
         prefetch_rows(self.input.v, dims.key_heads, key_head, values, tokens);
     }
 
-    /// Asks for where the gradients of these tokens' chunk go.
+    /// Prefetches the targets of the gradients of these tokens.
     fn prefetch_gradients(&self, key_head: usize, tokens: Range<usize>) {
         let (dims, targets) = (self.dims, self.targets);
         let values = dims.group() * dims.value_dim;
@@ -170,7 +170,7 @@ impl<T: Element> Task<'_, '_, T> {
         }
     }
 
-    /// Asks for dO of these tokens.
+    /// Prefetches dO of these tokens.
     fn prefetch_d_o(&self, key_head: usize, tokens: Range<usize>) {
         let values = self.dims.group() * self.dims.value_dim;
         prefetch_rows(self.d_o, self.dims.key_heads, key_head, values, tokens);
@@ -241,7 +241,7 @@ impl<T: Element> Task<'_, '_, T> {
         }
     }
 
-    /// Forward through the chunks of a segment, from the states that were kept.
+    /// Recomputes the chunks of a segment from the saved states.
     fn make_segment(
         &self,
         made: &mut Segment<'_>,
@@ -253,7 +253,7 @@ impl<T: Element> Task<'_, '_, T> {
         let (dims, chunk) = (self.dims, self.options.chunk);
         let (group, len) = (dims.group(), dims.state_len());
         let (q, k) = self.qk();
-        // The factors come out as forward had them: the same rows, the same sum.
+        // The factors have the same bits as in forward: the same rows, the same sum.
         let norm = self.options.l2norm == L2Norm::Inside;
         for (i, first) in tokens.clone().step_by(chunk).enumerate() {
             let c = chunk.min(tokens.end - first);
@@ -277,7 +277,7 @@ impl<T: Element> Task<'_, '_, T> {
         }
     }
 
-    /// One chunk of one value head: see the module's header for the formulas.
+    /// Backward of one chunk of one value head; the formulas are in the module header.
     fn chunk(
         &self,
         dkq: &mut [f32],
@@ -310,10 +310,10 @@ impl<T: Element> Task<'_, '_, T> {
         substitute_transposed(dr, &head.l[..c * c], c, dv);
         lower_products(work.z, Mat::dense(&work.dr_do[..2 * c * dv], 2 * c, dv), vn);
 
-        // d (Vn dS'^T) while dS' is still the state's that leaves
+        // d (Vn dS'^T) while dS' is still the gradient of the state after the chunk
         let d_key = &mut work.through[..c * dk];
         matmul_small(d_key, dk, Onto::Nothing, By::Rows(head.d), vn, Mat::dense(d_state, dk, dv).t());
-        // dG in f64: what one token adds another takes away, and only what is left counts.
+        // dG in f64: the terms of different tokens nearly cancel, and the difference counts.
         let mut dg = [0f64; 256];
         let mut last = (e_c * dot(state, d_state)) as f64;
         let mut gates = [0f32; 512];
@@ -324,7 +324,7 @@ impl<T: Element> Task<'_, '_, T> {
         }
         dg[c - 1] += last;
 
-        // row by row: dV, M, Y and their share of dbeta
+        // row by row: dV, M, Y and their part of dbeta
         let (dr, d_out) = work.dr_do[..2 * c * dv].split_at(c * dv);
         let (m, y) = work.my[..2 * c * dv].split_at_mut(c * dv);
         for i in 0..c {
@@ -357,12 +357,13 @@ impl<T: Element> Task<'_, '_, T> {
         for i in (0..c).rev() {
             sum += dg[i];
             let gradients = (sum as f32, work.dbeta[i]);
-            // SAFETY: a token of this sequence, and the sequence's sums, at this value head belong to this task alone.
+            // SAFETY: a token of this sequence, and the sequence's sums, at this value head belong to this
+            // task alone.
             unsafe { self.targets.gates.store(gradients, sequence, first + i, value_head, heads) };
         }
     }
 
-    /// The l2norm's backward, and out.
+    /// Backward of the l2norm, and store.
     fn store_keys(&self, dkq: &[f32], keys: &Keys<'_>, key_head: usize, first: usize, c: usize) {
         let (dims, dk) = (self.dims, self.dims.key_dim);
         for (i, (row, y)) in dkq.chunks_exact(dk).zip(keys.kq.chunks_exact(dk)).enumerate() {
@@ -382,18 +383,18 @@ impl<T: Element> Task<'_, '_, T> {
     }
 }
 
-/// What forward through a segment leaves for the way back.
+/// Recomputed values of a segment.
 struct Segment<'s> {
     /// The [`Keys`] of every chunk
     keys: &'s mut [f32],
     /// The [`Head`] of every chunk and head of the group
     heads: &'s mut [f32],
-    /// [chunks - 1, group, dk, dv]: the states that enter all chunks but the first
+    /// [chunks - 1, group, dk, dv]: the states before all chunks but the first
     states: &'s mut [f32],
 }
 
-/// The n-th state of a segment, counted by chunk and head of the group, and the memory from that on which enters the
-/// next chunk at the same head. The first chunk's are the kept ones.
+/// State n of a segment, counted by chunk and head of the group, and the memory from the state before the
+/// next chunk of the same head on. The states before the first chunk are the saved ones.
 fn segment_states<'a>(
     kept: &'a [f32],
     made: &'a mut [f32],
@@ -407,7 +408,7 @@ fn segment_states<'a>(
 }
 
 simd_fn! {
-    /// Row by row: target += source, and the dot of that with the keys.
+    /// Row by row: target += source; returns its inner product with the keys.
     fn add_with_dots(target: &mut [f32], dots: &mut [f32], source: &[f32], keys: &[f32], width: usize) {
         let rows = target.chunks_exact_mut(width).zip(source.chunks_exact(width)).zip(keys.chunks_exact(width));
         for (((target, source), keys), dot) in rows.zip(dots) {
@@ -441,12 +442,12 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// H + H^T and N in place of Z, and their share of dbeta and dG.
+    /// H + H^T and N in place of Z, and their part of dbeta and dG.
     fn triangle(
         z: &mut [f32], dbeta: &mut [f32], dg: &mut [f64; 256], products: &[f32], head: &Head<'_>, s: f32, c: usize,
     ) {
         let ((h, n), (kk, qk)) = (z.split_at_mut(c * c), products.split_at(c * c));
-        // What a token's beta gets, and what its decay gets and another's loses.
+        // The terms of a token's dbeta, and those that its dG gains and another token's dG loses.
         let (mut gain, mut pull) = ([0f32; 256], [0f32; 256]);
         for i in 0..c {
             let width = reach(i, c);

@@ -1,4 +1,4 @@
-//! The pieces of a chunk that forward and backward share, on thread-local scratch.
+//! Parts of a chunk that forward and backward share, in per-thread scratch.
 
 use std::ops::Range;
 
@@ -9,23 +9,24 @@ use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{dot_body, exp_f32, fma, prefetch, scale_rows_into, simd_fn, sum_of_squares};
 
-/// Rows that are substituted one by one, and steps of a triangle's edge; everything else is a matrix product.
+/// Rows that are substituted one by one, and the block size along a triangle's diagonal; the rest are matrix
+/// products.
 const BLOCK: usize = 8;
-/// Columns of [`lower_products`] that are made together.
+/// Columns of [`lower_products`] that are computed together.
 const COLUMNS: usize = 16;
 
-/// How much of row i of a [c, c] triangle is there: up to its diagonal and on to the end of a vector.
+/// Number of computed columns of row i of a [c, c] triangle: up to the diagonal, rounded up to whole vectors.
 pub(super) fn reach(i: usize, c: usize) -> usize {
     c.min((i / COLUMNS + 1) * COLUMNS)
 }
 
-/// What is known of a chunk of one key head: K and Q and their products, shared by the group's value heads.
+/// K, Q and their products in a chunk of one key head, shared by the value heads of the group.
 pub(super) struct Keys<'s> {
-    /// K rows, then Q rows: [2c, dk], normalised
+    /// K rows, then Q rows: [2c, dk], normalized
     pub(super) kq: &'s mut [f32],
     /// [K; Q] K^T on and below the diagonals: [2c, c]
     pub(super) products: &'s mut [f32],
-    /// 1 / sqrt(sum x^2 + eps) of K rows, then Q rows, when they are normalised here: [2c]
+    /// 1 / sqrt(sum x^2 + eps) of K rows, then Q rows, if they are normalized here: [2c]
     pub(super) rstd: &'s mut [f32],
 }
 
@@ -42,12 +43,12 @@ impl<'s> Keys<'s> {
         }
     }
 
-    /// The n-th of several that lie one after another.
+    /// Number n of several that are stored one after another.
     pub(super) fn nth(memory: &'s mut [f32], n: usize, dims: Dims, chunk: usize) -> Keys<'s> {
         Keys::take(&mut &mut memory[n * Keys::len(dims, chunk)..], dims, chunk)
     }
 
-    /// Loads tokens `first..first + c` of one key head, normalises them if `norm`, multiplies.
+    /// Loads tokens `first..first + c` of one key head, normalizes them if `norm`, and computes the products.
     pub(super) fn load<T: Element>(
         &mut self,
         dims: Dims,
@@ -63,7 +64,7 @@ impl<'s> Keys<'s> {
         for (i, source) in [k, q].into_iter().enumerate() {
             let to = &mut self.kq[i * c * dk..(i + 1) * c * dk];
             if norm {
-                load_normalised(to, &mut self.rstd[i * c..(i + 1) * c], &source[begin..], stride, dk);
+                load_normalized(to, &mut self.rstd[i * c..(i + 1) * c], &source[begin..], stride, dk);
             } else {
                 load_rows(to, &source[begin..], stride, dk);
             }
@@ -81,8 +82,8 @@ pub(super) fn load_rows<T: Element>(to: &mut [f32], source: &[T], stride: usize,
 }
 
 simd_fn! {
-    /// Rows `stride` apart into rows without gaps, every row times its factor, which is kept.
-    fn load_normalised<T: Element>(to: &mut [f32], rstd: &mut [f32], source: &[T], stride: usize, width: usize) {
+    /// Rows `stride` apart into rows without gaps, normalized; the factors go to `rstd`.
+    fn load_normalized<T: Element>(to: &mut [f32], rstd: &mut [f32], source: &[T], stride: usize, width: usize) {
         for (i, (row, rstd)) in to.chunks_exact_mut(width).zip(rstd).enumerate() {
             for (x, y) in row.iter_mut().zip(&source[i * stride..i * stride + width]) {
                 *x = y.to_f32();
@@ -108,7 +109,7 @@ simd_fn! {
     }
 }
 
-/// Asks for these tokens' rows of one head, which will be needed soon.
+/// Prefetches the rows of one head of these tokens.
 pub(super) fn prefetch_rows<T>(x: &[T], heads: usize, head: usize, width: usize, tokens: Range<usize>) {
     for token in tokens {
         let at = (token * heads + head) * width;
@@ -116,10 +117,10 @@ pub(super) fn prefetch_rows<T>(x: &[T], heads: usize, head: usize, width: usize,
     }
 }
 
-/// [`prefetch_rows`] of what will be written.
+/// [`prefetch_rows`] for rows that will be written.
 ///
 /// # Safety
-/// No part of these rows may be written elsewhere meanwhile.
+/// No part of these rows may be written elsewhere during the call.
 pub(super) unsafe fn prefetch_targets<T>(
     x: &Shared<'_, T>,
     heads: usize,
@@ -128,12 +129,12 @@ pub(super) unsafe fn prefetch_targets<T>(
     tokens: Range<usize>,
 ) {
     for token in tokens {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         prefetch(unsafe { x.part((token * heads + head) * width, width) });
     }
 }
 
-/// A B^T for A [c, w] or two such, one below the other, and B [c, w]; of every row i no more than [`reach`].
+/// A B^T for A [c, w] or two of them stacked, and B [c, w]; of row i the columns below [`reach`].
 pub(super) fn lower_products(out: &mut [f32], a: Mat<'_>, b: Mat<'_>) {
     let (c, width) = (b.rows(), b.columns());
     for begin in (0..c).step_by(COLUMNS) {
@@ -143,14 +144,15 @@ pub(super) fn lower_products(out: &mut [f32], a: Mat<'_>, b: Mat<'_>) {
     }
 }
 
-/// Which half of a matrix is there; the diagonal always is.
+/// Half of a triangular matrix that is stored, with the diagonal.
 #[derive(Clone, Copy)]
 pub(super) enum Half {
     Lower,
     Upper,
 }
 
-/// C += by A B for triangular A [c, c], whose other half is zero next to the diagonal and is not read elsewhere.
+/// C += by A B for triangular A [c, c]. Its other half must be zero near the diagonal and is not read
+/// elsewhere.
 pub(super) fn triangle_add(out: &mut [f32], by: f32, a: Mat<'_>, half: Half, b: Mat<'_>) {
     let (c, width) = (a.rows(), b.columns());
     for begin in (0..c).step_by(BLOCK) {
@@ -164,7 +166,7 @@ pub(super) fn triangle_add(out: &mut [f32], by: f32, a: Mat<'_>, half: Half, b: 
     }
 }
 
-/// What is known of a chunk of one value head.
+/// Gates, L, X and Vn in a chunk of one value head.
 pub(super) struct Head<'s> {
     /// [c]
     pub(super) beta: &'s mut [f32],
@@ -199,12 +201,13 @@ impl<'s> Head<'s> {
         }
     }
 
-    /// The n-th of several that lie one after another.
+    /// Number n of several that are stored one after another.
     pub(super) fn nth(memory: &'s mut [f32], n: usize, dims: Dims, chunk: usize) -> Head<'s> {
         Head::take(&mut &mut memory[n * Head::len(dims, chunk)..], dims, chunk)
     }
 
-    /// Gates, L, X and Vn of tokens `first..first + c` of value head `head`, given the state that enters.
+    /// Gates, L, X and Vn of tokens `first..first + c` of value head `head`, given the state before the
+    /// chunk.
     pub(super) fn load<T: Element>(
         &mut self,
         dims: Dims,
@@ -277,7 +280,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// L_ij = beta_i (k_i.k_j) D_ij below the diagonal, zero next to it on the other side.
+    /// L_ij = beta_i (k_i.k_j) D_ij below the diagonal, zero near it on the other side.
     fn gate_keys(l: &mut [f32], products: &[f32], decay: &[f32], beta: &[f32], c: usize) {
         for i in 0..c {
             let row = i * c..i * c + reach(i, c);
@@ -290,7 +293,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// P_ij = (q_i.k_j) D_ij on and below the diagonal, zero next to it on the other side.
+    /// P_ij = (q_i.k_j) D_ij on and below the diagonal, zero near it on the other side.
     pub(super) fn gate_queries(p: &mut [f32], products: &[f32], decay: &[f32], c: usize) {
         let products = &products[c * c..];
         for i in 0..c {

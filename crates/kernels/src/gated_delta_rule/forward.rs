@@ -1,4 +1,4 @@
-//! Forward, chunk by chunk, one task for each sequence and key head.
+//! Gated delta rule forward: chunk by chunk, one task per sequence and key head.
 
 use rayon::prelude::*;
 
@@ -10,11 +10,11 @@ use crate::scratch::take;
 use crate::shared::Shared;
 use crate::{Element, Scratch};
 
-/// Where forward writes.
+/// Outputs of forward.
 pub struct Output<'a, T> {
     /// [tokens, Hv, dv]
     pub o: &'a mut [T],
-    /// [sequences, Hv, dk, dv]: the states that leave the sequences
+    /// [sequences, Hv, dk, dv]: final states
     pub ht: Option<&'a mut [f32]>,
 }
 
@@ -24,7 +24,7 @@ pub fn gated_delta_rule_forward_scratch(dims: Dims, options: &Options) -> usize 
     Keys::len(dims, c) + Head::len(dims, c) + c * c + c * dims.value_dim + dims.group() * dims.state_len()
 }
 
-/// o and ht from the inputs; into `saved`, whose memory is used again, what backward needs.
+/// o and ht from the inputs; `saved` takes what backward needs, and its memory is reused.
 pub fn gated_delta_rule_forward<T: Element>(
     output: Output<'_, T>,
     saved: Option<&mut Saved<T>>,
@@ -80,7 +80,7 @@ pub fn gated_delta_rule_forward<T: Element>(
     Ok(())
 }
 
-/// What the tasks write: every (sequence, key head) its own rows.
+/// Outputs of the tasks: each (sequence, key head) writes its own rows.
 struct Targets<'a, T> {
     o: Shared<'a, T>,
     ht: Option<Shared<'a, f32>>,
@@ -129,7 +129,7 @@ fn run<T: Element>(
         let next = first + c..(first + c + options.chunk).min(end);
         prefetch_rows(q, dims.key_heads, key_head, dk, next.clone());
         prefetch_rows(k, dims.key_heads, key_head, dk, next.clone());
-        // The value heads of a group lie side by side.
+        // The value heads of a group are adjacent.
         prefetch_rows(input.v, dims.key_heads, key_head, group * dv, next);
         // SAFETY: a token of this sequence and this group of value heads belongs to this task alone.
         unsafe { prefetch_targets(&targets.o, dims.key_heads, key_head, group * dv, first..first + c) };
@@ -176,7 +176,7 @@ fn run<T: Element>(
     }
 }
 
-/// Normalised rows of width `width` in their own storage type, and their factors.
+/// Normalizes rows of width `width` in their storage type, and stores their factors.
 fn l2norm_copy<T: Element>(y: &mut [T], rstd: &mut [f32], x: &[T], width: usize) {
     y.par_chunks_mut(width).zip(x.par_chunks(width)).zip(rstd.par_iter_mut()).for_each_init(
         || vec![0.0; width],

@@ -1,4 +1,4 @@
-//! The gates, inside the rule or around it, all in f32:
+//! Gates of the delta rule, in f32, computed by the kernel or before it:
 //! ```text
 //! g = -exp(A_log) softplus(a + dt_bias)      da = -exp(A_log) sigmoid(a + dt_bias) dg   (softplus' = 1 above 20)
 //! beta = sigmoid(b)                          db = dbeta beta (1 - beta)
@@ -11,21 +11,21 @@ use crate::error::{Result, check, check_len, check_shape};
 use crate::shared::Shared;
 use crate::simd::{exp_f32, sigmoid_f32, simd_fn, softplus_f32};
 
-/// Where the rule has its decay and its step from.
+/// Source of the decay g and the step size beta.
 #[derive(Clone, Copy, Debug)]
 pub enum Gates<'a, T> {
-    /// As they are, both [tokens, Hv].
+    /// g and beta themselves, both [tokens, Hv].
     Given {
         /// Log decay, <= 0.
         g: &'a [f32],
-        /// The step.
+        /// Step size.
         beta: &'a [f32],
     },
-    /// From what the projections gave, chunk by chunk: nothing of g and beta is kept.
+    /// Computed from the projections a and b, chunk by chunk; g and beta are not stored.
     Raw(RawGates<'a, T>),
 }
 
-/// What g and beta are made of.
+/// Tensors that g and beta are computed from.
 #[derive(Clone, Copy, Debug)]
 pub struct RawGates<'a, T> {
     /// [tokens, Hv]
@@ -38,16 +38,16 @@ pub struct RawGates<'a, T> {
     pub dt_bias: &'a [f32],
 }
 
-/// Where the gradients of [`Gates`] go: the same kind.
+/// Gradients of [`Gates`], of the same variant.
 pub enum GateGrads<'a, T> {
     /// Both [tokens, Hv], written.
     Given {
-        /// Of g.
+        /// Gradient of g.
         dg: &'a mut [f32],
-        /// Of beta.
+        /// Gradient of beta.
         dbeta: &'a mut [f32],
     },
-    /// The activations' are written, the parameters' accumulated.
+    /// da and db are written, da_log and ddt_bias are added to.
     Raw {
         /// [tokens, Hv]
         da: &'a mut [T],
@@ -106,15 +106,15 @@ simd_fn! {
     }
 }
 
-/// [`GateGrads`] while the rule runs: every (sequence, value head) writes its own tokens and its own sums.
+/// [`GateGrads`] shared by the tasks: each (sequence, value head) writes its own tokens and its own sums.
 pub(super) enum GateTargets<'a, T> {
     Given { dg: Shared<'a, f32>, dbeta: Shared<'a, f32> },
     Raw { gates: RawGates<'a, T>, da: Shared<'a, T>, db: Shared<'a, T>, sums: Shared<'a, (f64, f64)> },
 }
 
 impl<T: Element> GateGrads<'_, T> {
-    /// Runs `work` with the targets. The parameters' gradients are added up by token inside, and here by sequence: the
-    /// same for any number of threads.
+    /// Runs `work` with the targets. Parameter gradients are summed over tokens inside and over sequences
+    /// here, in an order that does not depend on the number of threads.
     pub(super) fn with(
         self,
         gates: &Gates<'_, T>,
@@ -144,13 +144,13 @@ impl<T: Element> GateGrads<'_, T> {
                 }
                 Ok(())
             }
-            _ => check(false, || "the gates are raw and their gradients are not, or the reverse".into()),
+            _ => check(false, || "gates and their gradients must both be Given or both be Raw".into()),
         }
     }
 }
 
 impl<T: Element> GateTargets<'_, T> {
-    /// The gradients of a token of a sequence at value head `head` of `heads`.
+    /// Writes the gradients of one token at value head `head` of `heads`.
     ///
     /// # Safety
     /// This token and this sequence's sums of this head belong to the caller alone.
@@ -163,7 +163,7 @@ impl<T: Element> GateTargets<'_, T> {
         heads: usize,
     ) {
         let at = token * heads + head;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe {
             match self {
                 GateTargets::Given { dg: to_g, dbeta: to_beta } => {
@@ -183,7 +183,7 @@ impl<T: Element> GateTargets<'_, T> {
     }
 }
 
-/// What one token gives to a, b and A_log; dt_bias gets what a gets.
+/// Contribution of one token to a, b and A_log; that to dt_bias is the same as to a.
 struct GateGradient {
     a: f32,
     b: f32,
@@ -217,7 +217,7 @@ pub fn gates_forward<T: Element>(
     check_len("g", g, a.len())?;
     check_len("beta", beta, a.len())?;
     crate::error::check(heads > 0 && a.len().is_multiple_of(heads), || {
-        format!("a has {} elements, not a multiple of {heads} heads", a.len())
+        format!("a must have a multiple of {heads} elements (heads), got {}", a.len())
     })?;
     T::load(g, a);
     T::load(beta, b);
@@ -253,15 +253,17 @@ pub fn gates_backward<T: Element>(
     for (name, len) in
         [("da", da.len()), ("db", db.len()), ("dg", dg.len()), ("dbeta", dbeta.len()), ("b", b.len())]
     {
-        crate::error::check(len == a.len(), || format!("{name} has {len} elements where a has {}", a.len()))?;
+        crate::error::check(len == a.len(), || {
+            format!("{name} must have as many elements as a, {}, got {len}", a.len())
+        })?;
     }
     check_len("dt_bias", dt_bias, heads)?;
     check_len("da_log", da_log, heads)?;
     check_len("ddt_bias", ddt_bias, heads)?;
     crate::error::check(heads > 0 && a.len().is_multiple_of(heads), || {
-        format!("a has {} elements, not a multiple of {heads} heads", a.len())
+        format!("a must have a multiple of {heads} elements (heads), got {}", a.len())
     })?;
-    // f64 sums over all tokens, token by token: the same for any number of threads.
+    // f64 sums over the tokens in order: the same for any number of threads.
     let mut sums = vec![(0f64, 0f64); heads];
     for (t, dg_row) in dg.chunks(heads).enumerate() {
         for (h, &dg) in dg_row.iter().enumerate() {

@@ -1,19 +1,19 @@
-//! The gated delta rule, with the l2norm of q and k inside.
+//! Gated delta rule, computed in chunks, with the l2norm of q and k.
 //!
-//! One head, row vectors, S [dk, dv] the state, s the scale (dk^-1/2 unless given), r = 1/sqrt(sum x^2 + 1e-6):
+//! One head, row vectors, state S [dk, dv], scale s (default dk^-1/2), r = 1/sqrt(sum x^2 + 1e-6):
 //! ```text
 //! token by token   S = e^g S;   d = beta (v - S^T k);   S = S + k d^T;   o = s S^T q
 //! gates            g = -exp(A_log) softplus(a + dt_bias)      beta = sigmoid(b)
 //! ```
-//! A chunk of C tokens at once, S the state that enters it:
+//! A chunk of C tokens, with S the state before it:
 //! ```text
 //! G_i = sum_{m<=i} g_m      E_i = e^{G_i}      d_i = e^{G_C - G_i}      D_ij = e^{G_i - G_j}  for i >= j
 //! L = stril(beta_i (k_i.k_j) D_ij)             P = tril((q_i.k_j) D_ij)
 //! R = beta (V - E K S)                         Vn = (I + L)^-1 R          by forward substitution
 //! O = s (E Q S + P Vn)                         S' = E_C S + K^T (d Vn)
 //! ```
-//! which is the usual form with U and W multiplied out: Vn = U - W S, so neither is needed, nor the inverse.
-//! Backward, chunks in reverse, dS' the gradient of the state that leaves the chunk:
+//! This is the usual form with U and W multiplied out, Vn = U - W S, so neither U and W nor the inverse is
+//! computed. Backward, chunks in reverse order, with dS' the gradient of the state after the chunk:
 //! ```text
 //! dVn = s P^T dO + d (K dS')                   dR = (I + L)^-T dVn        by back substitution
 //! dL  = -stril(dR Vn^T)                        dP = s tril(dO Vn^T)
@@ -27,15 +27,43 @@
 //! dg_t = sum of dG_i over i >= t in the chunk
 //! l2norm: dx = r (dy - y <dy, y>)
 //! ```
-//! dL needs no inverse because A^T dA A^T = (A^T dVn)(A R)^T with A = (I + L)^-1. All exponents are <= 0 and are taken
-//! after the mask; G is summed in f64, so that a small decay beside a huge one keeps its digits.
+//! dL needs no inverse because A^T dA A^T = (A^T dVn)(A R)^T with A = (I + L)^-1. All exponents are <= 0, and
+//! exp is taken after the mask. G is summed in f64, so a small decay next to a huge one keeps its digits.
 //!
-//! Several value heads may share a key head (value head h uses key head h / (Hv/Hk)); q and k are never repeated. A
-//! batch is a packing of sequences of equal length: everything is [tokens, heads, width] with `cu_seqlens`.
+//! Several value heads may share a key head (value head h uses key head h / (Hv/Hk)); q and k are not
+//! repeated. A batch is a packing of sequences of equal length: all tensors are [tokens, heads, width] with
+//! `cu_seqlens`.
 //!
-//! Kept for backward ([`Saved`]): the rstd of q and k, and the state at every `states_every`-th chunk. Backward goes
-//! through such a segment of chunks twice: forth, to make its states, normalised q and k, L, X and Vn anew in scratch,
-//! and back.
+//! Saved for backward ([`Saved`]): the rstd of q and k, and the state before every `states_every`-th chunk.
+//! Backward goes through such a segment of chunks twice: forward, to recompute its states, normalized q and
+//! k, L, X and Vn in scratch, then in reverse.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::Scratch;
+//! use ballast_kernels::gated_delta_rule as gdn;
+//!
+//! let dims = gdn::Dims { key_heads: 1, value_heads: 1, key_dim: 2, value_dim: 1 };
+//! let options = gdn::Options { scale: Some(1.0), ..gdn::Options::default() };
+//! // The first token stores 5 under the key (1, 0), the second reads it. In between, g halves the state.
+//! let (q, k, v) = ([0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0], [5.0, 7.0]);
+//! let gates = gdn::Gates::Given { g: &[0.0, 0.5f32.ln()], beta: &[1.0, 1.0] };
+//! let input = gdn::Input { q: &q, k: &k, v: &v, gates, h0: None, cu_seqlens: &[0, 2] };
+//! let forward = gdn::gated_delta_rule_forward_scratch(dims, &options);
+//! let scratch = Scratch::new(forward.max(gdn::gated_delta_rule_backward_scratch(dims, &options)));
+//!
+//! let (mut o, mut saved) = ([0.0f32; 2], gdn::Saved::default());
+//! let output = gdn::Output { o: &mut o, ht: None };
+//! gdn::gated_delta_rule_forward(output, Some(&mut saved), &input, dims, &options, &scratch)?;
+//! assert!((o[1] - 2.5).abs() < 1e-4);
+//!
+//! let (mut dq, mut dk, mut dv, mut dg, mut dbeta) = ([0.0; 4], [0.0; 4], [0.0; 2], [0.0; 2], [0.0; 2]);
+//! let gates = gdn::GateGrads::Given { dg: &mut dg, dbeta: &mut dbeta };
+//! let grads = gdn::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, gates, dh0: None };
+//! gdn::gated_delta_rule_backward(grads, &[0.0, 1.0], None, &input, &saved, dims, &options, &scratch)?;
+//! assert!((dv[0] - 0.5).abs() < 1e-4 && (dg[1] - 2.5).abs() < 1e-4);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod backward;
 mod chunk;
@@ -57,10 +85,10 @@ pub use crate::packing::check_cu_seqlens;
 use crate::error::{Result, check, check_shape};
 use crate::{Element, Rounding};
 
-/// Inside the root of the l2norm.
+/// Epsilon of the l2norm, inside the square root.
 pub const L2NORM_EPS: f32 = 1e-6;
 
-/// Heads and widths.
+/// Number and width of heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dims {
     /// Hk: heads of q and k.
@@ -74,43 +102,42 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// Value heads that share a key head.
+    /// Value heads per key head.
     pub fn group(&self) -> usize {
         self.value_heads / self.key_heads
     }
 
-    /// Elements of one head's state.
+    /// Number of elements of one head's state.
     pub fn state_len(&self) -> usize {
         self.key_dim * self.value_dim
     }
 }
 
-/// Where q and k are normalised.
+/// Place where q and k are normalized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum L2Norm {
-    /// They are taken as they are.
+    /// No normalization.
     Off,
-    /// In the kernel, in f32, chunk by chunk: nothing of their size is kept.
+    /// In the kernel, in f32, chunk by chunk; no copies of q and k are saved.
     Inside,
-    /// Before the kernel, into copies of their own storage type that are kept for backward: what frameworks do
-    /// without a fused kernel. For comparison.
+    /// Before the kernel, into copies in their storage type that are saved for backward, as frameworks
+    /// without a fused kernel do. For comparison.
     Outside,
 }
 
 /// Settings of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// s; `None` is dk^-1/2.
+    /// s: scale of q; `None` is dk^-1/2.
     pub scale: Option<f32>,
-    /// Where q and k are normalised.
+    /// Place where q and k are normalized.
     pub l2norm: L2Norm,
-    /// Tokens per chunk, 1 to 256: a tuning choice, the result differs by rounding only.
+    /// Tokens per chunk, 1 to 256; affects speed, and the result by rounding only.
     pub chunk: usize,
-    /// Backward keeps the state of every so many chunks and makes the others anew, in scratch that grows with it: 4 chunks of
-    /// 32 tokens with dk = 128 keep as much as v has, in f32.
+    /// Chunks per saved state. Backward recomputes the other states in scratch that grows with this number.
+    /// With 4 chunks of 32 tokens and dk = 128, the saved states are as large as v in f32.
     pub states_every: usize,
-    /// What the state is rounded to each time that a chunk, or a step, hands it on. For comparison; rounding has derivative
-    /// 1.
+    /// Rounding of the state after each chunk or step. For comparison; rounding has derivative 1.
     pub state: Rounding,
 }
 
@@ -120,7 +147,7 @@ impl Default for Options {
     }
 }
 
-/// The inputs: `tokens` is the last entry of `cu_seqlens`.
+/// Inputs; `tokens` is the last entry of `cu_seqlens`.
 #[derive(Clone, Copy, Debug)]
 pub struct Input<'a, T> {
     /// [tokens, Hk, dk]
@@ -129,15 +156,15 @@ pub struct Input<'a, T> {
     pub k: &'a [T],
     /// [tokens, Hv, dv]
     pub v: &'a [T],
-    /// The decay and the step
+    /// Decay g and step size beta
     pub gates: Gates<'a, T>,
-    /// [sequences, Hv, dk, dv]; `None` is zero
+    /// [sequences, Hv, dk, dv]: initial states; `None` is zero
     pub h0: Option<&'a [f32]>,
-    /// Where sequences begin and end: starts with 0, never falls; state is reset at each boundary.
+    /// Offsets of the sequences: starts with 0, never decreases. The state is reset at each boundary.
     pub cu_seqlens: &'a [usize],
 }
 
-/// What forward keeps for backward, beside the inputs themselves.
+/// Values that forward saves for backward, in addition to the inputs.
 #[derive(Clone, Debug, Default)]
 pub struct Saved<T> {
     /// [tokens, Hk], empty without l2norm
@@ -148,12 +175,12 @@ pub struct Saved<T> {
     pub q_normalized: Vec<T>,
     /// [tokens, Hk, dk], only for [`L2Norm::Outside`]
     pub k_normalized: Vec<T>,
-    /// [kept chunks, Hv, dk, dv]: the states that enter them
+    /// [saved chunks, Hv, dk, dv]: the states before them
     pub states: Vec<f32>,
 }
 
 impl<T> Saved<T> {
-    /// Bytes of all fields.
+    /// Size of all fields in bytes.
     pub fn bytes(&self) -> usize {
         let f32s = self.q_rstd.len() + self.k_rstd.len() + self.states.len();
         f32s * size_of::<f32>() + (self.q_normalized.len() + self.k_normalized.len()) * size_of::<T>()
@@ -170,12 +197,12 @@ pub fn saved_bytes<T: Element>(dims: Dims, options: &Options, cu_seqlens: &[usiz
     (rstd + kept * dims.value_heads * dims.state_len()) * size_of::<f32>() + copies * size_of::<T>()
 }
 
-/// States that are kept of a sequence of `tokens` tokens.
+/// Number of saved states of a sequence of `tokens` tokens.
 fn kept_chunks(tokens: usize, options: &Options) -> usize {
     tokens.div_ceil(options.chunk).div_ceil(options.states_every)
 }
 
-/// Where the kept states of each sequence begin, and at the end how many there are.
+/// Index of the first saved state of each sequence; the last entry is their number.
 fn first_kept(cu_seqlens: &[usize], options: &Options) -> Vec<usize> {
     let mut first = vec![0];
     for w in cu_seqlens.windows(2) {
@@ -187,11 +214,11 @@ fn first_kept(cu_seqlens: &[usize], options: &Options) -> Vec<usize> {
 fn check_input<T: Element>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result<usize> {
     let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
     check(key_heads > 0 && value_heads > 0 && value_heads.is_multiple_of(key_heads), || {
-        format!("{value_heads} value heads are not a multiple of {key_heads} key heads")
+        format!("value heads must be a multiple of key heads, got {value_heads} and {key_heads}")
     })?;
-    check(key_dim > 0 && value_dim > 0, || "heads of width 0".into())?;
-    check((1..=256).contains(&options.chunk), || format!("chunk {}: between 1 and 256", options.chunk))?;
-    check(options.states_every > 0, || "states_every 0: at least 1".into())?;
+    check(key_dim > 0 && value_dim > 0, || "key_dim and value_dim must be above 0".into())?;
+    check((1..=256).contains(&options.chunk), || format!("chunk must be 1 to 256, got {}", options.chunk))?;
+    check(options.states_every > 0, || "states_every must be 1 or more, got 0".into())?;
     let tokens = check_cu_seqlens(input.cu_seqlens)?;
     check_shape("q", input.q, [tokens, key_heads, key_dim])?;
     check_shape("k", input.k, [tokens, key_heads, key_dim])?;

@@ -1,4 +1,4 @@
-//! The plain twin: token by token in f64, forward and backward. Slow, and easy to believe.
+//! Reference in f64: token by token, forward and backward. Slow and simple.
 
 use super::{Dims, L2NORM_EPS};
 
@@ -79,7 +79,7 @@ impl Reference {
                 let value = |t: usize| (t * value_heads + head) * dv;
                 let gate = |t: usize| t * value_heads + head;
                 let tokens = self.cu_seqlens[sequence]..self.cu_seqlens[sequence + 1];
-                // Forward; every decayed state and every delta is kept.
+                // Forward; keeps every decayed state and every delta.
                 let mut state = self.h0[at_state..at_state + len].to_vec();
                 let mut kept = Vec::new();
                 for t in tokens.clone() {

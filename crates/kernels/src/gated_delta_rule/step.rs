@@ -1,4 +1,4 @@
-//! One token: the same rule, on a state that the caller owns. For decoding.
+//! Decode step: the delta rule for one token, on a state that the caller owns.
 
 use rayon::prelude::*;
 
@@ -13,7 +13,23 @@ pub fn gated_delta_rule_step_scratch(dims: Dims) -> usize {
     2 * dims.key_heads * dims.key_dim + dims.value_heads * dims.value_dim * 2
 }
 
-/// o [Hv, dv] of one token with q, k [Hk, dk], v [Hv, dv], g, beta `[Hv]`; `state` [Hv, dk, dv] moves on.
+/// o [Hv, dv] of one token with q, k [Hk, dk], v [Hv, dv], g, beta `[Hv]`; `state` [Hv, dk, dv] is updated.
+///
+/// ```
+/// use ballast_kernels::Scratch;
+/// use ballast_kernels::gated_delta_rule as gdn;
+///
+/// let dims = gdn::Dims { key_heads: 1, value_heads: 1, key_dim: 2, value_dim: 1 };
+/// let options = gdn::Options { scale: Some(1.0), ..gdn::Options::default() };
+/// let scratch = Scratch::new(gdn::gated_delta_rule_step_scratch(dims));
+/// let (mut o, mut state, g, beta) = ([0.0f32], [0.0; 2], [0.0], [1.0]);
+/// // Store 5 under the key (1, 0), then 7 under (0, 1) while the first is read.
+/// for (q, k, v) in [([1.0, 0.0], [1.0, 0.0], [5.0]), ([1.0, 0.0], [0.0, 1.0], [7.0])] {
+///     gdn::gated_delta_rule_step(&mut o, &mut state, &q, &k, &v, &g, &beta, dims, &options, &scratch)?;
+///     assert!((o[0] - 5.0).abs() < 1e-4);
+/// }
+/// # Ok::<(), ballast_kernels::KernelError>(())
+/// ```
 pub fn gated_delta_rule_step<T: Element>(
     o: &mut [T],
     state: &mut [f32],
@@ -72,7 +88,7 @@ fn step<T: Element>(
         let (q, k) = (&q_wide[key.clone()], &k_wide[key]);
         let (delta, out) = work.split_at_mut(dv);
         let decay = g[h].exp();
-        // delta = beta (v - S^T k), with S decayed row by row on the way
+        // delta = beta (v - S^T k); S is decayed row by row in the same loop
         T::load(delta, &v[h * dv..(h + 1) * dv]);
         for (row, k) in state.chunks_mut(dv).zip(k) {
             scale(row, decay);

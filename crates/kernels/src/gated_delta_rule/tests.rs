@@ -1,4 +1,4 @@
-//! The rule against golden values of another system, and against the plain twin.
+//! The delta rule against golden values of another framework, and against its reference.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use super::reference::{Reference, Results};
 use super::*;
 use crate::Scratch;
 
-/// RMS(a-b) / (RMS(b) + 1e-8), and how many values were compared.
+/// RMS(a-b) / (RMS(b) + 1e-8), and the number of values compared.
 fn ratio(a: impl IntoIterator<Item = f64>, b: &[f64]) -> (f64, usize) {
     let a: Vec<f64> = a.into_iter().collect();
     assert_eq!(a.len(), b.len());
@@ -20,7 +20,7 @@ fn ratio(a: impl IntoIterator<Item = f64>, b: &[f64]) -> (f64, usize) {
     (rms(difference) / (rms(size) + 1e-8), b.len())
 }
 
-/// What the kernel gives, everything in f64.
+/// Results of the kernel, widened to f64.
 fn kernel<T: Element>(
     r: &Reference,
     dims: Dims,
@@ -89,7 +89,7 @@ fn fields(r: &Results) -> [(&'static str, &Vec<f64>); 8] {
     ]
 }
 
-/// Every result within its limit; returns the ratios.
+/// Asserts that every result is within its limit; returns the ratios.
 fn compare(
     got: &Results,
     expected: &Results,
@@ -200,7 +200,7 @@ fn every_golden_result_in_f32_at_every_chunk_size() {
 fn every_golden_result_in_bf16_storage_is_within_the_published_tolerances() {
     for name in GOLDEN {
         let g = golden(name);
-        // The inputs as bf16 holds them, so that only the kernel's own rounding is measured.
+        // Inputs rounded to bf16, so that only the rounding of the kernel is measured.
         let round = |x: &[f64]| -> Vec<f64> { x.iter().map(|x| bf16::from_f64(*x).to_f64()).collect() };
         let mut r = g.reference.clone();
         (r.q, r.k, r.v) = (round(&r.q), round(&r.k), round(&r.v));
@@ -216,7 +216,7 @@ fn every_golden_result_in_bf16_storage_is_within_the_published_tolerances() {
     }
 }
 
-/// A made-up problem.
+/// A random problem.
 #[derive(Clone, Debug)]
 struct Problem {
     dims: Dims,
@@ -241,7 +241,7 @@ impl Problem {
         }
         let tokens = cu_seqlens[cu_seqlens.len() - 1];
         let d = self.dims;
-        // As f32 holds them.
+        // Rounded to f32.
         let mut values =
             |n: usize, by: f64| -> Vec<f64> { (0..n).map(|_| (next() * by) as f32 as f64).collect() };
         let keys = tokens * d.key_heads * d.key_dim;
@@ -284,7 +284,7 @@ fn problem() -> impl Strategy<Value = Problem> {
         any::<u64>(),
     )
         .prop_map(|((hk, r, dk, dv), lengths, chunk, states_every, l2norm, decay, seed)| Problem {
-            // The norm of a vector of one or two elements has hardly a gradient: nothing to compare with.
+            // The gradient through the norm of one or two elements is nearly zero: nothing to compare with.
             dims: Dims {
                 key_heads: hk,
                 value_heads: hk * r,
@@ -340,11 +340,11 @@ fn the_norm_inside_and_outside_agree_and_differ_in_memory_by_the_normalised_copi
         assert_eq!(a, b, "{name}: in f32 both do the same operations");
         assert!(a.iter().all(|x| x.is_finite()), "{name}");
     }
-    let normalised = 2 * 104 * 2 * 16 * size_of::<f32>();
-    assert_eq!(saved_b.bytes() - saved_a.bytes(), normalised);
+    let normalized = 2 * 104 * 2 * 16 * size_of::<f32>();
+    assert_eq!(saved_b.bytes() - saved_a.bytes(), normalized);
     let (_, saved_a) = kernel::<bf16>(&r, dims, &d_o, &dht, &inside);
     let (_, saved_b) = kernel::<bf16>(&r, dims, &d_o, &dht, &outside);
-    assert_eq!(saved_b.bytes() - saved_a.bytes(), normalised / 2);
+    assert_eq!(saved_b.bytes() - saved_a.bytes(), normalized / 2);
 }
 
 #[test]
@@ -409,7 +409,7 @@ fn a_sequence_split_in_two_with_the_state_carried_over_is_the_whole() {
     let (a, _) = kernel::<f32>(&first, dims, &d_first, &vec![0.0; 192], &options);
     let (second, d_second) = part(at..50, &a.ht);
     let (b, _) = kernel::<f32>(&second, dims, &d_second, &dht, &options);
-    // The gradient of the state in the middle goes back into the first half.
+    // The gradient of the state in the middle enters the backward of the first half.
     let (a, _) = kernel::<f32>(&first, dims, &d_first, &b.dh0, &options);
     let join = |x: Vec<f64>, y: Vec<f64>| [x, y].concat();
     let got = Results {
@@ -474,7 +474,7 @@ fn extreme_inputs_stay_finite_forward_and_backward() {
             seed: 6,
         };
         let (mut r, d_o, dht) = p.build();
-        // The extreme decay on every third token: small and huge ones beside each other.
+        // An extreme decay on every third token, so that small and huge ones are adjacent.
         r.g.iter_mut().step_by(3).for_each(|x| *x = g);
         r.beta.fill(beta);
         let (got, _) = kernel::<f32>(&r, dims, &d_o, &dht, &p.options());
@@ -529,11 +529,19 @@ fn bad_shapes_are_errors_that_name_the_argument() {
     };
     let ok = Dims { value_heads: 4, ..dims };
     let options = Options::default();
-    assert!(run(dims, options, 16, &[0, 2]).unwrap().contains("3 value heads are not a multiple of 2"));
-    assert_eq!(run(ok, options, 15, &[0, 2]).unwrap(), "q has 15 elements where the shape makes 16");
+    assert!(
+        run(dims, options, 16, &[0, 2])
+            .unwrap()
+            .contains("value heads must be a multiple of key heads, got 3 and 2")
+    );
+    assert_eq!(run(ok, options, 15, &[0, 2]).unwrap(), "q must have 16 elements, got 15");
     assert!(run(ok, options, 16, &[1, 2]).unwrap().contains("start with 0"));
-    assert!(run(ok, options, 16, &[0, 2, 1]).unwrap().contains("must not fall"));
-    assert!(run(ok, Options { chunk: 0, ..options }, 16, &[0, 2]).unwrap().contains("chunk 0"));
+    assert!(run(ok, options, 16, &[0, 2, 1]).unwrap().contains("must not decrease"));
+    assert!(
+        run(ok, Options { chunk: 0, ..options }, 16, &[0, 2])
+            .unwrap()
+            .contains("chunk must be 1 to 256, got 0")
+    );
     assert_eq!(run(ok, options, 16, &[0, 2]), None);
 }
 
@@ -560,7 +568,7 @@ fn the_gates_agree_with_their_formulas_and_finite_differences() {
         close(g[i], exact(x, l, d));
         close(beta[i], 1.0 / (1.0 + (-b[i] as f64).exp()));
         let slope = (exact(x + eps, l, d) - exact(x - eps, l, d)) / (2.0 * eps);
-        // The finite difference is worthless where the function is flat or huge.
+        // The finite difference is useless where the function is flat or huge.
         if x.abs() < 100.0 {
             assert!((da[i] as f64 - slope * dg[i] as f64).abs() < 1e-4 * slope.abs() + 1e-9, "{i}");
         }
@@ -577,7 +585,8 @@ fn the_gates_agree_with_their_formulas_and_finite_differences() {
     assert!(beta[1] < 1.0 && beta[1] > 0.998);
 }
 
-/// o, ht, da, db, dA_log, ddt_bias, and the other gradients, with the gates inside the rule or around it.
+/// o, ht, da, db, dA_log, ddt_bias, and the other gradients, with the gates computed inside the kernel or
+/// before it.
 fn with_gates<T: Element>(
     p: &Problem,
     raw: (&[f64], &[f64], &[f32], &[f32]),
@@ -607,7 +616,7 @@ fn with_gates<T: Element>(
     let zeros = |n: usize| vec![T::default(); n];
     let (mut dq, mut dk, mut dv) = (zeros(q.len()), zeros(k.len()), zeros(v.len()));
     let (mut da, mut db, mut dh0) = (zeros(a.len()), zeros(a.len()), vec![0.0; h0.len()]);
-    // The parameters' gradients are added to what is there.
+    // Parameter gradients are added to the previous content.
     let (mut da_log, mut ddt_bias) = (vec![1.0; a_log.len()], vec![-1.0; a_log.len()]);
     let (mut dg, mut dbeta) = (vec![0.0; a.len()], vec![0.0; a.len()]);
     let gates = if fused {
@@ -686,5 +695,5 @@ fn gradients_of_another_kind_than_the_gates_are_an_error() {
     let gates = GateGrads::Raw { da: &mut da, db: &mut db, da_log: &mut da_log, ddt_bias: &mut ddt_bias };
     let grads = Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, gates, dh0: None };
     let error = gated_delta_rule_backward(grads, &x, None, &input, &saved, dims, &options, &scratch);
-    assert!(error.unwrap_err().to_string().contains("gates are raw"));
+    assert!(error.unwrap_err().to_string().contains("both be Given or both be Raw"));
 }

@@ -1,4 +1,4 @@
-//! The indexer's loss and gradients, block of queries by block of queries.
+//! Loss and gradients of the indexer, one block of queries at a time.
 
 use std::ops::Range;
 
@@ -18,14 +18,15 @@ use crate::shared::Shared;
 use crate::simd::{axpy, simd_fn, sum_lanes};
 use crate::{Element, Scratch};
 
-/// The attention that the indexer serves. Without `selected` in its input this is the dense stage, with it the sparse.
+/// Attention that the indexer serves. With `selected` in its input this is the sparse stage, without it the
+/// dense one.
 #[derive(Clone, Copy, Debug)]
 pub struct Target<'a, T> {
     /// Its inputs; the values are not used and may be empty.
     pub input: &'a attention::Input<'a, T>,
-    /// What its forward kept.
+    /// Values that its forward saved.
     pub saved: &'a Saved,
-    /// Its heads and widths.
+    /// Its number and width of heads.
     pub dims: attention::Dims,
     /// Its settings.
     pub options: &'a attention::Options,
@@ -35,7 +36,7 @@ impl<T: Element> Target<'_, T> {
     fn check(&self, cu_seqlens: &[usize]) -> Result {
         let tokens = cu_seqlens[cu_seqlens.len() - 1];
         check(self.input.cu_seqlens == cu_seqlens, || {
-            "the indexer and its attention have different cu_seqlens".into()
+            "cu_seqlens of the indexer and its attention must be equal".into()
         })?;
         check_shape("attention q", self.input.q, [tokens, self.dims.heads, self.dims.head_dim])?;
         check_shape("attention k", self.input.k, [tokens, self.dims.kv_heads, self.dims.head_dim])?;
@@ -51,7 +52,7 @@ impl<T: Element> Target<'_, T> {
     }
 }
 
-/// Where the gradients go (nothing is accumulated: these are activations' gradients).
+/// Gradients; all are written.
 pub struct Grads<'a, T> {
     /// [tokens, heads, d]
     pub dq: &'a mut [T],
@@ -61,13 +62,13 @@ pub struct Grads<'a, T> {
     pub dw: &'a mut [f32],
 }
 
-/// Keys that one query of a block may have.
+/// Most keys of one query.
 fn row_len(longest: usize, topk: Option<usize>) -> usize {
     topk.unwrap_or(longest)
 }
 
-/// Number of f32 of one scratch slot of [`indexer_loss`]; `longest` is the length of the longest sequence, `topk` that
-/// of `selected`.
+/// Number of f32 of one scratch slot of [`indexer_loss`]; `longest` is the length of the longest sequence,
+/// `topk` that of `selected`.
 pub fn indexer_loss_scratch<T: Element>(
     dims: Dims,
     attention: attention::Dims,
@@ -83,12 +84,41 @@ pub fn indexer_loss_scratch<T: Element>(
         + topk.unwrap_or(0)
 }
 
-/// Number of f32 of the workspace of [`indexer_loss`] with gradients: the parts of dk. Without them it needs none.
+/// Number of f32 of the workspace of [`indexer_loss`] with gradients: the partial sums of dk. Without
+/// gradients it needs none.
 pub fn indexer_loss_workspace(dims: Dims, tokens: usize) -> usize {
     LANES * tokens * dims.dim
 }
 
-/// The loss; with `grads` also its gradients.
+/// Returns the loss; with `grads` also computes its gradients.
+///
+/// ```
+/// use ballast_kernels::{Scratch, attention, indexer};
+///
+/// // The attention that the indexer serves: queries of zero, so every key has the same probability.
+/// let served = attention::Dims { heads: 1, kv_heads: 1, head_dim: 1, value_dim: 1 };
+/// let served_options = attention::Options::default();
+/// let (x, zero, cu_seqlens) = ([1.0f32, 3.0], [0.0; 2], [0, 2]);
+/// let attended = attention::Input {
+///     q: &zero, k: &x, v: &x, sinks: None, selected: None, cu_seqlens: &cu_seqlens,
+/// };
+/// let (mut o, mut saved, scratch) = ([0.0; 2], attention::Saved::default(), Scratch::new(0));
+/// attention::attention_forward(&mut o, Some(&mut saved), &attended, served, &served_options, &scratch)?;
+///
+/// // The indexer prefers the second key, so its loss is above zero.
+/// let dims = indexer::Dims { heads: 1, dim: 1 };
+/// let options = indexer::Options { loss_scale: 1.0, ..indexer::Options::default() };
+/// let input = indexer::Input { q: &[1.0, 1.0], k: &x, w: &[1.0, 1.0], cu_seqlens: &cu_seqlens };
+/// let target =
+///     indexer::Target { input: &attended, saved: &saved, dims: served, options: &served_options };
+/// let (mut dq, mut dk, mut dw) = ([0.0; 2], [0.0; 2], [0.0; 2]);
+/// let grads = indexer::Grads { dq: &mut dq, dk: &mut dk, dw: &mut dw };
+/// let mut workspace = vec![0.0; indexer::indexer_loss_workspace(dims, 2)];
+/// let loss =
+///     indexer::indexer_loss(Some(grads), &input, &target, dims, &options, &mut workspace, &scratch)?;
+/// assert!(loss > 0.1 && dk[1] > 0.0);
+/// # Ok::<(), ballast_kernels::KernelError>(())
+/// ```
 #[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 pub fn indexer_loss<T: Element>(
     grads: Option<Grads<'_, T>>,
@@ -123,7 +153,7 @@ pub fn indexer_loss<T: Element>(
     };
     let job = Job { input, target, dims, options, longest, tokens, targets: targets.as_ref() };
     let len = indexer_loss_scratch::<T>(dims, target.dims, longest, target.topk());
-    // Collected in the order of the tasks, so that the sum has one order.
+    // Collected in the order of the tasks, for a fixed order of summation.
     let sums: Vec<f64> = tasks
         .par_iter()
         .with_max_len(1)
@@ -153,7 +183,7 @@ fn sum_lanes_of_dk<T: Element>(
     T::store(&mut dk[rows.clone()], &sum[rows]);
 }
 
-/// One token at a time: the dimensions of an indexer with so many heads that a block is one token.
+/// Dimensions of an indexer whose blocks are one token.
 const ONE_TOKEN: Dims = Dims { heads: 512, dim: 1 };
 
 /// Number of f32 of one scratch slot of [`attention_distribution`].
@@ -161,8 +191,8 @@ pub fn attention_distribution_scratch<T: Element>(attention: attention::Dims) ->
     Distribution::len::<T>(ONE_TOKEN, attention, None)
 }
 
-/// p [tokens.len(), tokens.end] of some queries of one sequence, counted from its start: zero for keys they do not see.
-/// Only for the dense stage.
+/// p [tokens.len(), tokens.end] of some queries of one sequence, counted from its start: zero for keys they
+/// do not see. Only for the dense stage.
 pub fn attention_distribution<T: Element>(
     p: &mut [f32],
     target: &Target<'_, T>,
@@ -173,7 +203,7 @@ pub fn attention_distribution<T: Element>(
     target.check(target.input.cu_seqlens)?;
     let all = spans(target.input.cu_seqlens);
     check(target.input.selected.is_none(), || {
-        "a distribution over selected keys is not a row of keys".into()
+        "attention_distribution needs an attention without selected keys".into()
     })?;
     check(sequence < all.len() && tokens.end <= all[sequence].queries, || {
         format!("sequence {sequence} has no tokens {tokens:?}")
@@ -187,19 +217,19 @@ pub fn attention_distribution<T: Element>(
             let keys = problem.block_keys(all[sequence], i, 1);
             let part = &mut row[keys.clone()];
             distribution.add(part, keys.len(), tiles(keys), &problem, target.saved, all[sequence], i, 1);
-            normalise(part);
+            normalize(part);
         }
     });
     Ok(())
 }
 
-/// a becomes p.
-fn normalise(a: &mut [f32]) {
+/// Replaces a by p.
+fn normalize(a: &mut [f32]) {
     let sum = a.iter().map(|a| *a as f64).sum::<f64>() + EPS;
     scale(a, (1.0 / sum) as f32);
 }
 
-/// Scratch for the attention's probabilities.
+/// Working memory for the probabilities of the attention.
 struct Distribution<'s> {
     /// [tokens x group, hd]
     q: &'s mut [f32],
@@ -266,7 +296,7 @@ impl<'s> Distribution<'s> {
     }
 }
 
-/// What the tasks write: every query its own rows, every (sequence, lane) its own part.
+/// Outputs of the tasks: each query writes its own rows, each (sequence, lane) its own part.
 struct Targets<'a, T> {
     dq: Shared<'a, T>,
     dw: Shared<'a, f32>,
@@ -283,7 +313,7 @@ struct Job<'a, T> {
     targets: Option<&'a Targets<'a, T>>,
 }
 
-/// Scratch of a block.
+/// Working memory of a block.
 struct Work<'s> {
     scorer: Scorer<'s>,
     distribution: Distribution<'s>,
@@ -296,7 +326,7 @@ struct Work<'s> {
 }
 
 impl<T: Element> Job<'_, T> {
-    /// The blocks of one lane; the sum of their queries' divergences.
+    /// Runs the blocks of one lane; returns the sum of the divergences of their queries.
     fn run(&self, span: Span, lane: usize, mut slot: &mut [f32]) -> f64 {
         let (dims, topk) = (self.dims, self.target.topk());
         let (tokens, slot) = (block_tokens(dims), &mut slot);
@@ -327,7 +357,7 @@ impl<T: Element> Job<'_, T> {
                     let all = Keys::Range { first: keys.start, count: keys.len() };
                     sum += self.block(&mut work, dk, all, tiles(keys), &problem, span, first, count);
                 }
-                // Every query has keys of its own: a block of one.
+                // Every query has its own keys, so a block is one query.
                 Some(selected) => {
                     for i in first..first + count {
                         let n = problem.list_keys(list, selected, span, i);
@@ -432,12 +462,12 @@ impl<T: Element> Job<'_, T> {
     }
 }
 
-/// KL(p || softmax(scores)) of one query, a given in p; scores become factor dKL/dscore.
+/// KL(p || softmax(scores)) of one query, with a in the place of p. Replaces scores by factor dKL/dscore.
 fn divergence(scores: &mut [f32], p: &mut [f32], factor: f32) -> f64 {
     if scores.is_empty() {
         return 0.0;
     }
-    normalise(p);
+    normalize(p);
     let max = maximum(scores);
     let sum = exp_minus_sum(scores, max);
     divide(scores, sum);
@@ -455,7 +485,7 @@ fn divergence(scores: &mut [f32], p: &mut [f32], factor: f32) -> f64 {
 }
 
 simd_fn! {
-    /// x becomes dx; the query's part of dw.
+    /// Replaces x by dx; returns the query's part of dw.
     fn relu_backward(x: &mut [f32], dscore: &[f32], w: f32, scale: f32) -> f32 {
         assert_eq!(x.len(), dscore.len());
         let by = w * scale;

@@ -1,10 +1,10 @@
-//! The plain twin: query by query in f64, all scores in memory. Slow and obvious.
+//! Reference in f64: query by query, all scores in memory. Slow and simple.
 
 use super::{Dims, EPS, Options};
 use crate::attention;
 use crate::{Rounding, attention::UNUSED};
 
-/// The inputs, in f64; shapes as in [`super::Input`].
+/// Inputs in f64; shapes as in [`super::Input`].
 #[derive(Clone, Debug)]
 pub struct Reference {
     /// [tokens, heads, d]
@@ -13,7 +13,7 @@ pub struct Reference {
     pub k: Vec<f64>,
     /// [tokens, heads]
     pub w: Vec<f64>,
-    /// Where sequences begin and end.
+    /// Offsets of the sequences.
     pub cu_seqlens: Vec<usize>,
 }
 
@@ -27,10 +27,10 @@ pub struct Results {
     pub dw: Vec<f64>,
 }
 
-/// What one query of the attention looks at, and how much: positions, and p.
+/// Attention distribution of one query: positions and p.
 pub type Distribution = Vec<(usize, f64)>;
 
-/// p of every query, from the attention's twin.
+/// p of every query, from the reference of the attention.
 pub fn distributions(
     attention: &attention::reference::Reference,
     dims: attention::Dims,
@@ -72,7 +72,7 @@ impl Reference {
         if options.logits == Rounding::F32 { x } else { options.logits.round(x as f32) as f64 }
     }
 
-    /// The score of key row u for query row t.
+    /// Score of key row u for query row t.
     pub fn score(&self, dims: Dims, options: &Options, t: usize, u: usize) -> f64 {
         let scale = (dims.dim as f64).powf(-0.5);
         (0..dims.heads)
@@ -98,7 +98,7 @@ impl Reference {
         selected
     }
 
-    /// Loss and gradients against the given distributions.
+    /// Loss and gradients for the given distributions.
     pub fn run(&self, dims: Dims, options: &Options, targets: &[Distribution]) -> Results {
         let Dims { heads, dim } = dims;
         let scale = (dim as f64).powf(-0.5);

@@ -1,4 +1,4 @@
-//! Scores in tiles, and the choice of keys.
+//! Indexer scores in tiles, and the selection of keys.
 
 use std::ops::Range;
 
@@ -52,7 +52,7 @@ impl<'s> Scorer<'s> {
         T::load(&mut self.q[..tokens * width], &input.q[row * width..(row + tokens) * width]);
     }
 
-    /// x of the loaded queries and `keys`; the rows of both.
+    /// Logits x of the loaded queries and `keys`, with the rows of both.
     pub(super) fn logits<'k, T: Element>(
         &'k mut self,
         input: &'k Input<'_, T>,
@@ -100,7 +100,7 @@ impl<'s> Scorer<'s> {
 }
 
 simd_fn! {
-    /// score += w relu(x scale); a NaN stays one.
+    /// score += w relu(x scale); a NaN stays a NaN.
     fn add_relu(scores: &mut [f32], w: f32, x: &[f32], scale: f32) {
         assert_eq!(scores.len(), x.len());
         for (score, x) in scores.iter_mut().zip(x) {
@@ -111,7 +111,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// -0 becomes 0: as scores they are equal.
+    /// Replaces -0 by 0, because as scores they are equal.
     fn unsign_zeros(scores: &mut [f32]) {
         for score in scores {
             *score += 0.0;
@@ -119,8 +119,8 @@ simd_fn! {
     }
 }
 
-/// Number of f32 of one scratch slot of [`indexer_topk`] and [`indexer_topk_decode`]; `longest` is the length of the
-/// longest sequence or of the cache.
+/// Number of f32 of one scratch slot of [`indexer_topk`] and [`indexer_topk_decode`]; `longest` is the length
+/// of the longest sequence or of the cache.
 pub fn indexer_topk_scratch<T: Element>(dims: Dims, longest: usize) -> usize {
     // the scores of a block; the order of one query's keys
     Scorer::len::<T>(dims, false) + block_tokens(dims) * longest + longest
@@ -131,8 +131,8 @@ pub fn indexer_scores_scratch<T: Element>(dims: Dims) -> usize {
     Scorer::len::<T>(dims, false)
 }
 
-/// scores [tokens.len(), tokens.end] of some queries of one sequence, counted from its start, with the keys up to the
-/// last of them; a column beyond a query's own position is what a key of the future would get.
+/// scores [tokens.len(), tokens.end] of some queries of one sequence, counted from its start, with the keys
+/// up to the last of them. Columns beyond a query's own position are the scores of future keys.
 pub fn indexer_scores<T: Element>(
     scores: &mut [f32],
     input: &Input<'_, T>,
@@ -145,7 +145,7 @@ pub fn indexer_scores<T: Element>(
     check_input(dims, input)?;
     let all = spans(input.cu_seqlens);
     check(sequence < all.len() && tokens.end <= all[sequence].queries, || {
-        format!("sequence {sequence} has no tokens {tokens:?}")
+        format!("tokens {tokens:?} are outside sequence {sequence}")
     })?;
     check_shape("scores", scores, [tokens.len(), tokens.end])?;
     let (span, stride) = (all[sequence], tokens.end);
@@ -179,8 +179,9 @@ pub fn indexer_topk<T: Element>(
     Ok(())
 }
 
-/// selected [n, topk] of the last n tokens of a cache of keys k [capacity, d], of which `len` are filled, the new ones
-/// included; q [n, heads, d] and w [n, heads] are theirs. A cache that is not longer than topk is selected unscored.
+/// selected [n, topk] of the last n tokens of a cache of keys k [capacity, d], of which `len` are filled, the
+/// new ones included; q [n, heads, d] and w [n, heads] are theirs. In a cache of at most topk keys all are
+/// selected without scoring.
 pub fn indexer_topk_decode<T: Element>(
     selected: &mut [u32],
     q: &[T],
@@ -196,12 +197,10 @@ pub fn indexer_topk_decode<T: Element>(
     let queries = w.len() / dims.heads;
     check_shape("w", w, [queries, dims.heads])?;
     check_shape("q", q, [queries, dims.heads, dims.dim])?;
-    check(queries <= len, || {
-        format!("{queries} queries of a cache of {len} tokens, which should hold theirs")
-    })?;
+    check(queries <= len, || format!("the cache must include the {queries} new tokens, but has only {len}"))?;
     let capacity = k.len() / dims.dim;
     check_shape("k", k, [capacity, dims.dim])?;
-    check(len <= capacity, || format!("{len} tokens in a cache of {capacity}"))?;
+    check(len <= capacity, || format!("cache length must be at most its capacity of {capacity}, got {len}"))?;
     check_choice(selected, queries, len, topk)?;
     let span = Span { query: 0, queries, key: 0, offset: len - queries };
     let input = Input { q, k, w, cu_seqlens: &[] };
@@ -210,8 +209,8 @@ pub fn indexer_topk_decode<T: Element>(
 }
 
 fn check_choice(selected: &[u32], queries: usize, keys: usize, topk: usize) -> Result {
-    check(topk > 0, || "topk 0: at least 1".into())?;
-    check(keys < UNUSED as usize, || format!("{keys} tokens: positions are u32"))?;
+    check(topk > 0, || "topk must be 1 or more, got 0".into())?;
+    check(keys < UNUSED as usize, || format!("number of keys must be below 2^32 - 1, got {keys}"))?;
     check_shape("selected", selected, [queries, topk])
 }
 

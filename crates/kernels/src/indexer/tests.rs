@@ -1,4 +1,4 @@
-//! The indexer against the plain twin, and the twin against finite differences.
+//! The indexer against its reference, and the reference against finite differences.
 
 use half::bf16;
 use proptest::prelude::*;
@@ -8,7 +8,7 @@ use super::*;
 use crate::attention::{self, Selected, UNUSED, attention_forward, attention_forward_scratch};
 use crate::{Element, Scratch};
 
-/// Numbers between -1 and 1, as f32 holds them.
+/// Numbers between -1 and 1, rounded to f32.
 fn values(seed: &mut u64, n: usize) -> Vec<f64> {
     let mut next = || {
         *seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -70,7 +70,7 @@ fn topk<T: Element>(r: &Reference, dims: Dims, options: &Options, topk: usize) -
     selected
 }
 
-/// Loss and gradients of the kernel, with the attention's own forward before it.
+/// Loss and gradients of the kernel, after a forward of the attention.
 fn kernel<T: Element>(
     r: &Reference,
     a: &attention::reference::Reference,
@@ -270,7 +270,7 @@ fn a_sequence_not_longer_than_topk_has_the_causal_mask_and_early_queries_all_the
             assert!(row[..used].iter().zip(0..).all(|(a, b)| *a == b));
         }
     }
-    // The attention over a selection of all keys is the dense one, and so is the loss.
+    // With all keys selected, attention and loss are those of the dense stage.
     let (r, mut a) = (build(DIMS, &[20], 4), build_attention(ATTENTION, &[20], 4));
     let options = attention::Options::default();
     let dense = kernel::<f32>(&r, &a, DIMS, ATTENTION, &LOSS, &options);
@@ -420,9 +420,9 @@ fn the_distribution_of_a_block_sums_to_one_and_agrees_with_the_plain_twin() {
     attention_distribution(&mut p, &target, 1, 250..290, &scratch).unwrap();
     for (i, row) in p.chunks(290).enumerate() {
         assert!((row.iter().map(|p| *p as f64).sum::<f64>() - 1.0).abs() < 1e-5);
-        let mut twin = vec![0.0; 290];
-        expected[10 + 250 + i].iter().for_each(|(u, p)| twin[*u] = *p);
-        assert!(row.iter().zip(&twin).all(|(a, b)| (*a as f64 - b).abs() < 1e-6), "query {i}");
+        let mut row_expected = vec![0.0; 290];
+        expected[10 + 250 + i].iter().for_each(|(u, p)| row_expected[*u] = *p);
+        assert!(row.iter().zip(&row_expected).all(|(a, b)| (*a as f64 - b).abs() < 1e-6), "query {i}");
     }
 }
 
@@ -435,16 +435,16 @@ fn bad_shapes_are_errors_that_name_the_argument() {
         let mut selected = vec![0; selected];
         indexer_topk(&mut selected, &input, DIMS, &LOSS, topk, &scratch).map_err(|e| e.to_string())
     };
-    assert_eq!(run(63, 1, 2, &[0, 2]).unwrap_err(), "q has 63 elements where the shape makes 64");
-    assert_eq!(run(64, 0, 0, &[0, 2]).unwrap_err(), "topk 0: at least 1");
-    assert_eq!(run(64, 1, 3, &[0, 2]).unwrap_err(), "selected has 3 elements where the shape makes 2");
+    assert_eq!(run(63, 1, 2, &[0, 2]).unwrap_err(), "q must have 64 elements, got 63");
+    assert_eq!(run(64, 0, 0, &[0, 2]).unwrap_err(), "topk must be 1 or more, got 0");
+    assert_eq!(run(64, 1, 3, &[0, 2]).unwrap_err(), "selected must have 2 elements, got 3");
     assert_eq!(run(64, 1, 2, &[0, 2]), Ok(()));
     let decode = |q: usize, keys: usize, len: usize| {
         let (q, k, w) = (vec![0f32; q], vec![0f32; keys], vec![0f32; 8]);
         indexer_topk_decode(&mut [0; 2], &q, &w, &k, len, DIMS, &LOSS, 1, &scratch).map_err(|e| e.to_string())
     };
-    assert_eq!(decode(63, 16, 2).unwrap_err(), "q has 63 elements where the shape makes 64");
-    assert_eq!(decode(64, 16, 1).unwrap_err(), "2 queries of a cache of 1 tokens, which should hold theirs");
-    assert_eq!(decode(64, 16, 3).unwrap_err(), "3 tokens in a cache of 2");
+    assert_eq!(decode(63, 16, 2).unwrap_err(), "q must have 64 elements, got 63");
+    assert_eq!(decode(64, 16, 1).unwrap_err(), "the cache must include the 2 new tokens, but has only 1");
+    assert_eq!(decode(64, 16, 3).unwrap_err(), "cache length must be at most its capacity of 2, got 3");
     assert_eq!(decode(64, 16, 2), Ok(()));
 }

@@ -1,30 +1,31 @@
-//! Which of several equal scores are taken.
+//! Tie-breaking of equal scores.
 //!
-//! Ours is the earliest key: the choice of a query then depends on the keys it sees and on nothing else. `torch.topk` on a
-//! CPU takes what its partition happens to leave in front, which depends on all keys of the row, masked ones included; a
-//! score that is exactly 0 for several keys is not rare in a tiny model. To compare such a model with transformers tensor
-//! by tensor, the algorithms of the GNU C++ library that torch calls are done here in the same steps: for rows of fewer
-//! than 64 topk keys nth_element (median of three, unguarded, insertion sort below four), for others partial_sort (a heap
-//! of the first topk keys, into which each later key goes that is above its lowest).
+//! The default is the earliest key: the choice of a query then depends only on the keys it sees. The choice
+//! of `torch.topk` on a CPU depends on all keys of the row, including masked ones, because it takes what its
+//! partition leaves in front. Several scores of exactly 0 are not rare in a tiny model. To compare such a
+//! model with transformers tensor by tensor, this module repeats the steps of the GNU C++ library that torch
+//! calls: for rows of fewer than 64 topk keys nth_element (median of three, unguarded, insertion sort below
+//! four), for others partial_sort (a heap of the first topk keys, in which each later key replaces the lowest
+//! if it is above it).
 
 use std::cmp::Ordering;
 
-/// Which of several equal scores are taken.
+/// Tie-breaking rule for equal scores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Ties {
     /// The earliest keys.
     #[default]
     Earliest,
-    /// Those that torch.topk takes on a CPU.
+    /// The keys that torch.topk takes on a CPU.
     Torch,
 }
 
-/// What keys are compared by: f32, or f64 in references.
+/// Score type: f32, or f64 in references.
 pub trait Score: Copy + PartialOrd {
-    /// Of a key that is not seen.
+    /// Score of a key that is not seen.
     const LOWEST: Self;
 
-    /// A total order.
+    /// Total order of the scores.
     fn order(&self, other: &Self) -> Ordering;
 }
 
@@ -44,11 +45,12 @@ impl Score for f64 {
     }
 }
 
-/// The front of `order` becomes the min(topk, len) keys of the highest score, ascending; `scores` has those of the keys
-/// that are seen, the others of `order`, which come after them, count as lower than any.
+/// Writes the min(topk, len) keys with the highest scores to the front of `order`, in ascending order.
+/// `scores` has the scores of the keys that are seen; the remaining keys of `order` come after them and count
+/// as lower than any.
 ///
 /// # Panics
-/// When topk is 0, or `order` is shorter than `scores`.
+/// If topk is 0, or `order` is shorter than `scores`.
 pub fn choose<S: Score>(order: &mut [u32], scores: &[S], topk: usize, ties: Ties) {
     let seen = scores.len();
     if ties == Ties::Torch && topk < order.len() {
@@ -80,8 +82,8 @@ fn above<S: Score>(a: S, b: S) -> bool {
     (a != a && b == b) || a > b
 }
 
-/// The heap selection of partial_sort: the first `count` become those that come first, as a heap whose root is the last of
-/// them.
+/// Heap selection of partial_sort: moves the `count` elements that come first to the front, as a heap whose
+/// root is the last of them.
 fn select_by_heap(x: &mut [u32], count: usize, before: &impl Fn(u32, u32) -> bool) {
     let (heap, rest) = x.split_at_mut(count);
     for parent in (0..count / 2).rev() {
@@ -112,7 +114,7 @@ fn sift(heap: &mut [u32], top: usize, value: u32, before: &impl Fn(u32, u32) -> 
     heap[hole] = value;
 }
 
-/// nth_element: what comes before the element at `nth` is not after it.
+/// nth_element: afterwards no element before position `nth` belongs after it.
 fn partition(x: &mut [u32], nth: usize, before: impl Fn(u32, u32) -> bool) {
     let (mut first, mut last) = (0, x.len());
     let mut depth = 2 * x.len().max(1).ilog2();
@@ -159,7 +161,7 @@ fn median_to_first(x: &mut [u32], first: usize, [a, b, c]: [usize; 3], before: &
     x.swap(first, median);
 }
 
-/// Divides by the element at `pivot`; where the second part begins.
+/// Partitions by the element at `pivot`; returns the start of the second part.
 fn divide(
     x: &mut [u32],
     mut first: usize,

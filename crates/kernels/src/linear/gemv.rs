@@ -1,5 +1,5 @@
-//! A few tokens: every row of the weight is read once, where it lies; widened, or as bf16 where x is too and the machine
-//! multiplies it.
+//! Linear layer for a few tokens: every row of the weight is read once, in place. It is widened, or
+//! multiplied as bf16 if x is bf16 too and the machine has AVX512-BF16.
 
 use rayon::prelude::*;
 
@@ -8,29 +8,30 @@ use crate::shared::Shared;
 use crate::simd::{Level, fma, level, prefetch, simd_fn};
 use crate::{Element, Scratch};
 
-/// Tokens up to which [`super::linear_forward`] reads the weight directly.
+/// Most tokens for which [`super::linear_forward`] reads the weight in place.
 pub const GEMV_TOKENS: usize = 8;
 
-/// Rows of the weight that one task takes at most.
+/// Most rows of the weight per task.
 const ROWS: usize = 32;
 
-/// Bytes of the weight that one task takes, or a row: enough to be worth a task, few enough that all threads end together.
+/// Bytes of the weight per task, at least one row: enough to be worth a task, few enough that all threads end
+/// together.
 const TASK: usize = 64 << 10;
 
-/// Bytes between the row that is multiplied and what is asked for.
+/// Prefetch distance in bytes.
 const AHEAD: usize = 8 << 10;
 
-/// Lanes of a sum: enough of them to hide the latency of an addition.
+/// Lanes of a sum: enough to hide the latency of an addition.
 const LANES: usize = 32;
 
-/// A weight [outputs, inputs] with its bias and where its products go.
+/// Weight [outputs, inputs] with its bias and its output.
 pub(super) struct Part<'a, Y, W> {
     pub(super) y: &'a mut [Y],
     pub(super) w: &'a [W],
     pub(super) bias: Option<&'a [W]>,
 }
 
-/// All weights that read one x, in one go: threads wait for each other once.
+/// All weights with the same x at once: threads are synchronized once.
 pub(super) fn gemv<Y: Element, X: Element, W: Element, const N: usize>(
     parts: [Part<'_, Y, W>; N],
     x: &[X],
@@ -40,7 +41,7 @@ pub(super) fn gemv<Y: Element, X: Element, W: Element, const N: usize>(
     let tokens = x.len() / inputs;
     let height = (TASK / (inputs * size_of::<W>())).clamp(1, ROWS);
     let parts = parts.map(|part| (Shared::new(part.y), part.w, part.bias));
-    // By part: the task after its last.
+    // For each part, the task after its last one.
     let mut ends = [0; N];
     let mut tasks = 0;
     for (end, (_, w, _)) in ends.iter_mut().zip(&parts) {
@@ -60,13 +61,13 @@ pub(super) fn gemv<Y: Element, X: Element, W: Element, const N: usize>(
             let mut sums = [[0f32; ROWS]; GEMV_TOKENS];
             for i in 0..rows {
                 let row = (first + i) * inputs..(first + i + 1) * inputs;
-                // Memory answers late. What follows this task's rows is as a rule this thread's next task.
+                // Hides memory latency. The rows after this task's are usually the thread's next task.
                 let ahead = |at: usize| (at + AHEAD / size_of::<W>()).min(w.len());
                 prefetch(&w[ahead(row.start)..ahead(row.end)]);
                 match narrow {
                     Some((w, x)) => {
                         for (sums, x) in sums.iter_mut().zip(x.chunks(inputs)) {
-                            // SAFETY: the level has been found on this machine.
+                            // SAFETY: this machine has the level.
                             sums[i] = unsafe { dot_bf16(&w[row.clone()], x) };
                         }
                     }
@@ -86,7 +87,7 @@ pub(super) fn gemv<Y: Element, X: Element, W: Element, const N: usize>(
     });
 }
 
-/// Element i of every token's sums; the row is in the nearest cache when the next two tokens come.
+/// Element i of every token's sums, two tokens at a time; from the second pair on the row is in the L1 cache.
 fn dot_all<W: Element>(sums: &mut [[f32; ROWS]], i: usize, row: &[W], x: &[f32]) {
     for (sums, x) in sums.chunks_mut(2).zip(x.chunks(2 * row.len())) {
         let (x0, x1) = x.split_at(row.len());
@@ -127,7 +128,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// [`dot_one`] with two x, the same bits for each.
+    /// [`dot_one`] for two x, with the same bits.
     fn dot_two<W: Element>(w: &[W], x: &[f32], y: &[f32]) -> [f32; 2] {
         let (mut sum_x, mut sum_y) = ([0f32; LANES], [0f32; LANES]);
         let (w, w_rest) = w.as_chunks::<LANES>();

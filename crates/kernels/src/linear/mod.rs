@@ -1,14 +1,33 @@
-//! The linear layer, weight [outputs, inputs] as checkpoints store it.
+//! Linear layer with a weight [outputs, inputs], as in checkpoints.
 //!
 //! ```text
 //! y = x W^T + b        dx = dy W        dW += dy^T x        db += sum dy
 //! ```
-//! x, y and W may each be f32 or bf16. Where both operands of a product are bf16 and the machine multiplies them
-//! (AVX512-BF16), it does, with sums in f32; else bf16 is widened panel by panel into scratch, and all products are f32. C
-//! is cut into tiles by its shape alone; a tile is one task, and its sum over the inner dimension runs in one order. dW is
-//! cut the same way, so no sum crosses a thread.
+//! x, y and W may each be f32 or bf16. A product of two bf16 operands uses AVX512-BF16 if the machine has it,
+//! with sums in f32; otherwise bf16 is widened panel by panel into scratch, and all products are f32. The
+//! result is cut into tiles by its shape alone. A tile is one task with a fixed order of summation, also for
+//! dW, so no sum crosses a thread.
 //!
-//! Up to [`GEMV_TOKENS`] tokens the weight is read once, where it lies, row by row: decoding is bound by its bytes.
+//! For up to [`GEMV_TOKENS`] tokens the weight is read once, in place, row by row: decoding is bound by
+//! memory bandwidth.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::{Scratch, linear};
+//!
+//! let dims = linear::Dims { inputs: 2, outputs: 1 };
+//! let scratch = Scratch::new(linear::linear_scratch(dims, 1));
+//! let (x, w, bias) = ([1.0f32, 2.0], [3.0f32, 4.0], [0.5]);
+//! let mut y = [0.0f32];
+//! linear::linear_forward(&mut y, &x, &w, Some(&bias), dims, &scratch)?;
+//! assert_eq!(y, [11.5]);
+//!
+//! let (mut dx, mut dw, dy) = ([0.0f32; 2], [0.0; 2], [1.0f32]);
+//! linear::linear_backward_input(&mut dx, &dy, &w, dims, &scratch)?;
+//! linear::linear_backward_weight(&mut dw, None, &dy, &x, dims, &scratch)?;
+//! assert_eq!((dx, dw), ([3.0, 4.0], [1.0, 2.0]));
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod gemv;
 mod product;
@@ -35,7 +54,7 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// Elements of the weight.
+    /// Number of elements of the weight.
     pub fn weight_len(&self) -> usize {
         self.inputs * self.outputs
     }
@@ -85,8 +104,8 @@ pub fn linear_forward<Y: Element, X: Element, W: Element>(
     Ok(())
 }
 
-/// Several weights that read one x: `ys[i]` [tokens, outputs of i] from `ws[i]` [outputs of i, inputs]. The bits are those of
-/// [`linear_forward`] on each; a few tokens take one round of threads instead of N.
+/// Several layers with the same x: `ys[i]` [tokens, outputs of i] from `ws[i]` [outputs of i, inputs]. The
+/// bits are those of [`linear_forward`]; for a few tokens, threads are synchronized once instead of N times.
 pub fn linear_forward_many<Y: Element, X: Element, W: Element, const N: usize>(
     ys: [&mut [Y]; N],
     x: &[X],
@@ -122,7 +141,7 @@ pub fn linear_backward_input<X: Element, Y: Element, W: Element>(
     backward_input(dx, false, dy, w, dims, scratch)
 }
 
-/// dx [tokens, inputs] += dy W: where several layers read one x, the sum of their gradients is kept in f32.
+/// dx [tokens, inputs] += dy W in f32, for several layers with the same x.
 pub fn linear_backward_input_add<Y: Element, W: Element>(
     dx: &mut [f32],
     dy: &[Y],
@@ -187,12 +206,14 @@ fn add_bias_gradient<Y: Element>(dbias: &mut [f32], dy: &[Y], outputs: usize, sc
     });
 }
 
-/// The number of tokens.
+/// Returns the number of tokens.
 fn check_dims<X, W>(x: &[X], w: &[W], dims: Dims) -> Result<usize, KernelError> {
     let Dims { inputs, outputs } = dims;
-    check(inputs > 0 && outputs > 0, || format!("a linear layer {inputs} -> {outputs}"))?;
+    check(inputs > 0 && outputs > 0, || {
+        format!("linear inputs and outputs must be above 0, got {inputs} and {outputs}")
+    })?;
     check(x.len().is_multiple_of(inputs), || {
-        format!("the input side has {} elements, not rows of {inputs}", x.len())
+        format!("linear input has {} elements, not a multiple of the {inputs} inputs", x.len())
     })?;
     check_shape("w", w, [dims.inputs, dims.outputs])?;
     Ok(x.len() / inputs)

@@ -1,4 +1,4 @@
-//! C [m, n] (+)= A B in tiles, operands of any storage type.
+//! C [m, n] (+)= A B in tiles, for operands of any storage type.
 
 use rayon::prelude::*;
 
@@ -6,29 +6,29 @@ use crate::matmul::{BF16_SCRATCH, Mat, Side, matmul_tile, matmul_tile_bf16};
 use crate::shared::Shared;
 use crate::{Element, Scratch};
 
-/// Rows of a tile of C at most.
+/// Most rows of a tile of C.
 const M: usize = 256;
-/// Columns of a tile of C at most.
+/// Most columns of a tile of C.
 const N: usize = 512;
-/// Sizes of tiles, the most efficient first.
+/// Tile sizes, the most efficient first.
 const TILES: [(usize, usize); 5] = [(M, N), (256, 256), (128, 256), (128, 128), (64, 128)];
-/// A product is cut into at least so many tiles if it is large enough: there may be as many threads.
+/// Fewest tiles of a product that is large enough: there may be as many threads.
 const FEWEST: usize = 16;
-/// Inner elements that are multiplied at once.
+/// Block size of the inner dimension.
 const K: usize = 256;
-/// Between the rows of a copied panel: rows a power of two apart would share a few sets of the nearest cache.
+/// Gap between the rows of a copied panel: rows a power of two apart would share a few sets of the L1 cache.
 const GAP: usize = 16;
 
-/// f32 of scratch that a panel of A or B of `outer` rows or columns needs, whichever way it is stored.
+/// Number of f32 of a panel of A or B with `outer` rows or columns, for either storage order.
 const fn panel(outer: usize) -> usize {
     let (stored_by_outer, stored_by_inner) = (outer * (K + GAP), K * (outer + GAP));
     if stored_by_outer > stored_by_inner { stored_by_outer } else { stored_by_inner }
 }
 
-/// f32 of scratch that the panels of A and B need, widened or in bf16.
+/// Number of f32 of the panels of A and B, widened or in bf16.
 const PANELS: usize = if panel(M) + panel(N) > BF16_SCRATCH { panel(M) + panel(N) } else { BF16_SCRATCH };
 
-/// f32 of scratch that a task needs: the panels, a tile of C.
+/// Number of f32 of a task: the panels and a tile of C.
 pub(super) const SCRATCH: usize = PANELS + M * N;
 
 /// A stored row-major matrix, or its transpose.
@@ -48,14 +48,15 @@ impl<'a, T: Element> Operand<'a, T> {
         Operand { transposed: !self.transposed, ..self }
     }
 
-    /// The part from row i and column j on, if it is bf16; of A the rows are the outer index, of B the columns.
+    /// Part from row i and column j on, if it is bf16. The outer index is the row of A or the column of B.
     fn bf16(&self, i: usize, j: usize, outer_is_row: bool) -> Option<Side<'a>> {
         let (i, j) = if self.transposed { (j, i) } else { (i, j) };
         let data = T::as_bf16(&self.data[i * self.stride + j..])?;
         Some(Side { data, stride: self.stride, outer_first: outer_is_row != self.transposed })
     }
 
-    /// Rows and columns from (i, j) on: a view of what is f32 and lies well already, else a copy in `panel`.
+    /// Block of rows and columns from (i, j) on: a view if it is f32 and not transposed, else a copy in
+    /// `panel`.
     fn block<'b>(&'b self, panel: &'b mut [f32], i: usize, j: usize, rows: usize, columns: usize) -> Mat<'b> {
         let ((i, rows), (j, columns)) =
             if self.transposed { ((j, columns), (i, rows)) } else { ((i, rows), (j, columns)) };
@@ -74,7 +75,7 @@ impl<'a, T: Element> Operand<'a, T> {
     }
 }
 
-/// Row of a tile and its first column, before it is stored.
+/// Called with each row of a tile and its first column, before the row is stored.
 type Finish<'a> = &'a (dyn Fn(&mut [f32], usize) + Sync);
 
 /// A tile of C: its first row and column, its rows and columns.
@@ -144,10 +145,11 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     });
 }
 
-/// One tile of A B, at `begin` of c, whose rows are `stride` apart; in bf16 where both operands are and the machine can.
+/// One tile of A B, at `begin` of c, whose rows are `stride` apart; in bf16 if both operands are and the
+/// machine supports it.
 ///
 /// # Safety
-/// No part of the tile's rows may be read or written elsewhere meanwhile.
+/// No part of the tile's rows may be read or written elsewhere during the call.
 unsafe fn fill<A: Element, B: Element>(
     c: &Shared<'_, f32>,
     begin: usize,
@@ -161,7 +163,7 @@ unsafe fn fill<A: Element, B: Element>(
 ) {
     if k == 0 && !accumulate {
         for row in 0..rows {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's guarantee.
             unsafe { c.part(begin + row * stride, columns) }.fill(0.0);
         }
     }
@@ -169,7 +171,7 @@ unsafe fn fill<A: Element, B: Element>(
         return;
     }
     if let (Some(a), Some(b)) = (a.bf16(i, 0, true), b.bf16(0, j, false)) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         if unsafe { matmul_tile_bf16(c, begin, stride, accumulate, a, b, (rows, columns, k), panels) } {
             return;
         }
@@ -179,7 +181,7 @@ unsafe fn fill<A: Element, B: Element>(
         let inner = K.min(k - l);
         let beta = if accumulate || l > 0 { 1.0 } else { 0.0 };
         let (a, b) = (a.block(pa, i, l, rows, inner), b.block(pb, l, j, inner, columns));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe { matmul_tile(c, begin, stride, a, b, beta) };
     }
 }

@@ -1,4 +1,4 @@
-//! The three products against triple loops, in every mix of storage types.
+//! The three products against triple loops, for all combinations of storage types.
 
 use half::bf16;
 use proptest::prelude::*;

@@ -1,14 +1,36 @@
-//! The output projection and the cross entropy in one, a slice of tokens at a time.
+//! Output projection and cross entropy in one, a slice of tokens at a time.
 //!
-//! Token t with hidden h, weight W [V, H], target y, cap c, smoothing e, z-loss coefficient z:
+//! Token t with hidden state h, weight W [V, H], target y, soft cap c, label smoothing e, z-loss coefficient
+//! z:
 //! ```text
 //! u = W h          l = c tanh(u / c), or u          L = ln sum_j e^{l_j}
 //! loss = L - (1 - e) l_y - e mean(l) + z L^2
 //! dl_j = e^{l_j - L} (1 + 2 z L) - (1 - e) [j = y] - e / V         du = dl (1 - (l / c)^2)
-//! dh = s W^T du    dW += s du h^T                                  s the given factor, 1 / tokens as a rule
+//! dh = s W^T du    dW += s du h^T                                  s the given scale, usually 1 / tokens
 //! ```
-//! Only the logits of one slice exist at a time, and they turn into their gradient in place: memory is slice x V f32
-//! whatever the batch. A token whose target is the ignored one adds nothing to loss, count or gradients.
+//! Only the logits of one slice exist at a time, and their gradient replaces them in place: memory is slice x
+//! V f32 for any batch. A token with the target `ignore_index` adds nothing to loss, count or gradients.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::linear::Dims;
+//! use ballast_kernels::linear_cross_entropy::{self as loss, linear_cross_entropy};
+//! use ballast_kernels::Scratch;
+//!
+//! let (dims, options) = (Dims { inputs: 1, outputs: 2 }, loss::Options::default());
+//! // Both tokens of the vocabulary have the logit 0.
+//! let (hidden, w, targets) = ([1.0f32], [0.0f32, 0.0], [0]);
+//! let scratch = Scratch::new(loss::linear_cross_entropy_scratch(dims, 1, &options));
+//! let mut workspace = vec![0.0; loss::linear_cross_entropy_workspace(dims, 1, &options)];
+//! let (mut dhidden, mut dw) = ([0.0f32], [0.0; 2]);
+//! let grads = loss::Grads { dhidden: &mut dhidden, dw: Some(&mut dw), scale: 1.0 };
+//! let loss = linear_cross_entropy(
+//!     Some(grads), &hidden, &w, &targets, dims, &options, &mut workspace, &scratch,
+//! )?;
+//! assert!((loss.sum - 2f64.ln()).abs() < 1e-6);
+//! assert!((dw[0] + 0.5).abs() < 1e-6 && (dw[1] - 0.5).abs() < 1e-6);
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 #[cfg(test)]
 mod tests;
@@ -24,17 +46,17 @@ use crate::{Element, Rounding, Scratch};
 /// Settings of the loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// Target of tokens that do not count.
+    /// Target of tokens without loss.
     pub ignore_index: i64,
-    /// c: logits are squeezed into (-c, c).
+    /// c: soft cap, which limits logits to (-c, c).
     pub soft_cap: Option<f32>,
-    /// z: coefficient of the squared log-sum.
+    /// z: coefficient of the z-loss, the squared log-sum-exp.
     pub z_loss: f32,
-    /// e: part of the target that is spread over the vocabulary.
+    /// e: label smoothing, the part of the target that is spread over the vocabulary.
     pub label_smoothing: f32,
-    /// What the logits are rounded to, after the cap. Rounding has derivative 1.
+    /// Rounding of the logits after the soft cap; it has derivative 1.
     pub logits: Rounding,
-    /// Tokens whose logits exist at a time.
+    /// Tokens per slice.
     pub slice: usize,
 }
 
@@ -51,26 +73,26 @@ impl Default for Options {
     }
 }
 
-/// The loss of a batch.
+/// Loss of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Loss {
-    /// Sum over the tokens that count, z-loss included.
+    /// Sum over the counted tokens, including the z-loss.
     pub sum: f64,
-    /// The z-loss in that sum.
+    /// Part of `sum` that is z-loss.
     pub z_sum: f64,
-    /// Tokens that count.
+    /// Number of counted tokens: those whose target is not `ignore_index`.
     pub tokens: usize,
-    /// Those of them for which no logit is larger than the target's.
+    /// Number of correct predictions: counted tokens for which no logit is larger than the target's.
     pub right: usize,
 }
 
-/// Where gradients go.
+/// Gradients.
 pub struct Grads<'a, T> {
     /// [tokens, H], written
     pub dhidden: &'a mut [T],
     /// [V, H], accumulated; `None` for a frozen weight
     pub dw: Option<&'a mut [f32]>,
-    /// s: what the gradient of the loss sum is multiplied by.
+    /// s: factor of the gradient of the loss sum.
     pub scale: f32,
 }
 
@@ -84,13 +106,13 @@ pub fn linear_cross_entropy_scratch(dims: Dims, tokens: usize, options: &Options
     linear_scratch(dims, options.slice.min(tokens))
 }
 
-/// Tokens that count among these targets: what 1 / s usually is.
+/// Number of targets that are not `ignore_index`; s is usually its inverse.
 pub fn counted_tokens(targets: &[i64], options: &Options) -> usize {
     targets.iter().filter(|target| **target != options.ignore_index).count()
 }
 
-/// The loss of hidden [tokens, H] under w [V, H] (`dims.inputs` is H, `dims.outputs` V) and targets \[tokens\], and the
-/// gradients unless `None`.
+/// Loss of hidden [tokens, H], w [V, H] (`dims.inputs` is H, `dims.outputs` is V) and targets \[tokens\];
+/// with `grads` also the gradients.
 pub fn linear_cross_entropy<T: Element, W: Element>(
     mut grads: Option<Grads<'_, T>>,
     hidden: &[T],
@@ -111,7 +133,7 @@ pub fn linear_cross_entropy<T: Element, W: Element>(
         let hidden = &hidden[rows.clone()];
         let logits = &mut workspace[..targets.len() * outputs];
         linear_forward(logits, hidden, w, None, dims, scratch)?;
-        // In the order of the tokens, each row by one task.
+        // In the order of the tokens; each row is one task.
         let losses: Vec<Option<RowLoss>> = logits
             .par_chunks_mut(outputs)
             .zip(targets)
@@ -148,11 +170,13 @@ fn check_input<T, W>(
     options: &Options,
 ) -> Result {
     let Dims { inputs, outputs } = dims;
-    check(inputs > 0 && outputs > 0, || format!("a projection {inputs} -> {outputs}"))?;
-    check(options.slice > 0, || "slices of 0 tokens".into())?;
-    check(options.soft_cap.is_none_or(|cap| cap > 0.0), || "a soft cap must be above 0".into())?;
+    check(inputs > 0 && outputs > 0, || {
+        format!("projection inputs and outputs must be above 0, got {inputs} and {outputs}")
+    })?;
+    check(options.slice > 0, || "slice must be 1 or more, got 0".into())?;
+    check(options.soft_cap.is_none_or(|cap| cap > 0.0), || "soft cap must be above 0".into())?;
     check((0.0..1.0).contains(&options.label_smoothing), || {
-        format!("label smoothing {}: from 0 to below 1", options.label_smoothing)
+        format!("label smoothing must be at least 0 and below 1, got {}", options.label_smoothing)
     })?;
     check_shape("hidden", hidden, [targets.len(), inputs])?;
     check_shape("w", w, [dims.inputs, dims.outputs])?;
@@ -165,20 +189,20 @@ fn check_input<T, W>(
     let valid = |target: &i64| *target == options.ignore_index || (0..outputs as i64).contains(target);
     match targets.iter().position(|target| !valid(target)) {
         None => Ok(()),
-        Some(t) => {
-            check(false, || format!("token {t} has target {} of a vocabulary of {outputs}", targets[t]))
-        }
+        Some(t) => check(false, || {
+            format!("token {t} has target {}, but the vocabulary has {outputs} tokens", targets[t])
+        }),
     }
 }
 
-/// Of one token.
+/// Loss of one token.
 struct RowLoss {
     loss: f64,
     z_loss: f64,
     right: bool,
 }
 
-/// The loss of one token; with `scale`, its logits become their gradient.
+/// Computes the loss of one token; with `scale`, its logits are replaced by their gradient.
 fn row_loss(row: &mut [f32], target: usize, options: &Options, scale: Option<f32>) -> RowLoss {
     let count = row.len() as f64;
     if let Some(cap) = options.soft_cap {
@@ -188,7 +212,7 @@ fn row_loss(row: &mut [f32], target: usize, options: &Options, scale: Option<f32
     let max = row_max(row);
     let right = row[target] >= max;
     let (mut exps, mut sum) = (0f64, 0f64);
-    // f64 across blocks: a vocabulary is long enough for f32 to lose digits.
+    // f64 across blocks: over a whole vocabulary, an f32 sum loses digits.
     for block in row.chunks(4096) {
         exps += exp_sum(block, max) as f64;
         if options.label_smoothing > 0.0 {
@@ -222,7 +246,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// The largest value; NaN when there is one.
+    /// Largest value, or NaN if there is one.
     fn row_max(row: &[f32]) -> f32 {
         let mut lanes = [f32::NEG_INFINITY; 16];
         let (chunks, rest) = row.as_chunks::<16>();

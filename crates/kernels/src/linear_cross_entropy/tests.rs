@@ -1,4 +1,4 @@
-//! The fused loss against logits written out in f64, and numeric gradients of that.
+//! The fused loss against a reference in f64 and its numeric gradients.
 
 use half::bf16;
 use proptest::prelude::*;
@@ -178,7 +178,10 @@ fn targets_and_settings_that_make_no_sense_are_refused() {
     };
     let usual = Options::default();
     assert!(run(&[0, -100], &usual).is_ok());
-    assert_eq!(run(&[0, 3], &usual).unwrap_err().to_string(), "token 1 has target 3 of a vocabulary of 3");
+    assert_eq!(
+        run(&[0, 3], &usual).unwrap_err().to_string(),
+        "token 1 has target 3, but the vocabulary has 3 tokens"
+    );
     assert!(run(&[0, -1], &usual).is_err());
     assert!(run(&[0], &usual).is_err());
     assert!(run(&[0, 1], &Options { slice: 0, ..usual }).is_err());

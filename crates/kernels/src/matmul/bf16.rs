@@ -4,26 +4,27 @@
 //! ```text
 //! c_ij += a_i,2l b_2l,j + a_i,2l+1 b_2l+1,j        one a, sixteen j
 //! ```
-//! So the inner index goes in pairs, an odd one with a zero. A is copied in pairs as it lies, B into strips of columns in which
-//! a pair's columns lie side by side; C is made in tiles that stay in registers over a block of the inner index. An element's
-//! sum runs over the pairs from first to last, block after block, whatever the shape around it.
+//! So the inner index is grouped in pairs; an odd last element is paired with zero. A is copied in pairs in
+//! its own order, B into strips of columns with the columns of a pair side by side. C is computed in tiles
+//! that stay in registers over a block of the inner index. The sum of an element runs over the pairs from
+//! first to last, block after block, whatever the shape.
 //!
-//! The instruction has a rounding of its own, whatever the machine is set to: to nearest, the two products of a pair not
-//! necessarily each by itself, and what is subnormal, going in or coming out, is zero. Products of bf16 that are normal are
-//! exact in f32, so the error is that of a sum in f32 in this order, and 2^-126 a product.
+//! The instruction ignores the rounding mode of the machine: it rounds to nearest, may round the two products
+//! of a pair together, and treats subnormal inputs and results as zero. Products of normal bf16 values are
+//! exact in f32, so the error is that of an f32 sum in this order, plus 2^-126 per product.
 
 use half::bf16;
 
 use super::extent;
 use crate::shared::Shared;
 
-/// Rows of C in one product at most.
+/// Most rows of C in one product.
 pub(crate) const M: usize = 256;
-/// Columns of C in one product at most.
+/// Most columns of C in one product.
 pub(crate) const N: usize = 512;
-/// Pairs of the inner index that are multiplied at once.
+/// Pairs of the inner index in one block.
 const PAIRS: usize = 256;
-/// Between the rows of the copied A: rows a power of two apart would share a few sets of the nearest cache.
+/// Gap between the rows of the copied A: rows a power of two apart would share a few sets of the L1 cache.
 const GAP: usize = 16;
 /// Pairs from row to row of an A whose rows are stored.
 const A_ROW: usize = PAIRS + GAP;
@@ -32,29 +33,30 @@ const A_COLUMN: usize = M + GAP;
 /// Columns of a strip of B, and of a tile of C in registers.
 const WIDTH: usize = 48;
 
-/// f32 that the copy of A takes.
+/// Number of f32 of the copy of A.
 const A_LEN: usize = if M * A_ROW > PAIRS * A_COLUMN { M * A_ROW } else { PAIRS * A_COLUMN };
-/// f32 that the copies of A and B take.
+/// Number of f32 of the copies of A and B.
 pub(crate) const SCRATCH: usize = A_LEN + N.div_ceil(WIDTH) * WIDTH * PAIRS;
 
 /// A or B, seen from its outer index o (a row of A, a column of B) and the inner index l.
 #[derive(Clone, Copy)]
 pub(crate) struct Side<'a> {
     pub(crate) data: &'a [bf16],
-    /// From one to the next of the index that is stored first.
+    /// Stride of the index that is stored first.
     pub(crate) stride: usize,
-    /// Whether (o, l) lies at `o * stride + l`, or at `l * stride + o`.
+    /// True if (o, l) is at `o * stride + l`, false if it is at `l * stride + o`.
     pub(crate) outer_first: bool,
 }
 
-/// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C whose first element is `begin`, while other threads write
-/// other tiles. False, with nothing done, where the machine has no such instructions.
+/// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C whose first element is `begin`, while other
+/// threads write other tiles. Returns false and does nothing if the machine lacks the instructions.
 ///
 /// # Safety
-/// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere meanwhile.
+/// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere during the call.
 ///
 /// # Panics
-/// When the shapes do not fit, or the tile is larger than [`M`] x [`N`], or `panels` shorter than [`SCRATCH`].
+/// If the shapes do not match, or the tile is larger than [`M`] x [`N`], or `panels` shorter than
+/// [`SCRATCH`].
 pub(crate) unsafe fn matmul_tile_bf16(
     c: &Shared<'_, f32>,
     begin: usize,
@@ -68,11 +70,11 @@ pub(crate) unsafe fn matmul_tile_bf16(
     #[cfg(target_arch = "x86_64")]
     if crate::simd::level() >= crate::simd::Level::Avx512Bf16 {
         assert!(m <= M && n <= N && row_stride >= n, "a tile of {m}x{n} with stride {row_stride}");
-        assert!(panels.len() >= SCRATCH, "{} f32 of scratch where {SCRATCH} are needed", panels.len());
+        assert!(panels.len() >= SCRATCH, "panels must have {SCRATCH} f32, got {}", panels.len());
         if m > 0 && n > 0 {
             let c = c.pointer(begin, extent(m, n, row_stride).expect("C is too short"));
-            // SAFETY: `pointer` has checked that the tile lies inside C; it is this call's alone by the caller's promise.
-            // The level has been found on this machine.
+            // SAFETY: `pointer` has checked that the tile lies inside C; exclusive by the caller's guarantee.
+            // This machine has the level.
             unsafe { x86::blocks(x86::Tile { c, row_stride, m, n }, add, a, b, k, panels) };
         }
         return true;
@@ -81,14 +83,14 @@ pub(crate) unsafe fn matmul_tile_bf16(
     false
 }
 
-/// Sum of x_i y_i, whose bits depend on the values alone.
+/// Sum of x_i y_i; its bits depend on the values alone.
 ///
 /// # Safety
 /// The machine has the instructions of `Level::Avx512Bf16`.
 pub(crate) unsafe fn dot_bf16(x: &[bf16], y: &[bf16]) -> f32 {
     assert_eq!(x.len(), y.len());
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's guarantee.
     return unsafe { x86::dot(x, y) };
     #[cfg(not(target_arch = "x86_64"))]
     unreachable!("no other machine has that level")
@@ -105,10 +107,10 @@ mod x86 {
 
     /// Rows of a tile in registers.
     const ROWS: usize = 8;
-    /// What an odd inner index is paired with.
+    /// Partner of an odd last element.
     const ZEROS: [bf16; super::N] = [bf16::ZERO; super::N];
 
-    /// Four sums of vectors, to hide the latency of an addition.
+    /// Uses four vector sums to hide the latency of an addition.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     pub(super) fn dot(x: &[bf16], y: &[bf16]) -> f32 {
         let mut sums = [_mm512_setzero_ps(); 4];
@@ -125,7 +127,7 @@ mod x86 {
         _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d)))
     }
 
-    /// The first 32 elements at most, and zeros.
+    /// Loads up to 32 elements; the rest are zeros.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
     fn vector(part: &[bf16]) -> __m512i {
@@ -137,11 +139,11 @@ mod x86 {
     /// A register seen as pairs of bf16.
     #[inline(always)]
     fn pairs(register: __m512i) -> __m512bh {
-        // SAFETY: any bits are a value of both types, which are equally large.
+        // SAFETY: both types have the same size, and any bits are valid.
         unsafe { transmute(register) }
     }
 
-    /// A part of C.
+    /// Tile of C.
     #[derive(Clone, Copy)]
     pub(super) struct Tile {
         pub(super) c: *mut f32,
@@ -153,7 +155,8 @@ mod x86 {
     /// Block after block of the inner index.
     ///
     /// # Safety
-    /// The tile is good for reading and writing, and the caller's alone; the machine has the instructions.
+    /// The tile is valid for reading and writing and used by the caller alone; the machine has the
+    /// instructions.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     pub(super) unsafe fn blocks(
         tile: Tile,
@@ -179,7 +182,8 @@ mod x86 {
             }
             if a.outer_first {
                 copy_rows(a_panel, a, inner, tile.m);
-                // SAFETY: the panels hold `depth` pairs of all rows and columns; the rest is the caller's promise.
+                // SAFETY: the panels hold `depth` pairs of all rows and columns; the rest is the caller's
+                // guarantee.
                 unsafe { strips::<true>(tile, add, a_panel, b_panel, depth) };
             } else {
                 for l in 0..depth {
@@ -284,7 +288,7 @@ mod x86 {
         x
     }
 
-    /// All tiles in registers: a few rows of A stay in the nearest cache while the strips of B pass by.
+    /// All register tiles: a few rows of A stay in the L1 cache while the strips of B pass.
     ///
     /// # Safety
     /// The panels hold `depth` pairs of all rows and columns of the tile; the rest as for [`blocks`].
@@ -292,7 +296,7 @@ mod x86 {
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn strips<const BY_ROW: bool>(tile: Tile, add: bool, a: &[u32], b: &[u32], depth: usize) {
         let mut i = 0;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe {
             while i < tile.m {
                 i += match tile.m - i {
@@ -322,7 +326,7 @@ mod x86 {
         let a = a[if BY_ROW { i * A_ROW } else { i }..].as_ptr();
         for j in (0..tile.n).step_by(WIDTH) {
             let b = b[j * PAIRS..].as_ptr();
-            // SAFETY: row i and column j are inside the tile; the rest is the caller's promise.
+            // SAFETY: row i and column j are inside the tile; the rest is the caller's guarantee.
             unsafe {
                 let part = Tile { c: tile.c.add(i * tile.row_stride + j), n: WIDTH.min(tile.n - j), ..tile };
                 match part.n.div_ceil(16) {
@@ -350,7 +354,7 @@ mod x86 {
     ) {
         let (down, along) = if BY_ROW { (A_ROW, 1) } else { (1, A_COLUMN) };
         let mut sums = [[_mm512_setzero_ps(); WIDE]; ROWS];
-        // SAFETY: pairs and lanes stay inside the panels, masked lanes inside C, by the caller's promise.
+        // SAFETY: pairs and lanes stay inside the panels, masked lanes inside C, by the caller's guarantee.
         unsafe {
             for l in 0..depth {
                 let b: [__m512bh; WIDE] =
@@ -406,7 +410,7 @@ mod tests {
         }
     }
 
-    /// Whether the machine can; C is then made, and else stays as it is.
+    /// Returns true if the machine supports the product; otherwise C is unchanged.
     fn run(
         c: &mut [f32],
         stride: usize,
@@ -485,7 +489,7 @@ mod tests {
         }
         for n in [0, 1, 2, 31, 32, 33, 127, 128, 129, 300, 1000] {
             let (x, y) = (Values::new(n).take(n as usize, 1.0), Values::new(n + 1).take(n as usize, 1.0));
-            // SAFETY: the level has been found on this machine.
+            // SAFETY: this machine has the level.
             let got = unsafe { dot_bf16(&cast::<bf16>(&x), &cast::<bf16>(&y)) } as f64;
             let size: f64 = x.iter().zip(&y).map(|(x, y)| (x * y).abs()).sum();
             assert!((got - inner(&x, &y)).abs() <= (n + 3) as f64 * 2f64.powi(-24) * size, "{n}: {got}");

@@ -1,10 +1,10 @@
-//! Products of small blocks that lie in a cache already, without packing.
+//! Products of small blocks that are in a cache already, without packing.
 //!
-//! C is made in tiles that stay in registers: a row of B is read as vectors, an element of A is spread over one, and
-//! one chain of multiply-adds runs over the inner index from its first to its last value. So an element's bits depend on
-//! its row of A and its column of B alone, not on the shape around them, and are the same with AVX2 and AVX-512. A is
-//! read with any strides. Of a B whose rows are not contiguous, a panel of a few columns is first transposed into a
-//! buffer on the stack.
+//! C is computed in tiles that stay in registers: a row of B is read as vectors, an element of A is
+//! broadcast, and one chain of multiply-adds runs over the inner index from first to last. So the bits of an
+//! element depend on its row of A and its column of B alone, not on the shape, and are the same with AVX2 and
+//! AVX-512. A may have any strides. If the rows of B are not contiguous, a panel of a few columns is first
+//! transposed into a buffer on the stack.
 
 use super::{Mat, extent};
 use crate::simd::{Level, level};
@@ -14,16 +14,16 @@ const DEPTH: usize = 128;
 /// Columns of B in one panel.
 const WIDTH: usize = 32;
 
-/// What the product is multiplied with.
+/// Factor of the product.
 #[derive(Clone, Copy)]
 pub(crate) enum By<'a> {
-    /// Every element.
+    /// The same for every element.
     All(f32),
-    /// Row i with the i-th.
+    /// The i-th for row i.
     Rows(&'a [f32]),
 }
 
-/// What the product is added to.
+/// Addend of the product.
 #[derive(Clone, Copy)]
 pub(crate) enum Onto<'a> {
     /// Zero: the old content is not read.
@@ -37,7 +37,7 @@ pub(crate) enum Onto<'a> {
 /// Row-major C [rows, columns] = onto + by A B, where C's rows are `row_stride` apart.
 ///
 /// # Panics
-/// When the shapes do not fit.
+/// If the shapes do not match.
 pub(crate) fn matmul_small(
     c: &mut [f32],
     row_stride: usize,
@@ -68,7 +68,7 @@ fn matmul_small_at(
     let needed = extent(m, n, row_stride).filter(|needed| *needed <= c.len());
     let needed = needed.filter(|_| row_stride >= n).expect("C is too short");
     if let By::Rows(factors) = by {
-        assert!(factors.len() >= m, "{} factors for {m} rows", factors.len());
+        assert!(factors.len() >= m, "{m} rows need as many factors, got {}", factors.len());
     }
     let (beta, old) = match onto {
         Onto::Nothing => (0.0, c.as_ptr()),
@@ -79,9 +79,9 @@ fn matmul_small_at(
         }
     };
     let whole = Block { c: c.as_mut_ptr(), old, row_stride, beta, by, a, b };
-    // SAFETY: C and the addend have been checked above, A and B by `Mat::new`; C is borrowed mutably, so nothing
-    // overlaps it but the addend that is C itself, of which an element is read before it is written. The level has
-    // been found on this machine.
+    // SAFETY: C and the addend have been checked above, A and B by `Mat::new`; C is borrowed mutably, so
+    // nothing overlaps it but the addend that is C itself, of which an element is read before it is written.
+    // The level has been found on this machine.
     unsafe {
         match level {
             #[cfg(target_arch = "x86_64")]
@@ -93,7 +93,7 @@ fn matmul_small_at(
     }
 }
 
-/// A product whose operands have been checked.
+/// Product with checked operands.
 struct Block<'a> {
     c: *mut f32,
     old: *const f32,
@@ -107,14 +107,14 @@ struct Block<'a> {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 unsafe fn blocks_avx512(whole: Block<'_>) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's guarantee.
     unsafe { blocks::<std::arch::x86_64::__m512, 8>(whole) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn blocks_avx2(whole: Block<'_>) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's guarantee.
     unsafe { blocks::<std::arch::x86_64::__m256, 4>(whole) }
 }
 
@@ -190,7 +190,7 @@ impl Tile<'_> {
     #[inline(always)]
     unsafe fn across<V: Lanes, const M: usize>(&self, columns: usize) -> usize {
         let mut j = 0;
-        // SAFETY: the columns stay inside the panel; the rest is the caller's promise.
+        // SAFETY: the columns stay inside the panel; the rest is the caller's guarantee.
         unsafe {
             while j + 2 * V::N <= columns {
                 self.fill::<V, M, 2, true>(j, 2 * V::N);
@@ -219,10 +219,10 @@ impl Tile<'_> {
         j: usize,
         width: usize,
     ) {
-        // SAFETY: the caller's promise; a part of a vector touches `width` elements only.
+        // SAFETY: the caller's guarantee; a part of a vector touches `width` elements only.
         unsafe {
             let mut sums = [[V::spread(0.0); W]; M];
-            // Without inner elements A and B may be empty: their pointers are then moved, and never read.
+            // With an inner size of 0, A and B may be empty: their pointers are moved but never read.
             let mut b = self.b.wrapping_add(j);
             let (down, along) = self.a_strides;
             let mut a = self.a.wrapping_add(self.first * down);
@@ -260,10 +260,12 @@ impl Tile<'_> {
     }
 }
 
-/// Row l of the panel gets column l of a matrix [rows, depth] whose rows are `down` and columns `along` apart.
+/// Row l of the panel gets column l of a matrix [rows, depth] whose rows are `down` and columns `along`
+/// apart.
 ///
 /// # Safety
-/// The source is good for that shape, the panel for DEPTH x WIDTH, which the shape does not exceed; the machine has the instructions of `V`.
+/// The source is good for that shape, the panel for DEPTH x WIDTH, which the shape does not exceed; the
+/// machine has the instructions of `V`.
 #[inline(always)]
 unsafe fn transpose<V: Lanes>(
     panel: *mut f32,
@@ -272,7 +274,7 @@ unsafe fn transpose<V: Lanes>(
     rows: usize,
     depth: usize,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's guarantee.
     unsafe {
         let squares = if along == 1 { (rows / 8 * 8, depth / 8 * 8) } else { (0, 0) };
         for i in (0..squares.0).step_by(8) {
@@ -291,8 +293,8 @@ unsafe fn transpose<V: Lanes>(
 /// A vector of f32.
 ///
 /// # Safety
-/// Every function needs a machine with the type's instructions; pointers are good for N elements, those of a part for
-/// `n` <= N.
+/// Every function needs a machine with the type's instructions; pointers are good for N elements, those of a
+/// part for `n` <= N.
 trait Lanes: Copy {
     const N: usize;
     unsafe fn spread(x: f32) -> Self;
@@ -316,27 +318,27 @@ impl Lanes for [f32; 8] {
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe { from.cast::<[f32; 8]>().read_unaligned() }
     }
 
     #[inline(always)]
     unsafe fn load_part(from: *const f32, n: usize) -> Self {
         let mut lanes = [0.0; 8];
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         lanes[..n].copy_from_slice(unsafe { std::slice::from_raw_parts(from, n) });
         lanes
     }
 
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe { to.cast::<[f32; 8]>().write_unaligned(self) }
     }
 
     #[inline(always)]
     unsafe fn store_part(self, to: *mut f32, n: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe { std::slice::from_raw_parts_mut(to, n) }.copy_from_slice(&self[..n]);
     }
 
@@ -354,7 +356,7 @@ impl Lanes for [f32; 8] {
     unsafe fn transpose_8x8(to: *mut f32, to_stride: usize, from: *const f32, from_stride: usize) {
         for i in 0..8 {
             for j in 0..8 {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller's guarantee.
                 unsafe { *to.add(j * to_stride + i) = *from.add(i * from_stride + j) };
             }
         }
@@ -367,7 +369,8 @@ mod x86 {
 
     use super::Lanes;
 
-    // SAFETY of all that follows: the machine has the instructions and the pointers are good, by the caller's promise.
+    // SAFETY of all that follows: the machine has the instructions and the pointers are good, by the caller's
+    // guarantee.
 
     impl Lanes for __m512 {
         const N: usize = 16;

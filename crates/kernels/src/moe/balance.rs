@@ -1,31 +1,32 @@
-//! The auxiliary loss that spreads tokens over experts, as Switch and transformers have it.
+//! Load-balancing loss of the Switch Transformer, as in transformers.
 
 use super::{Dims, Routing, check_dims, route::check_routing};
 use crate::error::{Result, check, check_len};
 
-/// What the loss adds up over the tokens of one layer, or of several: transformers has one loss for all of them.
+/// Sums of the load-balancing loss over the tokens of one or several layers; transformers has one loss for
+/// all layers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Balance {
-    /// Tokens, once for every layer.
+    /// Number of tokens, counted once per layer.
     rows: usize,
-    /// By expert: how often it was chosen.
+    /// Number of choices of each expert.
     chosen: Vec<u64>,
-    /// By expert: the sum of its probabilities.
+    /// Sum of the probabilities of each expert.
     probability: Vec<f64>,
 }
 
 impl Balance {
-    /// Of no tokens yet.
+    /// Creates sums over no tokens.
     pub fn new(experts: usize) -> Balance {
         Balance { rows: 0, chosen: vec![0; experts], probability: vec![0.0; experts] }
     }
 
-    /// Adds a layer's tokens: logits [tokens, E] and their routing.
+    /// Adds the tokens of a layer: logits [tokens, E] and their routing.
     pub fn add(&mut self, logits: &[f32], routing: &Routing, dims: Dims) -> Result {
         check_dims(dims)?;
         let tokens = self.check_rows(logits)?;
         check(dims.experts == self.chosen.len(), || {
-            format!("{} experts where the layers before had {}", dims.experts, self.chosen.len())
+            format!("layer has {} experts, but the layers before have {}", dims.experts, self.chosen.len())
         })?;
         check_routing(routing, tokens, dims)?;
         self.rows += tokens;
@@ -40,14 +41,15 @@ impl Balance {
         Ok(())
     }
 
-    /// E sum_e f_e P_e; 0 of no tokens.
+    /// Loss E sum_e f_e P_e; 0 without tokens.
     pub fn loss(&self) -> f64 {
         let rows = self.rows.max(1) as f64;
         let products = self.chosen.iter().zip(&self.probability).map(|(f, p)| *f as f64 / rows * p / rows);
         self.chosen.len() as f64 * products.sum::<f64>()
     }
 
-    /// dlogits [tokens, E] += `coefficient` times the loss's gradient by some of the logits that were added.
+    /// dlogits [tokens, E] += `coefficient` times the gradient of the loss with respect to these logits,
+    /// which were added before.
     pub fn backward(&self, dlogits: &mut [f32], logits: &[f32], coefficient: f32) -> Result {
         self.check_rows(logits)?;
         check_len("dlogits", dlogits, logits.len())?;
@@ -65,11 +67,11 @@ impl Balance {
         Ok(())
     }
 
-    /// The number of tokens.
+    /// Returns the number of tokens.
     fn check_rows(&self, logits: &[f32]) -> Result<usize> {
         let e = self.chosen.len();
         check(e > 0 && logits.len().is_multiple_of(e), || {
-            format!("{} logits, not rows of {e}", logits.len())
+            format!("logits have {} elements, not a multiple of {e} experts", logits.len())
         })?;
         Ok(logits.len() / e)
     }

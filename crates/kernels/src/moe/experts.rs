@@ -1,4 +1,4 @@
-//! The experts: gather, gate and up, gated unit, down, weighted sum; and back.
+//! Experts, forward and backward: gather, gate and up, gated unit, down, weighted sum.
 
 use rayon::prelude::*;
 
@@ -10,30 +10,30 @@ use crate::linear::{self, linear_backward_input, linear_backward_weight, linear_
 use crate::scratch::{check_workspace, take};
 use crate::{Element, Scratch};
 
-/// The weights of all experts.
+/// Weights of all experts.
 #[derive(Clone, Copy, Debug)]
 pub struct Experts<'a, W> {
-    /// [E, 2 Im, H]: gate over up
+    /// [E, 2 Im, H]: rows of gate, then rows of up
     pub gate_up: &'a [W],
     /// [E, H, Im]
     pub down: &'a [W],
-    /// The gated unit.
+    /// Activation of the gated unit.
     pub activation: Activation,
 }
 
-/// Where the gradients of the experts go.
+/// Gradients of the experts.
 pub struct ExpertsGrads<'a, T> {
     /// [tokens, H], written
     pub dx: &'a mut [T],
     /// [tokens, k], written: for [`super::route_backward`]
     pub dweights: &'a mut [f32],
-    /// [E, 2 Im, H], accumulated; empty: not wanted
+    /// [E, 2 Im, H], accumulated; empty to skip
     pub dgate_up: &'a mut [f32],
-    /// [E, H, Im], accumulated; empty: not wanted
+    /// [E, H, Im], accumulated; empty to skip
     pub ddown: &'a mut [f32],
 }
 
-/// What forward keeps for backward, beside x, the routing and the dispatch.
+/// Values that forward saves for backward, in addition to x, the routing and the dispatch.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Saved<T> {
     /// [tokens * k, Im], in the order of the dispatch
@@ -43,7 +43,7 @@ pub struct Saved<T> {
 }
 
 impl<T> Saved<T> {
-    /// Bytes of all fields.
+    /// Size of all fields in bytes.
     pub fn bytes(&self) -> usize {
         (self.gate.len() + self.up.len()) * size_of::<T>()
     }
@@ -61,7 +61,7 @@ pub fn experts_scratch(dims: Dims, tokens: usize) -> usize {
     linear_scratch(up, tokens).max(linear_scratch(down, tokens))
 }
 
-/// The parts of one expert.
+/// Weights and slots of one expert.
 struct Expert<'a, W> {
     gate: &'a [W],
     up: &'a [W],
@@ -71,7 +71,7 @@ struct Expert<'a, W> {
 }
 
 impl<'a, W> Expert<'a, W> {
-    /// Those that have tokens, by index.
+    /// Experts with tokens, by index.
     fn all(
         experts: &'a Experts<'a, W>,
         dispatch: &'a Dispatch,
@@ -88,13 +88,13 @@ impl<'a, W> Expert<'a, W> {
     }
 }
 
-/// Elements of gate or up of the busiest expert, counted in f32.
+/// Size of gate or up of the busiest expert, in f32.
 fn unsaved_len<T>(dispatch: &Dispatch, dims: Dims) -> usize {
     (dispatch.largest_load() * dims.intermediate * size_of::<T>()).div_ceil(size_of::<f32>())
 }
 
-/// Number of f32 of the workspace of [`experts_forward`]; `saves` says whether there is a [`Saved`]. Without one it
-/// holds gate and up of one expert at a time.
+/// Number of f32 of the workspace of [`experts_forward`]; `saves` is true if a [`Saved`] is passed.
+/// Without one, the workspace also holds gate and up of one expert.
 pub fn experts_forward_workspace<T: Element>(dispatch: &Dispatch, dims: Dims, saves: bool) -> usize {
     let Dims { top_k, hidden, intermediate, .. } = dims;
     let unsaved = if saves { 0 } else { 2 * unsaved_len::<T>(dispatch, dims) };
@@ -158,7 +158,7 @@ pub fn experts_forward<T: Element, W: Element>(
     Ok(())
 }
 
-/// All gradients from dy [tokens, H], x and what forward kept.
+/// All gradients from dy [tokens, H], x and `saved` of forward.
 pub fn experts_backward<T: Element, W: Element>(
     grads: ExpertsGrads<'_, T>,
     dy: &[T],
@@ -255,7 +255,7 @@ fn linear_dims(dims: Dims) -> (linear::Dims, linear::Dims) {
     )
 }
 
-/// The number of tokens.
+/// Returns the number of tokens.
 fn check_experts<T, W>(
     x: &[T],
     routing: &Routing,
@@ -265,11 +265,11 @@ fn check_experts<T, W>(
 ) -> Result<usize> {
     check_dims(dims)?;
     check(x.len().is_multiple_of(dims.hidden), || {
-        format!("x has {} elements, not rows of {}", x.len(), dims.hidden)
+        format!("x has {} elements, not a multiple of hidden, {}", x.len(), dims.hidden)
     })?;
     let tokens = x.len() / dims.hidden;
     check_routing(routing, tokens, dims)?;
-    check(*dispatch == Dispatch::new(routing, dims)?, || "the dispatch is of another routing".into())?;
+    check(*dispatch == Dispatch::new(routing, dims)?, || "dispatch does not match the routing".into())?;
     check_shape("gate_up", experts.gate_up, [2, dims.experts, dims.hidden, dims.intermediate])?;
     check_shape("down", experts.down, [dims.experts, dims.hidden, dims.intermediate])?;
     Ok(tokens)

@@ -1,4 +1,4 @@
-//! Which experts a token goes to, with which weights.
+//! Router: the experts of each token and their weights.
 
 use rayon::prelude::*;
 
@@ -6,33 +6,33 @@ use super::{Dims, check_dims};
 use crate::error::{Result, check, check_len, check_shape};
 use crate::shared::Shared;
 
-/// Tokens that one task routes.
+/// Tokens per task.
 const TOKENS: usize = 32;
 
-/// How scores and weights follow from the logits.
+/// Formula of scores and weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Router<'a> {
     /// Softmax over all experts (Qwen, Gemma).
     Softmax {
-        /// Whether the weights of a token are brought to a sum of 1.
+        /// If true, the weights of a token are normalized to a sum of 1.
         normalize: bool,
     },
-    /// Sigmoid and groups (DeepSeek).
+    /// Sigmoid scores with groups of experts (DeepSeek).
     SigmoidGroups {
-        /// \[E\], for the choice only
+        /// \[E\]: correction bias, used for the choice only
         bias: Option<&'a [f32]>,
-        /// Groups of equal size, neighbours together.
+        /// Number of groups, of equal size and adjacent experts.
         groups: usize,
-        /// Groups that are kept.
+        /// Number of groups to choose from.
         kept_groups: usize,
-        /// Whether the weights of a token are divided by their sum.
+        /// If true, the weights of a token are divided by their sum.
         normalize: bool,
-        /// What weights are multiplied by.
+        /// Factor of the weights.
         scaling: f32,
     },
 }
 
-/// The choice: kept for backward.
+/// Chosen experts and their weights; needed again by backward.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Routing {
     /// [tokens, k], best first
@@ -42,13 +42,14 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// Bytes of all fields.
+    /// Size of all fields in bytes.
     pub fn bytes(&self) -> usize {
         (self.experts.len() + self.weights.len()) * 4
     }
 }
 
-/// The experts and weights of every token, from logits [tokens, E]; `per_expert_scale` \[E\] multiplies the weights.
+/// Returns the experts and weights of every token, from logits [tokens, E]; `per_expert_scale` \[E\]
+/// multiplies the weights.
 pub fn route_forward(
     logits: &[f32],
     per_expert_scale: Option<&[f32]>,
@@ -79,7 +80,8 @@ pub fn route_forward(
     Ok(routing)
 }
 
-/// dlogits [tokens, E] (written) and, unless `None`, dper_expert_scale \[E\] (accumulated) from dweights [tokens, k].
+/// dlogits [tokens, E] (written) and, unless `None`, dper_expert_scale \[E\] (accumulated) from dweights
+/// [tokens, k].
 pub fn route_backward(
     dlogits: &mut [f32],
     dper_expert_scale: Option<&mut [f32]>,
@@ -109,7 +111,7 @@ pub fn route_backward(
     });
     if let Some(dscale) = dper_expert_scale {
         check_len("dper_expert_scale", dscale, e)?;
-        // By token: one order.
+        // In the order of the tokens.
         let mut sums = vec![0f64; e];
         for ((expert, weight), dw) in routing.experts.iter().zip(&weights).zip(dweights) {
             sums[*expert as usize] += *weight as f64 * *dw as f64;
@@ -131,7 +133,7 @@ struct Work {
 impl Work {
     fn choose(&mut self, experts: &mut [u32], logits: &[f32], router: &Router<'_>) {
         match *router {
-            // Softmax keeps the order of the logits, and cannot make two of them equal that are not.
+            // Softmax keeps the order of the logits, so they are compared instead of rounded probabilities.
             Router::Softmax { .. } => largest(experts, logits),
             Router::SigmoidGroups { bias, groups, kept_groups, .. } => {
                 self.scores.clear();
@@ -160,7 +162,8 @@ impl Work {
     }
 }
 
-/// Indices of the largest scores, best first; of equal ones the lowest index. NaN counts as the smallest.
+/// Indices of the largest scores, best first; of equal scores the lowest index first. NaN counts as the
+/// smallest.
 fn largest(chosen: &mut [u32], scores: &[f32]) {
     let value = |score: f32| if score.is_nan() { f32::NEG_INFINITY } else { score };
     let mut len = 0;
@@ -191,7 +194,7 @@ fn weigh(weights: &mut [f32], experts: &[u32], logits: &[f32], router: &Router<'
         Router::Softmax { normalize } => {
             let max = logits[experts[0] as usize];
             weights.iter_mut().zip(chosen).for_each(|(w, l)| *w = (l - max).exp());
-            // The quotient of probabilities is a softmax over the chosen alone.
+            // Normalized probabilities are a softmax over the chosen experts.
             let sum: f32 = if normalize {
                 weights.iter().sum()
             } else {
@@ -244,7 +247,7 @@ fn row_backward(
     }
 }
 
-/// The number of tokens.
+/// Returns the number of tokens.
 fn check_router(
     logits: &[f32],
     per_expert_scale: Option<&[f32]>,
@@ -253,16 +256,20 @@ fn check_router(
 ) -> Result<usize> {
     check_dims(dims)?;
     let e = dims.experts;
-    check(logits.len().is_multiple_of(e), || format!("{} logits, not rows of {e}", logits.len()))?;
+    check(logits.len().is_multiple_of(e), || {
+        format!("logits have {} elements, not a multiple of {e} experts", logits.len())
+    })?;
     if let Some(scale) = per_expert_scale {
         check_len("per_expert_scale", scale, e)?;
     }
     if let Router::SigmoidGroups { bias, groups, kept_groups, scaling, .. } = *router {
-        check(groups > 0 && e.is_multiple_of(groups), || format!("{e} experts in {groups} groups"))?;
-        check(kept_groups <= groups && kept_groups * (e / groups) >= dims.top_k, || {
-            format!("{} experts from {kept_groups} of {groups} groups", dims.top_k)
+        check(groups > 0 && e.is_multiple_of(groups), || {
+            format!("number of experts must be a multiple of groups, got {e} and {groups}")
         })?;
-        check(scaling != 0.0, || "weights scaled by 0".into())?;
+        check(kept_groups <= groups && kept_groups * (e / groups) >= dims.top_k, || {
+            format!("cannot choose {} experts from {kept_groups} of {groups} groups", dims.top_k)
+        })?;
+        check(scaling != 0.0, || "router scaling must not be 0".into())?;
         if let Some(bias) = bias {
             check_len("bias", bias, e)?;
         }
@@ -274,13 +281,15 @@ pub(super) fn check_routing(routing: &Routing, tokens: usize, dims: Dims) -> Res
     check_shape("routing experts", &routing.experts, [tokens, dims.top_k])?;
     check_shape("routing weights", &routing.weights, [tokens, dims.top_k])?;
     check(routing.experts.iter().all(|expert| (*expert as usize) < dims.experts), || {
-        format!("an expert outside of {}", dims.experts)
+        format!("routing has an expert index of {} or more", dims.experts)
     })?;
     let twice = |row: &[u32]| row.iter().enumerate().any(|(i, expert)| row[..i].contains(expert));
-    check(!routing.experts.chunks(dims.top_k).any(twice), || "a token that goes to an expert twice".into())
+    check(!routing.experts.chunks(dims.top_k).any(twice), || {
+        "routing sends a token to the same expert twice".into()
+    })
 }
 
-/// The tokens of every expert.
+/// Tokens of every expert.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Dispatch {
     /// [E + 1]: where each expert's slots begin
@@ -290,11 +299,13 @@ pub struct Dispatch {
 }
 
 impl Dispatch {
-    /// The lists that a routing makes.
+    /// Groups the tokens of a routing by expert.
     pub fn new(routing: &Routing, dims: Dims) -> Result<Dispatch> {
         check_dims(dims)?;
         check_routing(routing, routing.experts.len() / dims.top_k, dims)?;
-        check(u32::try_from(routing.experts.len()).is_ok(), || "too many tokens".into())?;
+        check(u32::try_from(routing.experts.len()).is_ok(), || {
+            "tokens times top_k must be below 2^32".into()
+        })?;
         let mut offsets = vec![0; dims.experts + 1];
         for expert in &routing.experts {
             offsets[*expert as usize + 1] += 1;
@@ -310,12 +321,12 @@ impl Dispatch {
         Ok(Dispatch { offsets, slots })
     }
 
-    /// Most slots that one expert has.
+    /// Number of slots of the busiest expert.
     pub fn largest_load(&self) -> usize {
         self.offsets.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0)
     }
 
-    /// rows [slots, width] of an expert = those of x [tokens, width] that go to it.
+    /// rows [slots, width] of an expert = the rows of its tokens in x [tokens, width].
     pub(super) fn gather<T: crate::Element, U: crate::Element>(
         rows: &mut [U],
         slots: &[u32],

@@ -1,4 +1,4 @@
-//! Routing, experts and balance against the formulas in f64 and numeric gradients of those.
+//! Routing, experts and balance against the formulas in f64 and their numeric gradients.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ use crate::testing::{
 };
 use crate::{Element, Scratch};
 
-/// Weights [tokens, k] of a choice that is given, in f64.
+/// Weights [tokens, k] of a given choice, in f64.
 fn weights_reference(
     logits: &[f64],
     experts: &[u32],
@@ -105,7 +105,7 @@ proptest! {
         let loss = |logits: &[f64], scale: &[f64]| {
             inner(&weights_reference(logits, &routing.experts, scale, &router, dims), &dweights)
         };
-        // A single normalised weight is constant: its gradient is rounding alone.
+        // A single normalized weight is constant: its gradient is only rounding.
         let constant = top_k == 1 && matches!(kind, 0 | 2);
         if constant {
             prop_assert!(dlogits.iter().all(|dl| dl.abs() < 1e-5));
@@ -183,7 +183,8 @@ impl Problem {
         }
     }
 
-    /// What each slot's expert says, [tokens, top_k, hidden], by the given product of a row of down with h.
+    /// Outputs of the expert of each slot, [tokens, top_k, hidden], with the given product of a row of down
+    /// and h.
     fn slot_outputs(
         &self,
         x: &[f64],
@@ -267,11 +268,12 @@ impl Problem {
         let loss = |x: &[f64], w: &[f64], g: &[f64], d: &[f64]| inner(&self.reference(x, w, g, d), &self.dy);
         let on_one = |g: Vec<f64>| -> Vec<f64> { g.iter().map(|g| g + 1.0).collect() };
         let (y, dx, dweights, dgate_up, ddown) = self.run::<T, W>();
-        // Gate and up are kept in T; f32 results follow its rounding.
+        // Gate and up are saved in T, so f32 results have its rounding error.
         let limit = if T::NAME == "BF16" { 2e-2 } else { 1e-5 };
         assert_close("y", &y, &self.reference(x, &weights, g, d), limit);
         assert_close("dx", &dx, &gradient(x, |x| loss(x, &weights, g, d)), limit);
-        // A weight's gradient is one sum whose terms may cancel: the error is seen against what they add up to.
+        // The gradient of a weight is a sum whose terms may cancel: the error is relative to the sum of their
+        // magnitudes.
         let abs = |x: &[f64]| -> Vec<f64> { x.iter().map(|x| x.abs()).collect() };
         let terms = self.slot_outputs(x, g, d, |down, h| inner(&abs(down), &abs(h)));
         let size = rms(&terms

@@ -98,7 +98,7 @@ simd_fn! {
         w: &[W],
         rstd: f32,
     ) {
-        // The gate is computed in both passes: keeping it would need scratch of a row.
+        // The gate is computed in both passes; storing it would need a row of scratch.
         let sum = sum_by_four(dy, x, z, w, |dy, x, z, w| dy * silu_f32::<FMA>(z) * x * w);
         let mean = sum * rstd / x.len() as f32;
         let outputs = dx.iter_mut().zip(dz).zip(dw);

@@ -1,4 +1,4 @@
-//! l2norm: y = x r, r = 1/sqrt(sum x^2 + eps); eps inside the root, the sum and not the mean.
+//! l2norm: y = x r, r = 1/sqrt(sum x^2 + eps); eps is inside the root, with the sum, not the mean.
 
 use rayon::prelude::*;
 

@@ -30,7 +30,7 @@ pub fn layer_norm_backward_scratch(rows: usize, width: usize) -> usize {
     2 * partials_len(rows, width)
 }
 
-/// dx [rows, width] (written), dweight and dbias \[width\] (accumulated) from dy, x and what was saved.
+/// dx [rows, width] (written), dweight and dbias \[width\] (accumulated) from dy, x and `saved` of forward.
 pub fn layer_norm_backward<T: Element, W: Element>(
     dx: &mut [T],
     dweight: &mut [f32],
@@ -82,7 +82,7 @@ simd_fn! {
     ) -> (f32, f32) {
         let width = x.len() as f32;
         let mean = sum_by(x, x, x, |x, _, _| x) / width;
-        // Around the mean, not E[x^2] - m^2: that cancels when the mean is large.
+        // Around the mean, because E[x^2] - m^2 cancels for a large mean.
         let variance = sum_by(x, x, x, |x, _, _| (x - mean) * (x - mean)) / width;
         let rstd = 1.0 / (variance + eps).sqrt();
         for (((y, x), w), b) in y.iter_mut().zip(x).zip(weight).zip(bias) {

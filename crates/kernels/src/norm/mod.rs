@@ -1,4 +1,4 @@
-//! Norms over the last dimension, rows x \[width\], all arithmetic in f32.
+//! Norms over the last dimension: rows x \[width\], f32 arithmetic.
 //!
 //! ```text
 //! RMSNorm        r = 1/sqrt(mean x^2 + eps)      x^ = x r           y = x^ gamma        gamma = 1 + w, w, or 1
@@ -10,7 +10,27 @@
 //!                dx = r (w dn - x^ mean(x^ w dn))                   dw = sum dn x^
 //! l2norm         r = 1/sqrt(sum x^2 + eps)        y = x r           dx = r (dy - y <dy, y>)
 //! ```
-//! Kept for backward ([`Saved`]): r of every row, and m for LayerNorm; x^ is made anew from the input.
+//! Saved for backward ([`Saved`]): r of every row, and m for LayerNorm; x^ is recomputed from the input.
+//!
+//! # Example
+//! ```
+//! use ballast_kernels::Scratch;
+//! use ballast_kernels::norm::{self, Gamma};
+//!
+//! let (x, w, width) = ([3.0f32, 4.0], [1.0f32, 1.0], 2);
+//! let (mut y, mut saved) = ([0.0; 2], norm::Saved::default());
+//! norm::rms_norm_forward(&mut y, Some(&mut saved), &x, Gamma::Plain(&w), 0.0, width)?;
+//! assert!((y[0] * y[0] + y[1] * y[1] - 2.0).abs() < 1e-5);
+//!
+//! // The output does not depend on the length of x, so a gradient along y moves nothing.
+//! let (mut dx, mut dw) = ([1.0; 2], [0.0; 2]);
+//! let scratch = Scratch::new(norm::rms_norm_backward_scratch(1, width));
+//! norm::rms_norm_backward(
+//!     &mut dx, Some(&mut dw), &y, &x, Gamma::Plain(&w), &saved, width, &scratch,
+//! )?;
+//! assert!(dx.iter().all(|dx| dx.abs() < 1e-6));
+//! # Ok::<(), ballast_kernels::KernelError>(())
+//! ```
 
 mod gated;
 mod l2;
@@ -32,14 +52,14 @@ use crate::partition::{blocks, task_rows};
 use crate::shared::Shared;
 use crate::{Element, KernelError};
 
-/// What the normalised row is multiplied by.
+/// Factor gamma of the normalized row.
 #[derive(Clone, Copy, Debug)]
 pub enum Gamma<'a, W> {
-    /// 1 + w (Qwen3-Next, Gemma 2 and 3): weights start at 0.
+    /// 1 + w (Qwen3-Next, Gemma 2 and 3); w is initialized to 0.
     OnePlus(&'a [W]),
-    /// w itself.
+    /// w.
     Plain(&'a [W]),
-    /// Nothing.
+    /// 1.
     Weightless,
 }
 
@@ -52,7 +72,7 @@ impl<W> Gamma<'_, W> {
     }
 }
 
-/// What a norm keeps for backward, beside its input.
+/// Values that a norm saves for backward, in addition to its input.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Saved {
     /// \[rows\]: r of every row
@@ -62,7 +82,7 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// Bytes of all fields.
+    /// Size of all fields in bytes.
     pub fn bytes(&self) -> usize {
         (self.rstd.len() + self.mean.len()) * size_of::<f32>()
     }
@@ -83,20 +103,20 @@ pub fn layer_norm_saved_bytes(rows: usize) -> usize {
     2 * rows * size_of::<f32>()
 }
 
-/// f32 of the partial sums of one parameter's gradient.
+/// Number of f32 of the partial sums of one parameter's gradient.
 fn partials_len(rows: usize, width: usize) -> usize {
     blocks(rows) * width
 }
 
-/// The number of rows.
+/// Returns the number of rows.
 fn check_rows<T>(name: &'static str, slice: &[T], width: usize) -> Result<usize, KernelError> {
     check(width > 0 && slice.len().is_multiple_of(width), || {
-        format!("{name} has {} elements, not rows of {width}", slice.len())
+        format!("{name} has {} elements, not a multiple of the width {width}", slice.len())
     })?;
     Ok(slice.len() / width)
 }
 
-/// Runs `norm(row, y, x)` on every row; what it returns goes to (`rstd`, `mean`) where these are kept.
+/// Runs `norm(row, y, x)`, which returns (rstd, mean), on every row, and saves what is needed.
 fn for_rows<Y: Element, X: Element>(
     y: &mut [Y],
     saved: Option<&mut Saved>,

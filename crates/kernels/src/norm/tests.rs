@@ -1,4 +1,4 @@
-//! Every norm against its formula in f64 and numeric gradients of that.
+//! Every norm against its formula in f64 and its numeric gradients.
 
 use half::bf16;
 use proptest::prelude::*;
@@ -92,7 +92,7 @@ fn layer<T: Element>(rows: usize, width: usize, seed: u64) {
     layer_norm_backward(&mut dx, &mut dw, &mut db, &dyt, &xt, &wt, &saved, &scratch).unwrap();
     assert_eq!(scratch.bytes(), planned);
     assert_close("y", &y, &layer_reference(&x, &w, &b), 1e-6);
-    // Of one or two elements the gradient of x is a difference that cancels.
+    // For one or two elements the gradient of x is a difference that cancels.
     if width > 2 {
         assert_close("dx", &dx, &gradient(&x, |x| loss(x, &w, &b)), 2e-4);
     }

@@ -1,4 +1,4 @@
-//! New tokens on a cache against the full forward.
+//! Decoding on a cache against the full forward.
 
 use super::lowered::exact_products;
 use super::*;
@@ -7,7 +7,7 @@ use super::*;
 fn decode<T: Element>(r: &Reference, p: &Problem, len: usize, n: usize) -> Vec<f64> {
     let d = p.dims;
     let (q, mut k, mut v) = (cast::<T>(&r.q), cast::<T>(&r.k), cast::<T>(&r.v));
-    // What lies beyond `len` is not there yet.
+    // Tokens beyond `len` are not there yet.
     k[len * d.kv_heads * d.head_dim..].fill(T::from_f32(f32::NAN));
     v[len * d.kv_heads * d.value_dim..].fill(T::from_f32(f32::NAN));
     let sinks: Option<Vec<f32>> = r.sinks.as_deref().map(cast);
@@ -76,7 +76,7 @@ fn a_cache_that_is_too_short_is_refused() {
         let options = Options::default();
         attention_decode(&mut o, &q, &cache, None, None, dims, &options, &scratch).map_err(|e| e.to_string())
     };
-    assert!(run(1).unwrap_err().contains("2 queries of a cache of 1 tokens"));
-    assert!(run(3).unwrap_err().contains("3 tokens in a cache of 2"));
+    assert!(run(1).unwrap_err().contains("must include the 2 new tokens, but has only 1"));
+    assert!(run(3).unwrap_err().contains("at most its capacity of 2, got 3"));
     assert_eq!(run(2), Ok(()));
 }

@@ -1,8 +1,8 @@
-//! What a query may not see does not reach it, not even if it is not a number.
+//! Hidden keys and values do not affect a query, even if they are NaN.
 
 use super::*;
 
-/// Every row that has no business with a row that is not finite keeps its bits.
+/// Asserts that every row independent of the non-finite row keeps its bits.
 fn check<T: Element>(p: &Problem, tensor: &str, bad: f64, at: usize) {
     let (r, d_o) = p.build();
     let (clean, _) = kernel::<T>(&r, p.dims, &p.options, &d_o);

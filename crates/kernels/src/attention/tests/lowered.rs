@@ -1,4 +1,4 @@
-//! Sites that run in bf16 or f16: where they round, and what that does.
+//! Sites in bf16 or f16: where they round, and the effect.
 
 use super::*;
 
@@ -40,7 +40,7 @@ fn a_lowered_product_differs_by_what_its_rounding_predicts() {
         println!("{qk_product:?}: lse off by {error:e}, at most {bound:e}");
         assert!(error <= bound && error > bound / 20.0 && error > previous);
         previous = error;
-        // The twin rounds at the same place.
+        // The reference rounds at the same place.
         let expected = r.run(DIMS, &options, &d_o);
         let error = got.lse.iter().zip(&expected.lse).filter(|(a, b)| (*a - *b).abs() > 1e-4).count();
         assert!(error * 100 < got.lse.len(), "{error} rows differ, more than the odd tie");
@@ -101,7 +101,7 @@ fn in_f16_a_product_of_70000_is_infinite_and_its_row_not_a_number_where_bf16_is_
         assert!(run(70.0, precision).iter().all(|x| x.is_finite()), "{precision:?}");
     }
     let o = run(70.0, Rounding::F16);
-    // inf - inf in row 2 alone; rows whose own products fit are untouched.
+    // inf - inf in row 2 alone; rows whose products fit are unchanged.
     assert_eq!(o.iter().map(|x| x.is_nan()).collect::<Vec<_>>(), [false, false, true, false]);
     // A product of -70000 is a weight of zero, which is right.
     assert_eq!(run(-70.0, Rounding::F16)[2], run(-70.0, Rounding::F32)[2]);
@@ -118,8 +118,8 @@ fn kernel_forward(r: &Reference, dims: Dims, options: &Options) -> Vec<f32> {
 
 #[test]
 fn backward_has_the_probabilities_that_forward_had_where_sites_are_lowered() {
-    // <do, o> = sum_tj p_tj do_t.v_j = <v, dv>, if p is the same on both sides. Logits around 100 in bf16: a product
-    // that is rounded to the other side changes its weight by half.
+    // <do, o> = sum_tj p_tj do_t.v_j = <v, dv>, if p is the same on both sides. Logits around 100 in bf16: a
+    // product that is rounded in the other direction changes its weight by half.
     let narrow = Dims { heads: 6, kv_heads: 2, head_dim: 16, value_dim: 8 };
     let wide = Dims { heads: 1, kv_heads: 1, head_dim: 512, value_dim: 8 };
     for dims in [narrow, wide] {

@@ -1,4 +1,4 @@
-//! The kernel against the plain twin, the twin against finite differences, and what must hold exactly.
+//! The kernel against its reference, the reference against finite differences, and exact properties.
 
 mod decode;
 mod hidden;
@@ -11,8 +11,8 @@ use super::reference::{Reference, Results};
 use super::*;
 use crate::{Element, Scratch};
 
-/// RMS(a-b) / (RMS(b) + 0.1), and how many values were compared. The inputs are of size 1: a result much smaller than
-/// that is a difference of such numbers and has their error.
+/// RMS(a-b) / (RMS(b) + 0.1), and the number of values compared. The inputs are of size 1: a much smaller
+/// result is a difference of such numbers and has their error.
 fn ratio(a: &[f64], b: &[f64]) -> (f64, usize) {
     assert_eq!(a.len(), b.len());
     let rms = |x: f64| (x / b.len().max(1) as f64).sqrt();
@@ -30,7 +30,7 @@ fn wide<T: Element>(x: &[T]) -> Vec<f64> {
     x.iter().map(|x| x.to_f32() as f64).collect()
 }
 
-/// What the kernel gives, everything in f64.
+/// Results of the kernel, widened to f64.
 fn kernel<T: Element>(r: &Reference, dims: Dims, options: &Options, d_o: &[f64]) -> (Results, Saved) {
     let (q, k, v, d_o) = (cast::<T>(&r.q), cast::<T>(&r.k), cast::<T>(&r.v), cast::<T>(d_o));
     let sinks: Option<Vec<f32>> = r.sinks.as_deref().map(cast);
@@ -54,7 +54,7 @@ fn kernel<T: Element>(r: &Reference, dims: Dims, options: &Options, d_o: &[f64])
     assert_eq!(saved.bytes(), saved_bytes(dims, options, tokens));
     let (mut dq, mut dk, mut dv) =
         (vec![T::default(); q.len()], vec![T::default(); k.len()], vec![T::default(); v.len()]);
-    // Parameter gradients are added to: what was there before stays.
+    // Parameter gradients are added to the previous content.
     let mut dsinks = vec![2.0f32; dims.heads];
     let mut buffer = vec![f32::NAN; attention_backward_workspace::<T>(dims, tokens)];
     let grads =
@@ -71,7 +71,7 @@ fn fields(r: &Results) -> [(&'static str, &Vec<f64>); 6] {
     [("o", &r.o), ("lse", &r.lse), ("dq", &r.dq), ("dk", &r.dk), ("dv", &r.dv), ("dsinks", &r.dsinks)]
 }
 
-/// Every result within the limit; every tensor was compared in full.
+/// Asserts that every result is within the limit and was compared in full.
 fn compare(got: &Results, expected: &Results, r: &Reference, dims: Dims, limit: f64, what: &str) {
     let tokens = *r.cu_seqlens.last().unwrap();
     let counts = [
@@ -83,7 +83,7 @@ fn compare(got: &Results, expected: &Results, r: &Reference, dims: Dims, limit: 
         r.sinks.as_ref().map_or(0, |_| dims.heads),
     ];
     for (((name, a), (_, b)), expected) in fields(got).into_iter().zip(fields(expected)).zip(counts) {
-        // Of one number that nearly cancels, the size says nothing.
+        // The sum may nearly cancel, so its size is no measure.
         let limit = if name == "dsinks" { 10.0 * limit } else { limit };
         let (ratio, count) = ratio(a, b);
         assert_eq!(count, expected, "{what}: {name}");
@@ -98,7 +98,7 @@ fn same_bits(a: &Results, b: &Results, what: &str) {
     }
 }
 
-/// A made-up problem.
+/// A random problem.
 #[derive(Clone, Debug)]
 struct Problem {
     dims: Dims,
@@ -135,7 +135,7 @@ impl Problem {
         }
         let tokens = cu_seqlens[cu_seqlens.len() - 1];
         let d = self.dims;
-        // As f32 holds them.
+        // Rounded to f32.
         let mut values = |n: usize| -> Vec<f64> { (0..n).map(|_| (next() * 1.7) as f32 as f64).collect() };
         let (q, k, v) = (
             values(tokens * d.heads * d.head_dim),
@@ -218,7 +218,7 @@ fn sequences_of_many_tiles_agree_with_the_plain_twin() {
     Problem { topk: Some(300), sinks: true, ..full.clone() }.check(1e-5);
     let one_group = Dims { heads: 1, kv_heads: 1, head_dim: 5, value_dim: 3 };
     Problem { dims: one_group, ..full.clone() }.check(1e-5);
-    // More query heads to a kv head than a tile has rows.
+    // More query heads per kv head than a tile has rows.
     let wide = Dims { heads: 300, kv_heads: 1, head_dim: 4, value_dim: 4 };
     Problem { dims: wide, lengths: vec![20, 3], sinks: true, ..full }.check(1e-5);
 }
@@ -401,12 +401,15 @@ fn bad_shapes_are_errors_that_name_the_argument() {
     let ok = Dims { heads: 4, kv_heads: 2, head_dim: 4, value_dim: 4 };
     let options = Options::default();
     let bad = |text: Option<String>, part: &str| assert!(text.as_ref().unwrap().contains(part), "{text:?}");
-    bad(run(Dims { heads: 3, ..ok }, options, 24, &[0, 2], 3, 6), "3 query heads are not a multiple of 2");
-    bad(run(Dims { head_dim: 513, ..ok }, options, 32, &[0, 2], 4, 6), "between 1 and 512");
+    bad(
+        run(Dims { heads: 3, ..ok }, options, 24, &[0, 2], 3, 6),
+        "query heads must be a multiple of kv heads, got 3 and 2",
+    );
+    bad(run(Dims { head_dim: 513, ..ok }, options, 32, &[0, 2], 4, 6), "must be 1 to 512, got 513 and 4");
     bad(run(ok, Options { soft_cap: Some(0.0), ..options }, 32, &[0, 2], 4, 6), "soft cap");
-    bad(run(ok, options, 31, &[0, 2], 4, 6), "q has 31 elements where the shape makes 32");
-    bad(run(ok, options, 32, &[0, 2], 3, 6), "sinks has 3 elements");
-    bad(run(ok, options, 32, &[0, 2], 4, 5), "selected has 5 elements");
-    bad(run(ok, options, 32, &[0, 2, 1], 4, 6), "must not fall");
+    bad(run(ok, options, 31, &[0, 2], 4, 6), "q must have 32 elements, got 31");
+    bad(run(ok, options, 32, &[0, 2], 3, 6), "sinks must have 4 elements, got 3");
+    bad(run(ok, options, 32, &[0, 2], 4, 5), "selected must have 6 elements, got 5");
+    bad(run(ok, options, 32, &[0, 2, 1], 4, 6), "must not decrease");
     assert_eq!(run(ok, options, 32, &[0, 2], 4, 6), None);
 }
