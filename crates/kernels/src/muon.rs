@@ -180,15 +180,15 @@ fn height(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(|range| range.len()).sum()
 }
 
-/// Number of f32 of scratch that [`newton_schulz`] needs.
-pub fn newton_schulz_scratch(rows: usize, columns: usize) -> usize {
+/// Number of f32 of workspace that [`newton_schulz`] needs.
+pub fn newton_schulz_workspace(rows: usize, columns: usize) -> usize {
     let small = rows.min(columns);
     rows * columns + 2 * small * small
 }
 
-/// Number of f32 of scratch that [`muon_step`] needs. It is one buffer, not one per thread: all threads work on one matrix.
-pub fn muon_scratch(parts: &Parts) -> usize {
-    let needed = |[rows, columns]: [usize; 2]| rows * columns + newton_schulz_scratch(rows, columns);
+/// Number of f32 of workspace that [`muon_step`] needs. It is one buffer, not one per thread: all threads work on one matrix.
+pub fn muon_step_workspace(parts: &Parts) -> usize {
+    let needed = |[rows, columns]: [usize; 2]| rows * columns + newton_schulz_workspace(rows, columns);
     parts.shapes().map(needed).max().unwrap_or(0)
 }
 
@@ -200,10 +200,10 @@ pub fn newton_schulz(
     coefficients: [f64; 3],
     steps: usize,
     eps: f64,
-    scratch: &mut [f32],
+    workspace: &mut [f32],
 ) -> Result {
     check_shape("x", x, [rows, columns])?;
-    check_len("scratch", scratch, newton_schulz_scratch(rows, columns))?;
+    check_len("workspace", workspace, newton_schulz_workspace(rows, columns))?;
     if x.is_empty() {
         return Ok(());
     }
@@ -212,7 +212,7 @@ pub fn newton_schulz(
     x.par_chunks_mut(ELEMENTS).for_each(|x| x.iter_mut().for_each(|x| *x = (*x as f64 / norm) as f32));
     let [a, b, c] = coefficients.map(|c| c as f32);
     let (small, is_tall) = (rows.min(columns), rows > columns);
-    let mut rest = scratch;
+    let mut rest = workspace;
     let gram = take(&mut rest, small * small);
     let polynomial = take(&mut rest, small * small);
     let (mut now, mut next) = (x, take(&mut rest, rows * columns));
@@ -229,7 +229,7 @@ pub fn newton_schulz(
         product(next, 1.0, left, right, a);
         std::mem::swap(&mut now, &mut next);
     }
-    // After an odd number of steps the result lies in the scratch, and `next` is the caller's x.
+    // After an odd number of steps the result lies in the workspace, and `next` is the caller's x.
     if steps % 2 == 1 {
         next.copy_from_slice(now);
     }
@@ -302,17 +302,17 @@ pub fn muon_step<T: Element>(
     scale: f32,
     parts: &Parts,
     options: &Options,
-    scratch: &mut [f32],
+    workspace: &mut [f32],
 ) -> Result {
     options.check()?;
     check_arguments(w, m, g, parts)?;
     if let Some(copy) = &copy {
         parts.check("copy", copy)?;
     }
-    check_len("scratch", scratch, muon_scratch(parts))?;
+    check_len("workspace", workspace, muon_step_workspace(parts))?;
     let momentum = Momentum::new(options, scale);
     for (ranges, shape) in parts.matrices.iter().zip(parts.shapes()) {
-        let x = orthogonalized(momentum, parts, ranges, shape, m, g, options, scratch)?;
+        let x = orthogonalized(momentum, parts, ranges, shape, m, g, options, workspace)?;
         let (keep, lr) = factors(options, shape);
         let mut rest = &*x;
         for span in parts.spans(ranges) {
@@ -341,7 +341,7 @@ fn check_arguments(w: &[f32], m: &[f32], g: &[f32], parts: &Parts) -> Result {
     parts.check("w", w)?;
     parts.check("m", m)?;
     parts.check("g", g)?;
-    // Every size of the scratch is a sum of three such products.
+    // The workspace has at most four times as many elements as w.
     let most = elements("w", [4, parts.rows.max(1), parts.columns.max(1)]);
     most.map(|_| ())
 }
@@ -355,7 +355,7 @@ fn descended(w: f32, x: f32, keep: f32, lr: f32) -> f32 {
     w * keep - lr * x
 }
 
-/// The orthogonalized U of one matrix, in the front of `scratch`.
+/// The orthogonalized U of one matrix, in the front of `workspace`.
 fn orthogonalized<'s>(
     momentum: Momentum,
     parts: &Parts,
@@ -364,14 +364,14 @@ fn orthogonalized<'s>(
     m: &[f32],
     g: &[f32],
     options: &Options,
-    scratch: &'s mut [f32],
+    workspace: &'s mut [f32],
 ) -> Result<&'s mut [f32]> {
-    let mut rest = scratch;
+    let mut rest = workspace;
     let x = take(&mut rest, rows * columns);
     momentum.gather(x, parts.spans(ranges), m, g);
-    let scratch = &mut rest[..newton_schulz_scratch(rows, columns)];
+    let workspace = &mut rest[..newton_schulz_workspace(rows, columns)];
     let Options { ns_coefficients, ns_steps, eps, .. } = *options;
-    newton_schulz(x, rows, columns, ns_coefficients, ns_steps, eps, scratch)?;
+    newton_schulz(x, rows, columns, ns_coefficients, ns_steps, eps, workspace)?;
     Ok(x)
 }
 
@@ -390,7 +390,7 @@ pub struct Fault {
 /// finite value to one that is non-finite in `T`, which the model runs on. Changes nothing.
 ///
 /// Where the coefficients bound the singular values and w is far from overflow, no step can do harm, and nothing is
-/// orthogonalized. Otherwise the step is computed in `work`, which is resized as needed.
+/// orthogonalized. Otherwise the step is computed in `workspace`, which is resized as needed.
 pub fn muon_fault<T: Element>(
     w: &[f32],
     m: &[f32],
@@ -398,7 +398,7 @@ pub fn muon_fault<T: Element>(
     scale: f32,
     parts: &Parts,
     options: &Options,
-    work: &mut Vec<f32>,
+    workspace: &mut Vec<f32>,
 ) -> Result<Option<Fault>> {
     options.check()?;
     check_arguments(w, m, g, parts)?;
@@ -414,11 +414,11 @@ pub fn muon_fault<T: Element>(
     if is_harmless(w, parts, options) {
         return Ok(None);
     }
-    work.clear();
-    work.resize(muon_scratch(parts), 0.0);
+    workspace.clear();
+    workspace.resize(muon_step_workspace(parts), 0.0);
     let mut first: Option<Fault> = None;
     for (ranges, shape) in parts.matrices.iter().zip(parts.shapes()) {
-        let x = orthogonalized(momentum, parts, ranges, shape, m, g, options, work)?;
+        let x = orthogonalized(momentum, parts, ranges, shape, m, g, options, workspace)?;
         let (keep, lr) = factors(options, shape);
         for (element, x) in parts.spans(ranges).flatten().zip(x.iter()) {
             let value = descended(w[element], *x, keep, lr);
@@ -477,8 +477,8 @@ mod tests {
 
     fn orthogonalize(u: &[f64], rows: usize, columns: usize, o: &Options) -> Vec<f32> {
         let mut x: Vec<f32> = cast(u);
-        let mut scratch = vec![f32::NAN; newton_schulz_scratch(rows, columns)];
-        newton_schulz(&mut x, rows, columns, o.ns_coefficients, o.ns_steps, o.eps, &mut scratch).unwrap();
+        let mut workspace = vec![f32::NAN; newton_schulz_workspace(rows, columns)];
+        newton_schulz(&mut x, rows, columns, o.ns_coefficients, o.ns_steps, o.eps, &mut workspace).unwrap();
         x
     }
 
@@ -550,8 +550,8 @@ mod tests {
             let [w, m, g] = [(); 3].map(|()| cast::<f32>(&values.take(rows * columns, 1.0)));
             let run = |w: &[f32], m: &[f32], g: &[f32], parts: &Parts| {
                 let (mut w, mut m, mut copy) = (w.to_vec(), m.to_vec(), vec![bf16::ZERO; w.len()]);
-                let mut scratch = vec![f32::NAN; muon_scratch(parts)];
-                muon_step(&mut w, Some(&mut copy), &mut m, g, 0.5, parts, &o, &mut scratch).unwrap();
+                let mut workspace = vec![f32::NAN; muon_step_workspace(parts)];
+                muon_step(&mut w, Some(&mut copy), &mut m, g, 0.5, parts, &o, &mut workspace).unwrap();
                 assert_eq!(copy, cast::<bf16>(&wide(&w)));
                 (w, m)
             };
@@ -599,9 +599,9 @@ mod tests {
             let parts = Parts::new(rows, columns, vec![vec![0..50], vec![50..rows]]).unwrap();
             same_on_any_pool(|| {
                 let (mut w, mut m) = (w.clone(), m.clone());
-                let mut scratch = vec![0.0; muon_scratch(&parts)];
+                let mut workspace = vec![0.0; muon_step_workspace(&parts)];
                 let o = Options::default();
-                muon_step::<f32>(&mut w, None, &mut m, &g, 1.0, &parts, &o, &mut scratch).unwrap();
+                muon_step::<f32>(&mut w, None, &mut m, &g, 1.0, &parts, &o, &mut workspace).unwrap();
                 [w, m].map(|x| x.iter().map(|x| x.to_bits()).collect::<Vec<u32>>())
             });
         }
@@ -617,8 +617,8 @@ mod tests {
             let wide = muon_fault::<f32>(&all_w, &all_m, &all_g, 1.0, &parts, o, &mut Vec::new()).unwrap();
             let narrow = muon_fault::<bf16>(&all_w, &all_m, &all_g, 1.0, &parts, o, &mut Vec::new()).unwrap();
             // What is found is what a step does.
-            let mut scratch = vec![0.0; muon_scratch(&parts)];
-            muon_step::<f32>(&mut all_w, None, &mut all_m, &all_g, 1.0, &parts, o, &mut scratch).unwrap();
+            let mut workspace = vec![0.0; muon_step_workspace(&parts)];
+            muon_step::<f32>(&mut all_w, None, &mut all_m, &all_g, 1.0, &parts, o, &mut workspace).unwrap();
             let bad = (0..12).find(|i| !(all_w[*i].is_finite() && all_m[*i].is_finite()));
             (wide.map(|fault| fault.element), narrow.map(|fault| fault.element), bad)
         };
@@ -662,8 +662,8 @@ mod tests {
     fn settings_and_parts_that_make_no_sense_are_refused() {
         let parts = Parts::whole(1, 1);
         let run = |o: &Options| {
-            let mut scratch = vec![0.0; muon_scratch(&parts)];
-            muon_step::<f32>(&mut [1.0], None, &mut [0.0], &[1.0], 1.0, &parts, o, &mut scratch)
+            let mut workspace = vec![0.0; muon_step_workspace(&parts)];
+            muon_step::<f32>(&mut [1.0], None, &mut [0.0], &[1.0], 1.0, &parts, o, &mut workspace)
         };
         let o = Options::default();
         assert!(run(&o).is_ok());

@@ -15,6 +15,7 @@ use ballast_model::params::{Protected, Spec};
 use ballast_model::{Batch, Model, Precision, Probe};
 use serde::{Deserialize, Serialize};
 
+use crate::checksum::checksum;
 use crate::error::{Error, Result};
 use crate::optimizer::is_rounded;
 
@@ -52,13 +53,6 @@ pub struct Entry {
     pub saved: u64,
     /// Share of the values that bf16 could not hold.
     pub beyond_bf16: f64,
-}
-
-/// FNV-1a over the bits, word by word.
-pub fn checksum(values: &[f32]) -> u64 {
-    values
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, x| (hash ^ x.to_bits() as u64).wrapping_mul(0x100_0000_01b3))
 }
 
 fn beyond_bf16(values: &[f32]) -> f64 {
@@ -180,6 +174,15 @@ impl Ledger {
         }
         *self.occasions.entry("save".into()).or_default() += 1;
         Ok(())
+    }
+
+    /// Replaces checksums that were made with another hash: the first ones by those of `begun`, the ledger of the run when
+    /// it was built, the last ones by those of the model.
+    pub(crate) fn replace_checksums(&mut self, begun: &Ledger, model: &Model) {
+        let tensors = begun.entries.iter().zip(model.params.protected());
+        for (entry, (begun, tensor)) in self.entries.iter_mut().zip(tensors) {
+            (entry.first, entry.last) = (begun.first, checksum(tensor.values()));
+        }
     }
 
     /// Notes the tensors after an update.

@@ -4,6 +4,7 @@
 // Outputs, then inputs, then sizes: the grammar of the kernels.
 #![allow(clippy::too_many_arguments)]
 
+pub mod checksum;
 pub mod config;
 pub mod data;
 pub mod error;

@@ -47,7 +47,9 @@ impl MemoryPlan {
         };
         // State of the optimizers, by its name.
         let mut states: Vec<(String, usize)> = Vec::new();
+        let mut workspace = 0;
         let mut add = |rule: &dyn UpdateRule, shape: &[usize]| {
+            workspace = rule.workspace().max(workspace);
             let (name, bytes) = (format!("{}, f32", rule.state_name()), state_bytes(rule, shape));
             match states.iter_mut().find(|(known, _)| *known == name) {
                 Some((_, all)) => *all += bytes,
@@ -57,7 +59,7 @@ impl MemoryPlan {
         for (specs, role) in [(&model.specs.weights, Role::Weight), (&model.specs.protected, Role::Protected)]
         {
             for spec in specs.iter().filter(learned) {
-                add(&*rule_for(&config.optimizer, spec, role), &spec.shape);
+                add(&*rule_for(&config.optimizer, &model.config, spec, role), &spec.shape);
             }
         }
         add(&adapter_rule(&config.optimizer, true), &[plan.adapters / 4]);
@@ -75,6 +77,7 @@ impl MemoryPlan {
             ("kept for backward: outside the layers", plan.around),
             ("alive for a moment", plan.transient),
             ("scratch of all threads", plan.scratch),
+            ("optimizer workspace", 4 * workspace),
         ];
         let named = |(name, bytes): (&str, usize)| (name.to_string(), bytes);
         let rows = before.into_iter().map(named).chain(states).chain(after.into_iter().map(named));

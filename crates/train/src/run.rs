@@ -159,6 +159,9 @@ impl Trainer {
             let text = format!("went on from the checkpoint of step {step}");
             journal.write(MetricsEntry::Event(Event { step, what: "resume".into(), text }));
         }
+        for text in std::mem::take(&mut self.notices) {
+            journal.write(MetricsEntry::Event(Event { step: self.step, what: "resume".into(), text }));
+        }
         let started = Instant::now();
         let mut samples = Vec::new();
         let ended = self.train(&mut journal, &mut samples, watcher).and_then(|ended| {

@@ -9,8 +9,8 @@ use ballast_model::params::Grads;
 use ballast_model::{Config, Model, Precision};
 use serde_json::Value;
 
+use crate::checksum::Content;
 use crate::config::{Stage, TimeSteps, TrainConfig};
-use crate::data::content::Content;
 use crate::data::{Document, Documents, Files, Packer, Split, TextEncoder};
 use crate::error::{Error, Result};
 use crate::task::{self, Task};

@@ -21,19 +21,24 @@ use std::path::{Path, PathBuf};
 use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::{Named, TensorFile, write_f32};
-use ballast_model::params::Weight;
 use ballast_model::{Config, Model};
 use serde::{Deserialize, Serialize};
 
+use crate::checksum::{optimizer_checksum, parameters_checksum};
 use crate::config::CheckpointsConfig;
 use crate::data::{Cursor, FileCursor};
 use crate::error::{Error, Result};
-use crate::ledger::{Ledger, checksum};
+use crate::ledger::Ledger;
 use crate::optimizer::Optimizer;
 use crate::sentinel::Sentinel;
 
-/// The format that this version writes.
-const VERSION: u32 = 1;
+pub use crate::checksum::weights_checksum;
+
+/// Format version that this program writes.
+const VERSION: u32 = 2;
+
+/// Oldest format version that this program reads. Version 1 has checksums of another hash, which are not compared.
+const OLDEST: u32 = 1;
 
 /// What is not a tensor.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -86,7 +91,7 @@ impl State {
             validation: Vec::new(),
             tokenizer: None,
             config: String::new(),
-            parameters: fingerprint(optimizer),
+            parameters: parameters_checksum(optimizer),
             weights_checksum: weights_checksum(model),
             optimizer_checksum: optimizer_checksum(optimizer),
         }
@@ -94,6 +99,20 @@ impl State {
 }
 
 impl State {
+    /// Returns false for a state of format version 1, whose checksums cannot be compared.
+    pub(crate) fn has_checksums(&self) -> bool {
+        self.version >= 2
+    }
+
+    /// The state without checksums of files. Those of tensors stay: they are not compared.
+    fn without_checksums(mut self) -> State {
+        let cursors = self.left_out.iter_mut().chain([&mut self.cursor]);
+        let files = cursors.flat_map(|cursor| &mut cursor.files).chain(&mut self.validation);
+        files.for_each(|file| file.content = None);
+        self.tokenizer = None;
+        self
+    }
+
     /// Whether a run goes on from both in the same way. The ledger's counts of checks do not matter for that, nor does the name
     /// under which the run's folder was found.
     fn is_equivalent(&self, other: &State) -> bool {
@@ -104,42 +123,6 @@ impl State {
         };
         essence(self) == essence(other)
     }
-}
-
-fn fingerprint(optimizer: &Optimizer) -> String {
-    let words = optimizer.slots.iter().flat_map(|slot| {
-        let name = slot.name.bytes().map(|b| b as f32);
-        name.chain(slot.shape.iter().map(|d| *d as f32)).collect::<Vec<f32>>()
-    });
-    format!("{:016x}", checksum(&words.collect::<Vec<f32>>()))
-}
-
-/// Of all bits, in order.
-pub fn weights_checksum(model: &Model) -> String {
-    let mut sums = Vec::new();
-    for weight in model.params.weights() {
-        sums.push(match weight {
-            Weight::F32(values) => checksum(values),
-            Weight::Bf16(values) => values.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, x| {
-                (hash ^ x.to_bits() as u64).wrapping_mul(0x100_0000_01b3)
-            }),
-        });
-    }
-    sums.extend(
-        model.params.adapters().iter().flatten().flat_map(|low| [checksum(&low.a), checksum(&low.b)]),
-    );
-    sums.extend(model.params.protected().iter().map(|tensor| checksum(tensor.values())));
-    combined(&sums)
-}
-
-fn optimizer_checksum(optimizer: &Optimizer) -> String {
-    let sums: Vec<u64> = optimizer.tensors().map(|(_, _, values)| checksum(values)).collect();
-    combined(&sums)
-}
-
-fn combined(sums: &[u64]) -> String {
-    let sum = sums.iter().fold(0u64, |all, sum| all.rotate_left(5).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ sum);
-    format!("{sum:016x}")
 }
 
 /// The folder of a run: its checkpoints, and a lock that keeps a second run out.
@@ -330,16 +313,21 @@ pub fn read_state(checkpoint: &Path) -> Result<State> {
     let refuse = |problem: String| Error::Resume { path: path.clone(), problem };
     let state: State =
         serde_json::from_str(&text).map_err(|error| refuse(format!("not the state of a run: {error}")))?;
-    if state.version != VERSION {
-        return Err(refuse(format!("its version is {}, this program reads {VERSION}", state.version)));
+    if !(OLDEST..=VERSION).contains(&state.version) {
+        let problem = format!(
+            "format version {} cannot be read, this program reads {OLDEST} to {VERSION}; use the program that wrote it",
+            state.version
+        );
+        return Err(refuse(problem));
     }
-    Ok(state)
+    Ok(if state.has_checksums() { state } else { state.without_checksums() })
 }
 
 /// Puts weights, masters and moments back, and refuses what is not exactly what was saved.
 pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &mut Optimizer) -> Result {
     let refuse = |path: PathBuf, problem: &str| Err(Error::Resume { path, problem: problem.into() });
-    if state.parameters != fingerprint(optimizer) {
+    let compares = state.has_checksums();
+    if compares && state.parameters != parameters_checksum(optimizer) {
         let problem = "it belongs to another model, or to other parameters that are learned; resume with the configuration \
                        that it was made with";
         return refuse(checkpoint.join("state.json"), problem);
@@ -351,7 +339,7 @@ pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &
         model.drop_adapters();
         model.read_adapters(&checkpoint.join("adapter"))?;
     }
-    if state.weights_checksum != weights_checksum(model) {
+    if compares && state.weights_checksum != weights_checksum(model) {
         return refuse(
             checkpoint.join("model"),
             "the weights are not those that were saved; go back to an earlier checkpoint",
@@ -359,6 +347,13 @@ pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &
     }
     let path = checkpoint.join("optimizer.safetensors");
     let file = TensorFile::open(&path)?;
+    let (found, wanted) = (file.names().count(), optimizer.tensors().count());
+    if found != wanted {
+        let problem = format!(
+            "it has {found} tensors where the run needs {wanted}; resume with the configuration that it was made with"
+        );
+        return refuse(path, &problem);
+    }
     for (name, shape, values) in optimizer.tensors_mut() {
         let stored = file.f32(&name)?;
         if stored.shape != shape {
@@ -371,7 +366,7 @@ pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &
     optimizer.updates = state.updates;
     // The likely causes first: they say where.
     optimizer.check().map_err(|error| Error::Resume { path: path.clone(), problem: error.to_string() })?;
-    if state.optimizer_checksum != optimizer_checksum(optimizer) {
+    if compares && state.optimizer_checksum != optimizer_checksum(optimizer) {
         return refuse(path, "the optimiser's state is not what was saved; go back to an earlier checkpoint");
     }
     Ok(())

@@ -65,6 +65,8 @@ pub struct Trainer {
     untrained_since: Option<Cursor>,
     /// Checksum of the tokenizer's files.
     tokenizer: u64,
+    /// Remarks about the resumed checkpoint, for the start of the run.
+    pub(crate) notices: Vec<String>,
     /// Bytes that the process had before there was a model.
     pub(crate) program_bytes: u64,
     train: Packer,
@@ -222,6 +224,7 @@ impl Trainer {
             sidecars: setup::sidecars(&config)?,
             tokenizer: setup::tokenizer_checksum(&encoder)?,
             untrained_since: None,
+            notices: Vec::new(),
             config,
             model,
             optimizer,
@@ -244,7 +247,19 @@ impl Trainer {
     fn restore(&mut self, checkpoint: &Path, state: State) -> Result {
         state::restore(checkpoint, &state, &mut self.model, &mut self.optimizer)?;
         self.train.seek(&state.cursor)?;
-        let State { step, ledger, sentinel, best, left_out, .. } = state;
+        let has_checksums = state.has_checksums();
+        let State { step, mut ledger, sentinel, best, mut left_out, .. } = state;
+        if !has_checksums {
+            ledger.replace_checksums(&self.ledger, &self.model);
+            let files = self.train.cursor().files;
+            for cursor in &mut left_out {
+                cursor.files.iter_mut().zip(&files).for_each(|(old, now)| old.content = now.content);
+            }
+            self.notices.push(format!(
+                "the checkpoint of step {step} has format version 1, whose checksums use another hash: weights, optimizer \
+                 state, data files and tokenizer were not compared with it; the next checkpoint has new checksums"
+            ));
+        }
         (self.step, self.ledger, self.sentinel, self.best) = (step, ledger, sentinel, best);
         self.left_out = left_out;
         for (_, site) in self.ledger.escalations.clone() {

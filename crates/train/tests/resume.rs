@@ -167,3 +167,41 @@ fn the_newest_the_best_and_every_so_many_checkpoints_stay() {
         .collect();
     assert!(leftovers.is_empty(), "{leftovers:?}");
 }
+
+/// A checkpoint of format version 1, whose checksums were made with another hash.
+#[test]
+fn a_checkpoint_of_version_1_is_resumed_and_says_that_it_was_not_compared() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, ..) = run(config(&folder.path().join("whole"), &["steps=4"]));
+    let out = folder.path().join("stopped");
+    Trainer::new(config(&out, &["steps=4"])).unwrap().run(&Listener::stopping_after(2)).unwrap();
+    let path = out.join("checkpoints/step-00000002/state.json");
+    let mut state: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let write = |state: &serde_json::Value| std::fs::write(&path, state.to_string()).unwrap();
+    assert_eq!(state["version"], 2);
+    state["version"] = 3.into();
+    write(&state);
+    let error = Trainer::resume(&out, &[]).err().unwrap().to_string();
+    assert!(error.contains("format version 3 cannot be read, this program reads 1 to 2"), "{error}");
+    state["version"] = 1.into();
+    for key in ["parameters", "weights_checksum", "optimizer_checksum"] {
+        state[key] = "0123456789abcdef".into();
+    }
+    state["tokenizer"] = 7.into();
+    for entry in state["ledger"]["entries"].as_array_mut().unwrap() {
+        (entry["first"], entry["last"]) = (1.into(), 2.into());
+    }
+    write(&state);
+    let mut second = Trainer::resume(&out, &[]).unwrap();
+    let listener = Listener::default();
+    second.run(&listener).unwrap();
+    let told = listener.events();
+    assert!(
+        told.iter().any(|(what, text)| what == "resume" && text.contains("format version 1")),
+        "{told:?}"
+    );
+    assert_eq!(weights_checksum(&second.model), weights_checksum(&whole.model));
+    let sums =
+        |trainer: &Trainer| -> Vec<_> { trainer.ledger.entries.iter().map(|e| (e.first, e.last)).collect() };
+    assert_eq!(sums(&second), sums(&whole));
+}

@@ -130,11 +130,12 @@ pub struct BatchConfig {
     pub accumulation: usize,
 }
 
-/// AdamW and clipping.
+/// Optimizer, clipping and masters.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
 pub struct OptimizerConfig {
+    pub kind: OptimizerKind,
     pub learning_rate: f64,
     pub beta1: f64,
     pub beta2: f64,
@@ -142,6 +143,45 @@ pub struct OptimizerConfig {
     pub weight_decay: f64,
     pub clip: f64,
     pub masters: bool,
+    pub muon: MuonConfig,
+}
+
+/// Optimizer of the matrices inside the layers; AdamW has everything else.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum OptimizerKind {
+    #[default]
+    AdamW,
+    Muon,
+}
+
+/// Settings of Muon; see [`ballast_kernels::muon`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct MuonConfig {
+    pub lr_ratio: f64,
+    pub adjust_lr: LrAdjustment,
+    pub momentum: f64,
+    pub nesterov: bool,
+    pub weight_decay: f64,
+    pub eps: f64,
+    pub ns_steps: usize,
+    pub ns_coefficients: [f64; 3],
+}
+
+/// Factor of Muon's learning rate by the shape of a matrix; see [`ballast_kernels::muon::AdjustLr`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub enum LrAdjustment {
+    #[serde(rename = "original")]
+    Original,
+    #[default]
+    #[serde(rename = "match_rms_adamw")]
+    MatchRmsAdamW,
+    #[serde(rename = "spectral_unclamped")]
+    SpectralUnclamped,
 }
 
 /// How the learning rate changes.
@@ -265,6 +305,9 @@ const MOST_RANK: u64 = 1 << 16;
 /// Most samples that are shown at once.
 const MOST_SAMPLES: u64 = 1 << 10;
 
+/// Most Newton-Schulz steps of Muon, as in torch.optim.Muon.
+const MOST_NS_STEPS: u64 = 99;
+
 /// Most tokens of a step: far beyond what is trained with, and small enough that no size derived from it overflows.
 const MOST_STEP_TOKENS: u64 = 1 << 32;
 
@@ -321,6 +364,7 @@ impl Default for BatchConfig {
 impl Default for OptimizerConfig {
     fn default() -> OptimizerConfig {
         OptimizerConfig {
+            kind: OptimizerKind::AdamW,
             learning_rate: 1e-4,
             beta1: 0.9,
             beta2: 0.95,
@@ -328,6 +372,22 @@ impl Default for OptimizerConfig {
             weight_decay: 0.01,
             clip: 1.0,
             masters: true,
+            muon: MuonConfig::default(),
+        }
+    }
+}
+
+impl Default for MuonConfig {
+    fn default() -> MuonConfig {
+        MuonConfig {
+            lr_ratio: 1.0,
+            adjust_lr: LrAdjustment::default(),
+            momentum: 0.95,
+            nesterov: true,
+            weight_decay: 0.1,
+            eps: 1e-7,
+            ns_steps: 5,
+            ns_coefficients: [3.4445, -4.775, 2.0315],
         }
     }
 }
@@ -466,6 +526,7 @@ impl TrainConfig {
         let at_most = [
             ("lora.rank", self.lora.as_ref().map_or(1, |lora| lora.rank as u64), MOST_RANK),
             ("samples.count", self.samples.count as u64, MOST_SAMPLES),
+            ("optimizer.muon.ns_steps", self.optimizer.muon.ns_steps as u64, MOST_NS_STEPS),
             ("samples.tokens", self.samples.tokens as u64, MOST_STEP_TOKENS),
         ];
         if let Some((key, value, most)) = at_most.iter().find(|(_, value, most)| value > most) {
@@ -490,6 +551,10 @@ impl TrainConfig {
             ("optimizer.eps", o.eps, o.eps > 0.0),
             ("optimizer.weight_decay", o.weight_decay, o.weight_decay >= 0.0),
             ("optimizer.clip", o.clip, o.clip >= 0.0),
+            ("optimizer.muon.lr_ratio", o.muon.lr_ratio, o.muon.lr_ratio > 0.0),
+            ("optimizer.muon.momentum", o.muon.momentum, (0.0..1.0).contains(&o.muon.momentum)),
+            ("optimizer.muon.weight_decay", o.muon.weight_decay, o.muon.weight_decay >= 0.0),
+            ("optimizer.muon.eps", o.muon.eps, o.muon.eps > 0.0),
             ("schedule.floor", self.schedule.floor, (0.0..=1.0).contains(&self.schedule.floor)),
             ("loss.z_loss", self.loss.z_loss as f64, self.loss.z_loss >= 0.0),
             (
@@ -504,6 +569,9 @@ impl TrainConfig {
             if !valid || !value.is_finite() {
                 return refuse(key, format!("cannot be {value}"));
             }
+        }
+        if let Some(value) = o.muon.ns_coefficients.iter().find(|value| !value.is_finite()) {
+            return refuse("optimizer.muon.ns_coefficients", format!("cannot hold {value}"));
         }
         if self.data.sequence_length < 2 {
             return refuse(
@@ -603,6 +671,11 @@ mod tests {
             ("steps=0", "`steps`"),
             ("optimizer.learning_rate=nan", "`optimizer.learning_rate`"),
             ("optimizer.beta2=1.0", "`optimizer.beta2`"),
+            ("optimizer.kind=lion", "lion"),
+            ("optimizer.muon.momentum=1.0", "`optimizer.muon.momentum`"),
+            ("optimizer.muon.ns_steps=100", "`optimizer.muon.ns_steps` must be at most 99, got 100"),
+            ("optimizer.muon.ns_coefficients=[1, nan, 0]", "`optimizer.muon.ns_coefficients`"),
+            ("optimizer.muon.adjust_lr=half", "half"),
             ("data.sequence_length=1", "`data.sequence_length`"),
             ("optimizer=3", "`optimizer` is a section"),
             ("steps=many", "steps"),

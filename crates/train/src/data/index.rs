@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use ballast_checkpoint::encoding::BYTE_ORDER_MARK;
 
 use super::Origin;
-use super::content::Content;
+use crate::checksum::Content;
 use crate::error::{Error, Result};
 
 /// Bytes of plain text that are read at once.

@@ -7,7 +7,6 @@
 
 mod chat;
 mod config;
-pub(crate) mod content;
 mod encoder;
 mod files;
 mod index;

@@ -39,7 +39,8 @@ pub(crate) fn below(hash: u64, n: u64) -> u64 {
     ((hash as u128 * n as u128) >> 64) as u64
 }
 
-/// One step of splitmix64: every bit of the result depends on every bit of `x`.
+/// One step of splitmix64: every bit of the result depends on every bit of `x`. Our own, because it is a hash of counters
+/// and not a stream, and because another one would change the order of the documents of existing runs.
 pub(crate) fn mix(x: u64) -> u64 {
     let mut z = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

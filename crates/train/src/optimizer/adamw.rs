@@ -92,7 +92,7 @@ impl UpdateRule for AdamW {
         copy: Option<&mut [bf16]>,
         state: &mut [StateTensor],
         step: &Step<'_>,
-        _scratch: &mut [f32],
+        _workspace: &mut [f32],
     ) -> Result {
         let [m, v] = state else { unreachable!("AdamW has two state tensors") };
         let Step { gradient, scale, lr, number } = *step;

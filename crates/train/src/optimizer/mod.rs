@@ -12,6 +12,7 @@
 //! Weight decay is for matrices: not for norms, biases, or protected tensors.
 
 mod adamw;
+mod muon;
 mod rule;
 
 use std::collections::BTreeMap;
@@ -21,12 +22,13 @@ use ballast_kernels::Rounding;
 use ballast_kernels::adamw::{clip_factor, global_norm};
 use ballast_model::params::{Grads, Spec, Weight};
 use ballast_model::precision::Storage;
-use ballast_model::{Model, Precision};
+use ballast_model::{Config as ModelConfig, Model, Precision};
 
-use crate::config::OptimizerConfig;
+use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::error::{Error, Result};
 
 use adamw::AdamW;
+use muon::Muon;
 pub(crate) use rule::state_bytes;
 pub use rule::{BadElement, StateKind, StateTensor, Step, UpdateRule};
 
@@ -146,11 +148,23 @@ fn decays(spec: &Spec, role: Role) -> bool {
 }
 
 /// The rule of a parameter of the model.
-pub(crate) fn rule_for(config: &OptimizerConfig, spec: &Spec, role: Role) -> Arc<dyn UpdateRule> {
-    Arc::new(AdamW::new(config, decays(spec, role)))
+pub(crate) fn rule_for(
+    config: &OptimizerConfig,
+    model: &ModelConfig,
+    spec: &Spec,
+    role: Role,
+) -> Arc<dyn UpdateRule> {
+    let muon = match (config.kind, role) {
+        (OptimizerKind::Muon, Role::Weight) => Muon::new(&config.muon, model, spec),
+        _ => None,
+    };
+    match muon {
+        Some(muon) => Arc::new(muon),
+        None => Arc::new(AdamW::new(config, decays(spec, role))),
+    }
 }
 
-/// The rule of a LoRA adapter's A and B.
+/// The rule of a LoRA adapter's A and B: AdamW, whatever the kind.
 pub(crate) fn adapter_rule(config: &OptimizerConfig, decays: bool) -> impl UpdateRule + use<> {
     AdamW::new(config, decays)
 }
@@ -182,14 +196,21 @@ impl Optimizer {
         for (i, (spec, weight)) in model.specs.weights.iter().zip(model.params.weights()).enumerate() {
             if learned(&grads.weights, i) {
                 let master = (bf16 && config.masters).then(|| weight.to_f32());
-                add(spec, &spec.shape, "", Place::Weight(i), rule_for(config, spec, Role::Weight), master);
+                add(
+                    spec,
+                    &spec.shape,
+                    "",
+                    Place::Weight(i),
+                    rule_for(config, &model.config, spec, Role::Weight),
+                    master,
+                );
             }
         }
         for (i, (spec, tensor)) in model.specs.protected.iter().zip(model.params.protected()).enumerate() {
             if learned(&grads.protected, i) {
                 let rounded = is_rounded(precision, spec);
                 let master = (rounded && config.masters).then(|| tensor.values().to_vec());
-                let rule = rule_for(config, spec, Role::Protected);
+                let rule = rule_for(config, &model.config, spec, Role::Protected);
                 add(spec, &spec.shape, "", Place::Protected(i), rule, master);
             }
         }
@@ -233,7 +254,7 @@ impl Optimizer {
         self.slots.iter().filter_map(|slot| slot.master.as_ref()).map(|master| 4 * master.len()).sum()
     }
 
-    /// Bytes of the rules' state: moments of AdamW.
+    /// Bytes of the rules' state: moments of AdamW, momentum of Muon.
     pub fn state_bytes(&self) -> usize {
         self.slots.iter().flat_map(|slot| &slot.state).map(|tensor| 4 * tensor.values.len()).sum()
     }
@@ -282,12 +303,12 @@ impl Optimizer {
     pub(crate) fn apply(&mut self, model: &mut Model, grads: &Grads, norm: f64, lr: f64) -> Result {
         let scale = self.scale(norm)?;
         self.updates += 1;
-        let longest = self.slots.iter().map(|slot| slot.rule.scratch()).max().unwrap_or(0);
-        let mut scratch = vec![0.0; longest];
+        let longest = self.slots.iter().map(|slot| slot.rule.workspace()).max().unwrap_or(0);
+        let mut workspace = vec![0.0; longest];
         for slot in &mut self.slots {
             let step = Step { gradient: gradient(grads, slot.place), scale, lr, number: self.updates };
-            let needed = slot.rule.scratch();
-            update(slot, model, &step, &mut scratch[..needed])?;
+            let needed = slot.rule.workspace();
+            update(slot, model, &step, &mut workspace[..needed])?;
         }
         Ok(())
     }
@@ -349,24 +370,24 @@ fn bad_update_of(slot: &Slot, model: &Model, step: &Step<'_>) -> Result<Option<B
 }
 
 /// Updates a slot and its parameter in the model.
-fn update(slot: &mut Slot, model: &mut Model, step: &Step<'_>, scratch: &mut [f32]) -> Result {
+fn update(slot: &mut Slot, model: &mut Model, step: &Step<'_>, workspace: &mut [f32]) -> Result {
     let Slot { place, master, state, rule, .. } = slot;
     match *place {
         Place::Weight(i) => match (&mut model.params.weights_mut()[i], master) {
-            (Weight::F32(w), _) => rule.update(w, None, state, step, scratch),
-            (Weight::Bf16(w), Some(master)) => rule.update(master, Some(w), state, step, scratch),
+            (Weight::F32(w), _) => rule.update(w, None, state, step, workspace),
+            (Weight::Bf16(w), Some(master)) => rule.update(master, Some(w), state, step, workspace),
             (Weight::Bf16(w), None) => {
                 let mut wide: Vec<f32> = w.iter().map(|x| x.to_f32()).collect();
-                rule.update(&mut wide, Some(w), state, step, scratch)
+                rule.update(&mut wide, Some(w), state, step, workspace)
             }
         },
         Place::Protected(i) => {
             let rounded = is_rounded(model.precision(), &model.specs.protected[i]);
             let w = model.params.protected_mut()[i].values_mut();
             match master {
-                None => rule.update(w, None, state, step, scratch)?,
+                None => rule.update(w, None, state, step, workspace)?,
                 Some(master) => {
-                    rule.update(master, None, state, step, scratch)?;
+                    rule.update(master, None, state, step, workspace)?;
                     w.copy_from_slice(master);
                 }
             }
@@ -378,7 +399,7 @@ fn update(slot: &mut Slot, model: &mut Model, step: &Step<'_>, scratch: &mut [f3
         Place::AdapterA(i) | Place::AdapterB(i) => {
             let Some(low) = &mut model.params.adapters_mut()[i] else { return Ok(()) };
             let w = if matches!(place, Place::AdapterA(_)) { &mut low.a } else { &mut low.b };
-            rule.update(w, None, state, step, scratch)
+            rule.update(w, None, state, step, workspace)
         }
     }
 }

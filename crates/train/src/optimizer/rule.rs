@@ -73,7 +73,7 @@ pub trait UpdateRule: Debug + Send + Sync {
     fn state(&self) -> &'static [StateKind];
 
     /// Number of f32 of working memory that an update needs.
-    fn scratch(&self) -> usize {
+    fn workspace(&self) -> usize {
         0
     }
 
@@ -87,15 +87,15 @@ pub trait UpdateRule: Debug + Send + Sync {
         storage: Storage,
     ) -> Result<Option<BadElement>>;
 
-    /// Updates a parameter's f32 value and its state; `copy` gets the new value, rounded. `scratch` has
-    /// [`UpdateRule::scratch`] elements.
+    /// Updates a parameter's f32 value and its state; `copy` gets the new value, rounded. `workspace` has
+    /// [`UpdateRule::workspace`] elements.
     fn update(
         &self,
         w: &mut [f32],
         copy: Option<&mut [bf16]>,
         state: &mut [StateTensor],
         step: &Step<'_>,
-        scratch: &mut [f32],
+        workspace: &mut [f32],
     ) -> Result;
 }
 

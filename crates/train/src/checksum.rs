@@ -1,0 +1,116 @@
+//! Checksums of tensors and files: xxh3 with 64 bits.
+//!
+//! They find accidents (a flipped bit, another file), not attacks, so the lighter of the two candidates is enough: unlike
+//! blake3, xxh3 has no build script, and it reads at the speed of memory.
+
+use ballast_model::Model;
+use ballast_model::params::Weight;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+use crate::optimizer::Optimizer;
+
+/// The checksum of the bits of a tensor.
+pub fn checksum(values: &[f32]) -> u64 {
+    xxh3_64(bytemuck::cast_slice(values))
+}
+
+/// The checksum of all weights, adapters and protected tensors of a model, in order.
+pub fn weights_checksum(model: &Model) -> String {
+    let mut tensors: Vec<&[u8]> = Vec::new();
+    tensors.extend(model.params.weights().iter().map(|weight| match weight {
+        Weight::F32(values) => bytemuck::cast_slice(values),
+        Weight::Bf16(values) => bytemuck::cast_slice::<_, u8>(values),
+    }));
+    let adapters = model.params.adapters().iter().flatten();
+    tensors.extend(adapters.flat_map(|adapter| [&adapter.a, &adapter.b]).map(|x| bytemuck::cast_slice(x)));
+    tensors
+        .extend(model.params.protected().iter().map(|tensor| bytemuck::cast_slice::<_, u8>(tensor.values())));
+    of_all(tensors)
+}
+
+/// The checksum of all masters and state tensors of an optimizer, in order.
+pub(crate) fn optimizer_checksum(optimizer: &Optimizer) -> String {
+    of_all(optimizer.tensors().map(|(_, _, values)| bytemuck::cast_slice(values)))
+}
+
+/// The checksum of the names and shapes of all learned parameters.
+pub(crate) fn parameters_checksum(optimizer: &Optimizer) -> String {
+    let mut all = Vec::new();
+    for slot in &optimizer.slots {
+        all.push(slot.name.as_bytes().to_vec());
+        all.push(slot.shape.iter().flat_map(|size| (*size as u64).to_le_bytes()).collect());
+    }
+    of_all(all.iter().map(Vec::as_slice))
+}
+
+/// The lengths go in as well, so that a byte cannot move from one part to the next.
+fn of_all<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
+    let mut hasher = Xxh3::new();
+    for part in parts {
+        hasher.update(&(part.len() as u64).to_le_bytes());
+        hasher.update(part);
+    }
+    format!("{:016x}", hasher.digest())
+}
+
+/// The checksum of a stream of bytes. How it is cut into pieces makes no difference.
+#[derive(Clone, Default)]
+pub(crate) struct Content {
+    hasher: Xxh3,
+    /// Number of bytes so far.
+    pub(crate) length: u64,
+}
+
+impl Content {
+    /// Adds the next bytes.
+    pub(crate) fn add(&mut self, bytes: &[u8]) {
+        self.hasher.update(bytes);
+        self.length += bytes.len() as u64;
+    }
+
+    /// The checksum of all bytes so far.
+    pub(crate) fn checksum(&self) -> u64 {
+        self.hasher.digest()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn checksum(bytes: &[u8]) -> u64 {
+        let mut content = Content::default();
+        content.add(bytes);
+        content.checksum()
+    }
+
+    proptest! {
+        #[test]
+        fn cuts_make_no_difference(bytes: Vec<u8>, cuts: Vec<usize>) {
+            let mut content = Content::default();
+            let mut rest = &bytes[..];
+            for cut in cuts {
+                let (piece, after) = rest.split_at(cut % (rest.len() + 1));
+                content.add(piece);
+                rest = after;
+            }
+            content.add(rest);
+            prop_assert_eq!(content.checksum(), checksum(&bytes));
+        }
+
+        #[test]
+        fn a_changed_byte_changes_the_checksum(bytes in prop::collection::vec(any::<u8>(), 1..100), at: usize, change in 1u8..) {
+            let mut other = bytes.clone();
+            other[at % bytes.len()] ^= change;
+            prop_assert_ne!(checksum(&other), checksum(&bytes));
+        }
+    }
+
+    #[test]
+    fn order_and_length_matter() {
+        assert_ne!(checksum(b"abcdefgh12345678"), checksum(b"12345678abcdefgh"));
+        assert_ne!(checksum(b""), checksum(b"\0"));
+        assert_ne!(checksum(b"a\0"), checksum(b"a"));
+    }
+}
