@@ -1,13 +1,13 @@
-//! Precision choices: what is compared with the reference.
+//! Precision choices to compare with the reference.
 //!
-//! A choice is written as terms with `+` between them: a preset to begin with (f32 without one), then single things to lower.
+//! A choice is a list of terms joined by `+`: optionally a preset first (default f32), then single tensors or sites to lower.
 //!
 //! ```text
 //! bf16                   a preset
 //! A_log                  f32, but this protected tensor rounded to bf16
 //! logits                 f32, but this site in bf16
 //! logits=f16             the same in f16
-//! bf16+A_log+state=f16   several
+//! bf16+A_log+state=f16   several at once
 //! all-sites              f32 storage, but every tensor and site above at once
 //! ```
 
@@ -19,21 +19,21 @@ use ballast_model::{Config, Precision, Site};
 use crate::error::{Error, Result};
 use crate::findings::Kind;
 
-/// One choice.
+/// A precision choice.
 #[derive(Clone, Debug)]
 pub struct Choice {
-    /// As it is asked for.
+    /// Name, as in `--policies`.
     pub name: String,
-    /// What it does, in a few words.
+    /// Short description.
     pub what: String,
-    /// What it changes.
+    /// Kind of the choice.
     pub kind: Kind,
-    /// The same for the model.
+    /// Precision of the model.
     pub precision: Precision,
 }
 
-/// Short names and descriptions of protected tensors, by the end of their full name. A model's tensors come from its specs; one
-/// that is not listed here goes by its full name in a layer.
+/// Short names and descriptions of protected tensors, by the end of their full name. A protected tensor that is not listed
+/// here goes by its name within the layer.
 const NAMES: [(&str, &str, &str); 7] = [
     ("linear_attn.A_log", "A_log", "the logarithm of the decay rate"),
     ("linear_attn.dt_bias", "dt_bias", "the bias of the decay's time step"),
@@ -44,16 +44,16 @@ const NAMES: [(&str, &str, &str); 7] = [
     ("router.scale", "router.scale", "the scale of the router's input"),
 ];
 
-/// A kind of protected tensor that a model has, in some or all of its layers.
+/// A protected tensor of a model, in all layers that have it.
 struct Tensor {
     /// Name in `--policies`.
     name: String,
-    /// End of the full names.
+    /// Common end of the full names.
     end: String,
     what: String,
 }
 
-/// The protected tensors of a model, each kind once, in the order of [`NAMES`].
+/// The protected tensors of a model, in the order of [`NAMES`].
 fn tensors(specs: &Specs) -> Vec<Tensor> {
     let in_layer = |name: &str| match name.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) {
         Some((_, rest)) => rest.to_string(),
@@ -71,15 +71,13 @@ fn tensors(specs: &Specs) -> Vec<Tensor> {
     ends.into_iter().map(tensor).collect()
 }
 
-const STORAGE: [(&str, &str); 2] = [
-    ("params", "weights stored in bf16, strict contract"),
-    ("activations", "everything that flows stored in bf16"),
-];
+const STORAGE: [(&str, &str); 2] =
+    [("params", "weights stored in bf16, strict contract"), ("activations", "activations stored in bf16")];
 
 const EVERY: &str = "all-sites";
 
 impl Choice {
-    /// The run in f32, which is the floor of all others.
+    /// The f32 run, the floor of all others.
     pub fn f32() -> Choice {
         Choice {
             name: "f32".into(),
@@ -89,8 +87,7 @@ impl Choice {
         }
     }
 
-    /// The choice that is written as `text`, for a model of this configuration with these tensors. A term that the model has
-    /// nothing for is an error: it would measure nothing.
+    /// Parses a choice for a model. A term without effect on the model is an error: it would measure nothing.
     pub fn parse(text: &str, config: &Config, specs: &Specs) -> Result<Choice> {
         let tensors = tensors(specs);
         let refused = |problem: String| Err(unknown(text, &problem, config, &tensors));
@@ -101,7 +98,7 @@ impl Choice {
             let (name, dtype) = term.split_once('=').unwrap_or((term, "bf16"));
             if let Some((_, words)) = PRESETS.iter().find(|(preset, _)| preset == term) {
                 if i > 0 {
-                    return refused(format!("{term} is a preset, which can only come first"));
+                    return refused(format!("the preset {term} must come first"));
                 }
                 precision = Precision::preset(term, config)?;
                 (what, kind) = (vec![words.to_string()], Kind::Preset);
@@ -119,7 +116,7 @@ impl Choice {
                 let before = precision.clone();
                 precision.set_site(name, dtype)?;
                 if dtype == "f32" && precision == before {
-                    return refused(format!("{name} is f32 already"));
+                    return refused(format!("{name} is in f32 already"));
                 }
                 what.push(format!("{}, in {dtype}", site.what()));
                 kind = Kind::Site;
@@ -140,10 +137,10 @@ impl Choice {
                 return refused(format!("this model has no protected tensor {name}"));
             } else if specs.weights.iter().any(|spec| spec.name.ends_with(&format!(".{name}"))) {
                 return refused(format!(
-                    "{name} is not protected here; it is stored as the other weights are (params)"
+                    "{name} is not protected in this model; it is stored like the other weights (params)"
                 ));
             } else {
-                return refused(format!("nothing is called {term:?}"));
+                return refused(format!("unknown term {term:?}"));
             }
         }
         if terms.len() > 1 {
@@ -153,7 +150,7 @@ impl Choice {
         Ok(Choice { name: text.into(), what: what.join("; "), kind, precision })
     }
 
-    /// The choices that mean something for a model: presets, every tensor and site by itself, and all of them at once.
+    /// The default choices of a model: presets, each tensor and site alone, and all of them at once.
     pub fn defaults(config: &Config, specs: &Specs) -> Result<Vec<Choice>> {
         let mut names: Vec<String> = PRESETS[1..].iter().map(|(name, _)| name.to_string()).collect();
         names.extend(tensors(specs).into_iter().map(|tensor| tensor.name));
@@ -170,7 +167,7 @@ impl Choice {
         names.iter().map(|name| Choice::parse(name, config, specs)).collect()
     }
 
-    /// Whether storage and everything that is not named are f32, so that its first difference from f32 is its own.
+    /// Returns true if one tensor or site is lowered and everything else is f32.
     pub fn is_single(&self) -> bool {
         matches!(self.kind, Kind::Tensor | Kind::Site)
     }

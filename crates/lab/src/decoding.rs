@@ -1,7 +1,6 @@
-//! The same input token by token, as a text is written: caches and recurrent states go from token to token, and what is
-//! rounded in them is rounded at every token.
+//! Decoding the input token by token: caches and recurrent states are rounded at every token.
 //!
-//! Each policy is compared with f32 decoding in step with it, so that no more than one row of logits of each exists.
+//! Each policy decodes in step with f32 and is compared with it, so only one row of logits of each exists at a time.
 
 use std::path::Path;
 
@@ -15,23 +14,23 @@ use crate::findings::{DecodingRun, PositionDivergence};
 use crate::measure::output::Outputs;
 use crate::measure::position;
 
-/// What is decoded.
+/// A decoding comparison.
 pub struct Decoding<'a> {
-    /// The checkpoint.
+    /// Path of the checkpoint.
     pub path: &'a Path,
-    /// What is read.
+    /// Input.
     pub batch: &'a Batch,
     /// Progress: a unit is a token.
     pub observer: &'a dyn Observer,
 }
 
 impl Decoding<'_> {
-    /// Every choice beside f32, the one with most damage first.
+    /// Compares every choice with f32, the largest mean KL first.
     pub fn run(&self, choices: &[Choice]) -> Result<Vec<DecodingRun>> {
         let exact = Model::load(self.path, |_| Ok(Precision::f32()))?;
         let longest = self.batch.cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
         let parameters: usize = exact.specs.all().map(|spec| spec.len()).sum();
-        // One model is there already; the other is f32 before it is cast, and its caches are no larger.
+        // The f32 model is loaded; the second is f32 before its cast, and its caches are no larger.
         let needed = 4 * parameters + 2 * exact.session_bytes(longest);
         memory::check("the lab's decoding", needed as u64)?;
         let runs: Result<Vec<DecodingRun>> = choices.iter().map(|choice| self.one(&exact, choice)).collect();

@@ -1,9 +1,9 @@
-//! Tensors that another framework wrote, by the names of our sites: safetensors files in a folder.
+//! Dumps: tensors that another framework wrote, as safetensors files with the names of our sites.
 //!
-//! A tensor belongs to a site when it has its name; it must have as many elements, [B, T, ...] and [tokens, ...] are the same.
-//! Gradients are `grad.<name of the parameter>`, with or without what stands before `layers.` in a checkpoint; where a framework
-//! fuses what we have apart, or the other way round (experts, the projections of Qwen3-Next), they are told as compared with
-//! nothing.
+//! A tensor is compared with the site of its name and must have as many elements; [B, T, ...] and [tokens, ...] are the
+//! same. Gradients are `grad.<parameter>`, with or without the checkpoint's prefix before `layers.`. Parameters that a
+//! framework fuses and we do not, or the other way round (experts, the projections of Qwen3-Next), are not compared and
+//! are listed in the notes.
 
 use std::ops::Range;
 use std::path::Path;
@@ -14,14 +14,14 @@ use ballast_model::LazyCheckpoint;
 use crate::engine::{Gradient, Part, Site};
 use crate::error::{Error, Result};
 
-/// The files.
+/// The files of a dump.
 pub struct Dump {
     files: Vec<TensorFile>,
     vocabulary: usize,
 }
 
 impl Dump {
-    /// Opens a safetensors file, or all of a folder.
+    /// Opens a safetensors file, or all safetensors files of a folder.
     pub fn open(path: &Path, vocabulary: usize) -> Result<Dump> {
         let cannot =
             |error: std::io::Error| Error::Input(format!("{}: cannot read: {error}", path.display()));
@@ -39,12 +39,12 @@ impl Dump {
             files.push(TensorFile::open(path)?);
         }
         if files.is_empty() {
-            return Err(Error::Input(format!("{}: no safetensors file in it", path.display())));
+            return Err(Error::Input(format!("{}: no safetensors file found", path.display())));
         }
         Ok(Dump { files, vocabulary })
     }
 
-    /// All names, in the order of the files.
+    /// Names of all tensors, in file order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.files.iter().flat_map(TensorFile::names)
     }
@@ -56,12 +56,12 @@ impl Dump {
         }
     }
 
-    /// Whether there are logits.
+    /// Returns true if the dump has logits.
     pub fn has_logits(&self) -> bool {
         self.files.iter().any(|file| file.has("logits"))
     }
 
-    /// The tensors of a part of the model.
+    /// Reads the tensors of a part of the model.
     pub fn sites(&self, part: Part) -> Result<Vec<Site>> {
         let belongs = |name: &str| match part {
             Part::Embedding => name == "embed" || name == "per_layer_inputs",
@@ -76,21 +76,22 @@ impl Dump {
         Ok(sites)
     }
 
-    /// Logits of these tokens.
+    /// Reads the logits of these tokens.
     pub fn logits(&self, rows: Range<usize>) -> Result<Vec<f64>> {
         let all = self.tensor("logits")?.unwrap_or_default();
         let (begin, end) = (rows.start * self.vocabulary, rows.end * self.vocabulary);
         match all.get(begin..end) {
             Some(slice) => Ok(slice.to_vec()),
             None => Err(Error::Input(format!(
-                "logits: {} elements, and the input has tokens beyond them with a vocabulary of {}",
-                all.len(),
-                self.vocabulary
+                "logits: expected at least {} elements (tokens x vocabulary {}), got {}; is the dump of the same input?",
+                end,
+                self.vocabulary,
+                all.len()
             ))),
         }
     }
 
-    /// Gradients of the parameters of a part; that of a tied head is whole in the file, and counted with the embedding.
+    /// Reads the gradients of a part. That of a tied head is whole in the file and belongs to the embedding.
     pub fn gradients(&self, part: Part, checkpoint: &LazyCheckpoint) -> Result<Vec<Gradient>> {
         let mut found = Vec::new();
         for spec in checkpoint.specs.all().filter(|spec| part.has(spec, false)) {

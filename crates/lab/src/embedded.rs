@@ -1,5 +1,5 @@
-//! The model that the lab looks at when it is given none: what `ballast train` leaves after its 600 steps, in bf16 with its
-//! protected tensors in f32.
+//! The embedded model, the default of the lab: the result of `ballast train` without arguments (600 steps), in bf16 with
+//! its protected tensors in f32.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ const FILES: [(&str, &[u8]); 2] = [
     ("model.safetensors", include_bytes!("../model/model.safetensors")),
 ];
 
-/// Writes it into a folder, from which it is read as any other.
+/// Writes the embedded model into a folder, to be read like any other.
 pub fn write<F: AsRef<Path>>(folder: F) -> Result<F> {
     for (name, bytes) in FILES {
         let path = folder.as_ref().join(name);

@@ -1,6 +1,6 @@
-//! What carries a run, step by step: the f64 reference, or a model in some precision. Both show their tensors in f64.
+//! Engines of a run: the f64 reference, a model in some precision, or the files of a dump. All show their tensors in f64.
 //!
-//! A step has the parameters of its part and no others: [`Part`].
+//! Each step has the parameters of its [`Part`] only.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::dump::Dump;
 use crate::error::Result;
 use crate::reference::{Backward, Reference, shows_scores};
 
-/// Which parameters a step needs.
+/// A part of the model, with the parameters that one step needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// Everything before the layers.
@@ -27,7 +27,7 @@ pub enum Part {
 }
 
 impl Part {
-    /// Whether a parameter belongs here; a tied head is the embedding.
+    /// Returns true if a parameter belongs to this part; a tied head is the embedding.
     pub fn has(self, spec: &Spec, tied: bool) -> bool {
         let layer = spec.name.strip_prefix("layers.").and_then(|rest| rest.split_once('.')?.0.parse().ok());
         let is_head = spec.name == "norm.weight" || spec.name.starts_with("lm_head.");
@@ -42,28 +42,28 @@ impl Part {
 /// A tensor of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Site {
-    /// Such as `layers.3.linear_attn.g`.
+    /// Name, such as `layers.3.linear_attn.g`.
     pub name: String,
-    /// What it is stored in.
+    /// Storage type.
     pub dtype: &'static str,
     /// Its values.
     pub values: Vec<f64>,
 }
 
-/// A gradient by its parameter's name.
+/// Name of a parameter and its gradient.
 pub type Gradient = (String, Vec<f64>);
 
-/// What carries a run.
+/// Engine of a run.
 pub enum Engine<'b> {
-    /// f64.
+    /// The f64 reference.
     Exact(Box<Reference>),
-    /// A model.
+    /// A model in some precision.
     Model(Box<Running<'b>>),
-    /// Nothing: its tensors are read from files.
+    /// Tensors read from files.
     Dump(Box<Dump>),
 }
 
-/// A model on its way.
+/// A model in progress.
 pub struct Running<'b> {
     model: Model,
     pass: Option<LayerwiseRun<'b>>,
@@ -72,7 +72,7 @@ pub struct Running<'b> {
 }
 
 impl<'b> Engine<'b> {
-    /// The reference in f64.
+    /// Creates the f64 reference.
     pub fn exact(
         checkpoint: &LazyCheckpoint,
         batch: &Batch,
@@ -82,7 +82,7 @@ impl<'b> Engine<'b> {
         Ok(Engine::Exact(Box::new(Reference::new(&checkpoint.config, batch, ties, backward)?)))
     }
 
-    /// A model in this precision.
+    /// Creates a model in this precision.
     pub fn model(
         checkpoint: &LazyCheckpoint,
         batch: &'b Batch,
@@ -95,7 +95,7 @@ impl<'b> Engine<'b> {
         Ok(Engine::Model(Box::new(Running { model, pass: None, batch, backward })))
     }
 
-    /// One part forward, up to the last norm: the embedding, then every layer, then the head's.
+    /// Runs one part forward: the embedding, then each layer, then the last norm.
     pub fn forward(&mut self, part: Part, checkpoint: &LazyCheckpoint, values: &Params) -> Result<Vec<Site>> {
         let mut sites = Sites::default();
         match self {
@@ -117,12 +117,12 @@ impl<'b> Engine<'b> {
         Ok(sites.seen)
     }
 
-    /// Whether it has logits to show.
+    /// Returns true if the engine has logits.
     pub fn has_logits(&self) -> bool {
         !matches!(self, Engine::Dump(dump) if !dump.has_logits())
     }
 
-    /// Logits [rows, V], after all parts forward; `values` are the head's.
+    /// Returns logits [rows, V] after all parts ran forward; `values` are the head's.
     pub fn logits(
         &mut self,
         rows: Range<usize>,
@@ -140,7 +140,7 @@ impl<'b> Engine<'b> {
         }
     }
 
-    /// One part backward: the head first, the embedding last.
+    /// Runs one part backward: the head first, the embedding last.
     pub fn backward(
         &mut self,
         part: Part,
@@ -170,14 +170,14 @@ impl<'b> Engine<'b> {
         Ok(gradients)
     }
 
-    /// Lets the parameters of the last step go, so that only one run has any at a time.
+    /// Drops the parameters of the last step, so that only one run holds any at a time.
     pub fn release(&mut self) {
         if let Engine::Model(running) = self {
             running.model.params = Params::default();
         }
     }
 
-    /// What the run uses for a protected tensor of the part that it holds; `values` are the checkpoint's.
+    /// Returns the run's values of a protected tensor of the current part; `values` are the checkpoint's.
     pub fn protected(&self, name: &str, checkpoint: &LazyCheckpoint, values: &Params) -> Option<Vec<f64>> {
         let index = checkpoint.specs.protected.iter().position(|spec| spec.name == name)?;
         Some(widen(match self {
@@ -220,7 +220,7 @@ impl<'b> Running<'b> {
             Part::Head => pass.loss_backward(model, grads, None).map(drop)?,
             Part::Layer(index) => pass.backward(model, grads, index, None)?,
             Part::Embedding => {
-                let pass = self.pass.take().expect("it was there above");
+                let pass = self.pass.take().expect("begun above");
                 pass.embedding_backward(&self.model, grads, None)?;
             }
         }
@@ -228,16 +228,16 @@ impl<'b> Running<'b> {
     }
 }
 
-/// The indexers' loss as the lab takes it, for a model that has any.
+/// Indexer loss of the lab (sparse stage, scale 1); `None` for a model without indexers.
 pub fn sparse_loss(config: &Config) -> Option<IndexerLoss> {
     config.has_indexer().then_some(IndexerLoss { scale: 1.0, stage: IndexerStage::Sparse })
 }
 
-/// Keeps what is shown; parameters, attention logits and scores of long inputs are left out.
+/// Probe that collects tensors; parameters, attention logits and indexer scores of long inputs are left out.
 #[derive(Default)]
 struct Sites {
     seen: Vec<Site>,
-    /// Whether the indexer's scores are few enough.
+    /// Collects indexer scores.
     scores: bool,
 }
 
@@ -262,7 +262,7 @@ fn widen(values: &[f32]) -> Vec<f64> {
     values.iter().map(|x| *x as f64).collect()
 }
 
-/// The values of a part by their names.
+/// Looks up the values of a part by name.
 fn by_name<'v>(specs: &'v Specs, values: &'v Params) -> impl Fn(&str) -> &'v [f32] + 'v {
     let weights = specs.weights.iter().zip(values.weights()).map(|(spec, weight)| match weight {
         Weight::F32(values) => (spec.name.as_str(), &values[..]),

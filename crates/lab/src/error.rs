@@ -1,15 +1,15 @@
-//! The one error type of this crate.
+//! The error type of this crate.
 
-/// Shorthand for results of this crate.
+/// Result of this crate.
 pub type Result<T = (), E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, where, and what to do about it.
+/// An error of this crate. Its message says what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A choice that does not exist.
+    /// An unknown or unusable precision choice.
     #[error("{0}")]
     Choice(String),
-    /// An input that cannot be used.
+    /// An unusable input.
     #[error("{0}")]
     Input(String),
     /// The model cannot be read or run.

@@ -1,8 +1,8 @@
-//! The same input through a reference and through every run, layer by layer, side by side.
+//! Experiment: the same input through the reference and through every run, layer by layer.
 //!
-//! All runs stand before the same layer; its parameters are read once, the reference goes first, each run follows and is
-//! compared with it at every named tensor, and the layer's parameters and tensors go. So a checkpoint of any size needs the
-//! memory of its largest layer, and of the streams. On the way back, if gradients are wanted, the same in reverse.
+//! All runs advance in lockstep. The parameters of a layer are read once; the reference goes first, each run follows and is
+//! compared at every named tensor; then the layer's parameters and tensors are dropped. A checkpoint of any size thus needs
+//! the memory of its largest layer and of the residual streams. Gradients, if wanted, are compared the same way in reverse.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -26,7 +26,7 @@ use crate::measure::position::{self, MeanErrors, Sums};
 use crate::measure::{Together, difference};
 use crate::reference::Backward;
 
-/// What the reference computes in.
+/// Arithmetic of the reference.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Arithmetic {
@@ -36,7 +36,7 @@ pub enum Arithmetic {
 }
 
 impl Arithmetic {
-    /// `f64` or `f32`.
+    /// Returns `f64` or `f32`.
     pub fn name(self) -> &'static str {
         match self {
             Arithmetic::F64 => "f64",
@@ -53,19 +53,19 @@ impl Arithmetic {
     }
 }
 
-/// How an experiment is made.
+/// Setup of an experiment.
 pub struct Setup<'a> {
-    /// The model.
+    /// Checkpoint of the model.
     pub checkpoint: &'a LazyCheckpoint,
-    /// What it reads.
+    /// Input tokens.
     pub batch: &'a Batch,
-    /// What the reference computes in.
+    /// Arithmetic of the reference.
     pub reference: Arithmetic,
-    /// Which of several equal indexer scores are taken.
+    /// Resolution of ties between indexer scores.
     pub ties: Ties,
-    /// Which gradients are compared too.
+    /// Gradients to compare.
     pub backward: Backward,
-    /// Progress: units are a part of the model for one run.
+    /// Progress: a unit is one part of the model in one run.
     pub observer: &'a dyn Observer,
 }
 
@@ -75,12 +75,12 @@ impl Setup<'_> {
     }
 }
 
-/// A run on its way.
+/// A run in progress.
 struct Runner<'a> {
     checkpoint: &'a LazyCheckpoint,
     engine: Engine<'a>,
     rounds: Option<Roundings>,
-    /// Largest error that is no difference; `None`: every bit counts, compared with the run in f32.
+    /// Largest error that does not count as a difference; `None`: every bit that differs from the f32 run counts.
     tolerance: Option<f64>,
     found: Run,
     outputs: Outputs,
@@ -92,35 +92,35 @@ struct Runner<'a> {
     indexer_gradients: Together,
 }
 
-/// What runs are compared with.
+/// A run to compare with the reference.
 pub enum Contestant<'a> {
     /// The same checkpoint in some precision.
     Choice(Choice),
     /// Another checkpoint, in the reference's arithmetic.
     Checkpoint {
-        /// As it was given.
+        /// Name, as given.
         name: String,
-        /// It.
+        /// The opened checkpoint.
         checkpoint: &'a LazyCheckpoint,
     },
     /// Tensors that another framework wrote.
     Dump {
-        /// As it was given.
+        /// Name, as given.
         name: String,
-        /// Them.
+        /// The tensors.
         dump: crate::dump::Dump,
-        /// Largest error that is no difference.
+        /// Largest error that does not count as a difference.
         tolerance: f64,
     },
 }
 
-/// Units of progress that an experiment has.
+/// Number of progress units of an experiment.
 pub fn units(setup: &Setup<'_>, contestants: usize) -> u64 {
     let parts = setup.checkpoint.config.layers.len() + 2;
     ((contestants + 1) * parts * if setup.is_backward() { 2 } else { 1 }) as u64
 }
 
-/// Runs everything. With choices, the first of them must be [`Choice::f32`].
+/// Runs an experiment. The first of several choices must be [`Choice::f32`].
 pub fn run(setup: &Setup<'_>, contestants: Vec<Contestant<'_>>) -> Result<Findings> {
     check_memory(setup, contestants.len())?;
     let runners: Result<Vec<Runner<'_>>> =
@@ -146,7 +146,7 @@ struct Experiment<'a> {
     setup: &'a Setup<'a>,
     reference: Engine<'a>,
     runners: Vec<Runner<'a>>,
-    /// By token.
+    /// Position bucket of each token.
     buckets: Vec<usize>,
     keys: HashMap<usize, Vec<f64>>,
     pending: HashMap<String, Vec<f64>>,
@@ -154,7 +154,7 @@ struct Experiment<'a> {
     findings: Findings,
 }
 
-/// What the reference and the f32 run showed of a part.
+/// Tensors of a part of the model in the reference and in the f32 run.
 struct Shown {
     reference: Vec<Site>,
     control: Vec<Site>,
@@ -180,7 +180,7 @@ impl<'a> Experiment<'a> {
         self.compare_outputs()
     }
 
-    /// One part of the model, in the reference and in every run.
+    /// Runs one part of the model forward in the reference and in every run.
     fn part(&mut self, part: Part) -> Result {
         let checkpoint = self.setup.checkpoint;
         let values = read(checkpoint, part)?;
@@ -210,15 +210,15 @@ impl<'a> Experiment<'a> {
         Ok(())
     }
 
-    /// Logits of sampled queries in the reference.
+    /// Attention logits of sampled queries in the reference.
     fn rows(&mut self, index: usize, sites: &[Site]) -> Option<Rows> {
         let config = &self.setup.checkpoint.config;
         let shape = Shape::of(index, &config.layers[index].mixer)?;
-        // An f32 reference rounds nothing either.
+        // An f32 reference has no rounding sites either.
         sampled(&mut self.keys, index, &shape, sites, self.setup, None)
     }
 
-    /// Logits slice by slice: those of the whole input may not fit.
+    /// Compares output logits in slices of tokens, since all of them may not fit in memory.
     fn compare_outputs(&mut self) -> Result {
         let (checkpoint, batch) = (self.setup.checkpoint, self.setup.batch);
         let (vocabulary, tokens) = (checkpoint.config.vocabulary, batch.tokens());
@@ -297,7 +297,7 @@ impl<'a> Runner<'a> {
                 (setup.reference.engine(checkpoint, setup)?, checkpoint, None, Some(0.0), found)
             }
             Contestant::Dump { name, dump, tolerance } => {
-                let what = "tensors that were written by another framework".into();
+                let what = "tensors written by another framework".into();
                 let kind = Kind::Dump;
                 let found = Run { name, what, kind, ..Run::default() };
                 (Engine::Dump(Box::new(dump)), setup.checkpoint, None, Some(tolerance), found)
@@ -319,7 +319,7 @@ impl<'a> Runner<'a> {
         })
     }
 
-    /// The values of a part: those of the reference's checkpoint, or of its own.
+    /// Parameters of a part: `values` of the shared checkpoint, or read from the run's own.
     fn values<'v>(&self, shared: &LazyCheckpoint, part: Part, values: &'v Params) -> Result<Cow<'v, Params>> {
         if std::ptr::eq(self.checkpoint, shared) {
             return Ok(Cow::Borrowed(values));
@@ -345,7 +345,7 @@ impl<'a> Runner<'a> {
         }
     }
 
-    /// Every tensor of a part, in the reference's order.
+    /// Compares every tensor of a part, in the reference's order.
     fn compare(&mut self, sites: &[Site], shown: &Shown, buckets: &[usize]) -> Result {
         let own: HashMap<&str, &Site> = sites.iter().map(|site| (site.name.as_str(), site)).collect();
         let control: HashMap<&str, &Site> =
@@ -380,20 +380,20 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    /// An error where another framework's tensor is of another size.
+    /// Fails if a tensor of a dump has another size.
     fn same_size(&self, name: &str, own: &[f64], exact: &[f64]) -> Result {
         if own.len() == exact.len() {
             return Ok(());
         }
         Err(Error::Input(format!(
-            "{}: {name} has {} elements where the model's has {}; is it of the same model and input?",
+            "{}: {name} has {} elements, expected {}; is it of the same model and input?",
             self.found.name,
             own.len(),
             exact.len()
         )))
     }
 
-    /// What belongs to a layer's kind.
+    /// Compares a layer's output, decay, attention logits and chosen keys.
     fn compare_layer(
         &mut self,
         index: usize,
@@ -487,7 +487,7 @@ fn read(checkpoint: &LazyCheckpoint, part: Part) -> Result<Params> {
     Ok(checkpoint.read(|spec| part.has(spec, tied))?)
 }
 
-/// One part backward: its gradients, those of a tied head only when the embedding's are added.
+/// Gradients of one part. Those of a tied head are held back in `pending` and added to the embedding's.
 fn gradients(
     engine: &mut Engine<'_>,
     part: Part,
@@ -510,7 +510,7 @@ fn gradients(
     Ok(found)
 }
 
-/// What a layer's indexer chooses by.
+/// Scores of a layer's indexer.
 fn scores<'s>(index: usize, sites: &'s [Site], setup: &'s Setup<'_>) -> Option<Scores<'s>> {
     let Mixer::Latent(latent) = &setup.checkpoint.config.layers[index].mixer else { return None };
     let values = site(sites, &format!("layers.{index}.self_attn.indexer.scores"))?;
@@ -533,7 +533,7 @@ fn decays(
     Some(Decays::new(&a_log, g))
 }
 
-/// Logits of sampled queries; keys of layers that others use are kept.
+/// Attention logits of sampled queries. Keys that later layers share are kept in `keys`.
 fn sampled(
     keys: &mut HashMap<usize, Vec<f64>>,
     index: usize,
@@ -557,7 +557,7 @@ fn sampled(
     Some(Rows::new(q, k, shape, setup.batch, scores(index, sites, setup), rounds))
 }
 
-/// What is not a number is beyond anything.
+/// Returns true if an error exceeds the tolerance; NaN does.
 fn is_beyond(error: f64, tolerance: f64) -> bool {
     error.is_nan() || error > tolerance
 }
@@ -566,12 +566,12 @@ fn same_bits(a: &[f64], b: &[f64]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
 }
 
-/// Rows of logits that are looked at together.
+/// Tokens whose output logits are compared at a time.
 fn slice_rows(vocabulary: usize) -> usize {
     ((1 << 24) / vocabulary.max(1)).max(16)
 }
 
-/// An error before anything is read, where it would not fit.
+/// Fails before anything is read if the experiment would not fit in memory.
 fn check_memory(setup: &Setup<'_>, contestants: usize) -> Result {
     let (config, specs) = (&setup.checkpoint.config, &setup.checkpoint.specs);
     let tokens = setup.batch.tokens() as u64;
@@ -583,10 +583,10 @@ fn check_memory(setup: &Setup<'_>, contestants: usize) -> Result {
     let stream = tokens * config.hidden as u64;
     let kept = if setup.is_backward() { config.layers.len() as u64 + 1 } else { 2 };
     let streams = stream * kept * (8 + 4 * contestants as u64);
-    // Parameters as read and as held; a layer's tensors, some twenty of the stream's size, of three runs in f64; a slice of
-    // logits of two runs, thrice each; on the way back gradients of two runs.
+    // Parameters as read and as held; about 20 tensors of a layer, each the size of the residual stream, of three runs in
+    // f64; three copies of a slice of logits of two runs; in backward, gradients of two runs.
     let gradients = if setup.is_backward() { 3 * 8 * largest } else { 0 };
     let logits = 6 * 8 * (slice_rows(config.vocabulary) as u64).min(tokens) * config.vocabulary as u64;
     let needed = 2 * 4 * largest + gradients + streams + 3 * 20 * 8 * stream + logits;
-    Ok(memory::check("this run of the lab (fewer tokens or policies, or --no-gradients, take less)", needed)?)
+    Ok(memory::check("this lab run (fewer tokens or policies or --no-gradients need less)", needed)?)
 }

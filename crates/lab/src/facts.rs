@@ -1,4 +1,4 @@
-//! What a checkpoint and its shapes say without a run: protected tensors, and the bytes of the q/k norm.
+//! Facts that need no run: protected tensors of the checkpoint, and memory of the q/k norm.
 
 use std::collections::HashSet;
 
@@ -11,10 +11,10 @@ use half::bf16;
 use crate::error::Result;
 use crate::findings::{L2NormBytes, ProtectedTensor};
 
-/// Lengths that the bytes of the q/k norm are given for.
+/// Sequence lengths for which the memory of the q/k norm is given.
 pub const LENGTHS: [usize; 3] = [8 << 10, 32 << 10, 128 << 10];
 
-/// Every protected tensor: what it is stored in, and whether its values need that.
+/// Describes every protected tensor: its dtype, and how many of its values are not exact in bf16.
 pub fn protected(checkpoint: &LazyCheckpoint) -> Result<Vec<ProtectedTensor>> {
     let names: HashSet<&str> = checkpoint.specs.protected.iter().map(|spec| spec.name.as_str()).collect();
     let values = checkpoint.read(|spec| names.contains(spec.name.as_str()))?;
@@ -31,7 +31,7 @@ pub fn protected(checkpoint: &LazyCheckpoint) -> Result<Vec<ProtectedTensor>> {
     Ok(described.collect())
 }
 
-/// Bytes kept for backward of q, k and their norm in bf16, over all layers with linear attention.
+/// Bytes saved for backward for q, k and their norm in bf16, over all layers with linear attention.
 pub fn l2norm(config: &Config) -> Vec<L2NormBytes> {
     let bytes = |l2norm: L2Norm, tokens: usize| -> u64 {
         let one = |mixer: &Mixer| match mixer {

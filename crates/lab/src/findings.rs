@@ -1,67 +1,67 @@
-//! What a run of the lab found: plain data, written as lab.json, drawn by [`crate::report`].
+//! Results of a study as plain data, written as lab.json and drawn by [`crate::report`].
 //!
-//! An error of a tensor is `RMS(a - b) / RMS(b)` with b the reference's, unless it is said otherwise. What was not measured
-//! (a model without linear attention has no decay) is an empty list or `None`; where another framework's files have no logits,
-//! loss, perplexity, KL and agreement are no numbers. A value that is non-finite is `null` in JSON.
+//! The error of a tensor a is `RMS(a - b) / RMS(b)` with b the reference's, unless stated otherwise. What was not measured
+//! (decay in a model without linear attention) is an empty list or `None`. If a dump has no logits, loss, perplexity, KL
+//! and agreement are NaN. Non-finite values are `null` in JSON.
 
 use serde::Serialize;
 
-/// Everything.
+/// Results of a study.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Findings {
-    /// What was looked at, as it was asked for.
+    /// Path of the model, as given.
     pub model: String,
     /// `model_type` of its configuration.
     pub model_type: String,
-    /// Elements of all parameters.
+    /// Number of parameters.
     pub parameters: u64,
-    /// Layers.
+    /// Number of layers.
     pub layers: usize,
-    /// What it read.
+    /// Input.
     pub input: Input,
-    /// The run that all others are compared with.
+    /// Reference run.
     pub reference: Reference,
-    /// The runs, the one with most damage (mean KL divergence; non-finite comes first) first. The one called `f32` is the
-    /// floor: what f32 arithmetic itself costs.
+    /// Runs, the largest mean KL first; non-finite runs come before all others. The run `f32` is the floor: the cost of f32
+    /// arithmetic itself.
     pub runs: Vec<Run>,
-    /// Protected tensors, as the checkpoint stores them.
+    /// Protected tensors as stored in the checkpoint.
     pub protected: Vec<ProtectedTensor>,
-    /// By layer and head of linear attention, in the reference.
+    /// Decay by layer and head of linear attention, in the reference.
     pub decays: Vec<Decay>,
-    /// By layer of softmax and latent attention, in the reference.
+    /// Range of attention logits by layer, in the reference.
     pub attention: Vec<LogitRange>,
-    /// What the q/k norm inside the kernel saves, by length; empty without linear attention.
+    /// Memory of the q/k norm inside and outside the kernel, by sequence length; empty without linear attention.
     pub l2norm: Vec<L2NormBytes>,
-    /// What a few training steps showed, if there were any.
+    /// Results of the training steps, if requested.
     pub training: Option<Training>,
-    /// The input token by token under each policy beside f32, the one with most damage first; empty if it was not asked for.
+    /// Decoding under each policy compared with f32, the largest mean KL first; empty if not requested.
     pub decoding: Vec<DecodingRun>,
-    /// The published questions, answered for this model.
+    /// Answers to the published questions.
     pub answers: Vec<Answer>,
-    /// What a reader must know to read the figures right.
+    /// Notes on how to read the numbers.
     pub notes: Vec<String>,
-    /// Time of the whole, in seconds.
+    /// Wall time of the study in seconds.
     pub seconds: f64,
-    /// Most memory that the process had.
+    /// Peak memory of the process.
     pub peak_memory_bytes: Option<u64>,
 }
 
-/// What the model read.
+/// Input of a study.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Input {
-    /// A file, or the embedded text.
+    /// Source: a file, the embedded text, or the embedded task.
     pub source: String,
-    /// Tokens in all.
+    /// Number of tokens.
     pub tokens: usize,
-    /// Sequences.
+    /// Number of sequences.
     pub sequences: usize,
-    /// Tokens of the longest.
+    /// Length of the longest sequence.
     pub longest: usize,
-    /// Tokens with a target.
+    /// Number of tokens with a target.
     pub predicted: usize,
 }
 
-/// The run that others are compared with.
+/// Reference run.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Reference {
     /// `f64` or `f32`.
@@ -72,18 +72,18 @@ pub struct Reference {
     pub perplexity: f64,
 }
 
-/// What a policy changes.
+/// Kind of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// A preset: what a framework does.
+    /// A preset, such as the behavior of a framework.
     #[default]
     Preset,
-    /// One protected tensor rounded, everything else f32.
+    /// One protected tensor rounded, everything else in f32.
     Tensor,
-    /// One operation in a narrower type, everything else f32.
+    /// One operation in a lower precision, everything else in f32.
     Site,
-    /// Several at once, as asked for.
+    /// Several choices at once.
     Several,
     /// Another checkpoint, in the reference's arithmetic.
     Checkpoint,
@@ -91,14 +91,14 @@ pub enum Kind {
     Dump,
 }
 
-/// One policy against the reference.
+/// Results of one policy relative to the reference.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Run {
-    /// As it is asked for: `hf-bf16`, `A_log`, `logits=f16`.
+    /// Name, as in `--policies`: `hf-bf16`, `A_log`, `logits=f16`.
     pub name: String,
-    /// What it does, in a few words.
+    /// Short description.
     pub what: String,
-    /// What it changes.
+    /// Kind of the run.
     pub kind: Kind,
     /// Mean loss.
     pub loss: f64,
@@ -106,43 +106,43 @@ pub struct Run {
     pub perplexity: f64,
     /// Loss minus the reference's.
     pub loss_difference: f64,
-    /// KL(reference || this) of the output distributions, over tokens, in nats.
+    /// KL(reference || this) of the output distributions per token, in nats.
     pub kl: Spread,
-    /// Share of tokens whose likeliest next token is the reference's.
+    /// Share of tokens with the same top-1 next token as the reference.
     pub top1_agreement: f64,
-    /// The first tensor, in the order in which they are made, whose bits differ from the run in f32; for another checkpoint or
-    /// another framework's tensors, the first that is farther from the reference than it may be, gradients last. `None`: none.
+    /// First tensor, in the order of computation, whose bits differ from the f32 run. For another checkpoint or a dump: the
+    /// first tensor whose error exceeds the tolerance, gradients last. `None` if there is none.
     pub first_difference: Option<String>,
-    /// The first tensor with a value that is non-finite where the reference has only finite ones.
+    /// First tensor with a non-finite value where the reference is finite.
     pub not_finite: Option<NotFinite>,
     /// Error of the residual stream after each layer.
     pub by_layer: Vec<LayerError>,
-    /// Error of every named tensor, in the order in which they are made.
+    /// Error of every named tensor, in the order of computation.
     pub sites: Vec<SiteError>,
-    /// By position in the sequence.
+    /// Errors by position in the sequence.
     pub by_position: Vec<PositionError>,
-    /// By layer and head of linear attention.
+    /// Decay errors by layer and head of linear attention.
     pub decay: Vec<DecayError>,
-    /// By layer of softmax and latent attention.
+    /// Errors of attention logits by layer.
     pub attention: Vec<AttentionError>,
-    /// By layer with an indexer.
+    /// Errors of chosen keys by layer with an indexer.
     pub indexer: Vec<IndexerError>,
-    /// By parameter; empty without backward.
+    /// Gradient errors by parameter; empty without backward.
     pub gradients: Vec<GradientError>,
-    /// Of all gradients of the language loss together: RMS of the differences / RMS.
+    /// Error of all gradients of the language loss together.
     pub gradient_error: Option<f64>,
-    /// The same of the gradients that indexers have of their own loss; `None` without indexers.
+    /// Error of the gradients of the indexer loss; `None` without indexers.
     pub indexer_gradient_error: Option<f64>,
 }
 
 impl Run {
-    /// Whether its outputs were compared: a dump may have no logits, and then there is no share of any tokens.
+    /// Returns true if outputs were compared; a dump may have no logits, and its agreement is NaN.
     pub fn has_outputs(&self) -> bool {
         !self.top1_agreement.is_nan()
     }
 }
 
-/// Mean, 99th percentile, largest.
+/// Mean, 99th percentile and maximum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct Spread {
@@ -152,20 +152,20 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// What runs are ordered by: the mean, and what is non-finite is worse than all else.
+    /// Sort key of runs: the mean, or infinity if it is non-finite.
     pub fn damage(&self) -> f64 {
         if self.mean.is_finite() { self.mean } else { f64::INFINITY }
     }
 }
 
-/// A value that is non-finite.
+/// Non-finite values of a tensor.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct NotFinite {
-    /// Where.
+    /// Name of the tensor.
     pub site: String,
-    /// How many values there are.
+    /// Number of non-finite values.
     pub count: usize,
-    /// What the tensor is stored in.
+    /// Storage type of the tensor.
     pub dtype: String,
 }
 
@@ -180,9 +180,9 @@ pub struct LayerError {
 /// Error of a named tensor.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct SiteError {
-    /// Such as `layers.3.linear_attn.g`.
+    /// Name, such as `layers.3.linear_attn.g`.
     pub site: String,
-    /// What it is stored in.
+    /// Storage type.
     pub dtype: String,
     /// RMS(a - b) / RMS(b)
     pub error: f64,
@@ -192,7 +192,7 @@ pub struct SiteError {
     pub largest: f64,
 }
 
-/// Error of tokens whose position in their sequence is in `from..to`.
+/// Errors of tokens at positions `from..to` of their sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct PositionError {
     /// First position.
@@ -201,13 +201,13 @@ pub struct PositionError {
     pub to: usize,
     /// Error of the hidden states that the output head reads.
     pub hidden: f64,
-    /// Error of the recurrence: of the delta rule's outputs, over all layers with it; `None` without them.
+    /// RMS over layers of the error of the delta rule's outputs; `None` without linear attention.
     pub recurrence: Option<f64>,
     /// Mean KL divergence.
     pub kl: f64,
 }
 
-/// The decay of a head in the reference.
+/// Decay of a head in the reference.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Decay {
     /// Layer.
@@ -216,13 +216,13 @@ pub struct Decay {
     pub head: usize,
     /// exp(A_log)
     pub rate: f64,
-    /// Mean of -g over the tokens: what the state loses per token, in nats.
+    /// Mean of -g over tokens: decay of the state per token, in nats.
     pub per_token: f64,
-    /// Tokens after which a state has lost half: ln 2 / per_token.
+    /// Half-life of the state in tokens: ln 2 / per_token.
     pub half_life: f64,
 }
 
-/// What a policy makes of a head's decay.
+/// Error of a head's decay under a policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct DecayError {
     /// Layer.
@@ -233,32 +233,32 @@ pub struct DecayError {
     pub rate_error: f64,
     /// Mean of -g of this run / the reference's - 1.
     pub per_token_error: f64,
-    /// ln 2 / mean of -g.
+    /// Half-life in tokens: ln 2 / mean of -g.
     pub half_life: f64,
 }
 
-/// Attention logits of a layer in the reference.
+/// Range of a layer's attention logits in the reference.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct LogitRange {
     /// Layer.
     pub layer: usize,
-    /// Smallest.
+    /// Smallest logit.
     pub min: f64,
-    /// Largest.
+    /// Largest logit.
     pub max: f64,
     /// Largest |logit|.
     pub largest: f64,
-    /// Distance of neighbours at `largest` in bf16.
+    /// Distance of neighboring bf16 numbers at `largest`.
     pub bf16_ulp: f64,
-    /// Distance of neighbours at `largest` in f16; `None`: it is beyond f16's range.
+    /// Distance of neighboring f16 numbers at `largest`; `None` beyond the range of f16.
     pub f16_ulp: Option<f64>,
-    /// The logits' distribution: lower edges of equally wide bins from `min` to `max`, and how many are in each.
+    /// Histogram: lower edges of equally wide bins from `min` to `max`, and counts.
     pub histogram: Vec<(f64, u64)>,
-    /// Queries that were looked at, over all heads.
+    /// Sampled queries, over all heads.
     pub rows: usize,
 }
 
-/// What a policy makes of a layer's attention.
+/// Error of a layer's attention logits under a policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct AttentionError {
     /// Layer.
@@ -267,33 +267,33 @@ pub struct AttentionError {
     pub largest: f64,
     /// Largest difference of a logit.
     pub max_abs: f64,
-    /// Share of softmax rows whose largest key is another one.
+    /// Share of softmax rows with another top key.
     pub top_key_changed: f64,
-    /// Share of rows where several keys share the largest logit, as rounding makes them.
+    /// Share of rows in which several keys tie for the largest logit.
     pub ties: f64,
 }
 
-/// What a policy makes of an indexer's choice.
+/// Error of an indexer's choice under a policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct IndexerError {
     /// Layer.
     pub layer: usize,
-    /// Mean share of the reference's chosen keys that are chosen too, over queries that have a choice.
+    /// Mean share of the reference's keys that are chosen too, over queries with more keys than the indexer takes.
     pub overlap: f64,
-    /// Share of queries with exactly the same keys.
+    /// Share of these queries with exactly the same keys.
     pub same: f64,
-    /// Queries that have a choice.
+    /// Number of these queries.
     pub queries: usize,
 }
 
 /// Error of a parameter's gradient.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct GradientError {
-    /// The parameter.
+    /// Name of the parameter.
     pub tensor: String,
     /// RMS(a - b) / RMS(b)
     pub error: f64,
-    /// Cosine of the angle between the two.
+    /// Cosine similarity with the reference's gradient.
     pub cosine: f64,
 }
 
@@ -302,69 +302,69 @@ pub struct GradientError {
 pub struct ProtectedTensor {
     /// Name.
     pub name: String,
-    /// What it is stored in.
+    /// Storage type.
     pub dtype: String,
-    /// Elements.
+    /// Number of elements.
     pub elements: u64,
-    /// Those that bf16 cannot hold.
+    /// Number of elements that are not exact in bf16.
     pub beyond_bf16: u64,
     /// Largest relative change of an element by rounding to bf16.
     pub bf16_error: f64,
 }
 
-/// What is kept for backward of q, k and their norm, over all layers with linear attention, at a length.
+/// Bytes saved for backward for q, k and their norm, over all layers with linear attention.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct L2NormBytes {
-    /// Tokens.
+    /// Sequence length in tokens.
     pub tokens: usize,
-    /// With the norm inside the kernel: q and k, once.
+    /// With the norm inside the kernel: q and k once.
     pub inside: u64,
-    /// With it outside: normalised q and k and the factors beside them.
+    /// With the norm outside: also normalized q and k and the norm factors.
     pub outside: u64,
 }
 
-/// The same few training steps under the reference in f32 and under each policy.
+/// A few training steps in f32 and under each policy.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Training {
-    /// Steps.
+    /// Number of steps.
     pub steps: usize,
     /// Learning rate of AdamW.
     pub learning_rate: f64,
-    /// Loss before each step in f32.
+    /// Loss before each step in the f32 run.
     pub reference: Vec<f64>,
-    /// By policy, in the order of [`Findings::runs`].
+    /// Runs in the order of [`Findings::runs`].
     pub runs: Vec<TrainingRun>,
 }
 
-/// A policy in training.
+/// Training under a policy.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct TrainingRun {
-    /// The policy.
+    /// Name of the policy.
     pub name: String,
     /// Loss before each step.
     pub losses: Vec<f64>,
-    /// How far the parameters are from those of the reference, for how far those moved: |a - b| / |b - start|.
+    /// Drift of the parameters a from those of the f32 run b: |a - b| / |b - start|.
     pub drift: f64,
-    /// The same for protected tensors alone; `None` without any.
+    /// Drift of the protected tensors alone; `None` without any.
     pub protected_drift: Option<f64>,
-    /// The step at which a loss or gradient was non-finite, counted from one; training ends there.
+    /// Step with the first non-finite loss or gradient, counted from 1; training ends there.
     pub not_finite: Option<usize>,
 }
 
-/// A policy that decodes, beside f32 that does.
+/// Decoding under a policy, compared with decoding in f32.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct DecodingRun {
-    /// The policy.
+    /// Name of the policy.
     pub name: String,
-    /// KL(f32 || this) of the output distributions, over tokens, in nats.
+    /// KL(f32 || this) of the output distributions per token, in nats.
     pub kl: Spread,
-    /// Share of tokens whose likeliest next token is f32's.
+    /// Share of tokens with the same top-1 next token as f32.
     pub top1_agreement: f64,
-    /// By position in the sequence.
+    /// Errors by position in the sequence.
     pub by_position: Vec<PositionDivergence>,
 }
 
-/// Mean KL divergence of tokens whose position in their sequence is in `from..to`.
+/// Mean KL divergence of tokens at positions `from..to` of their sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct PositionDivergence {
@@ -373,13 +373,13 @@ pub struct PositionDivergence {
     pub kl: f64,
 }
 
-/// A published question, answered for this model.
+/// Answer to a published question for this model.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Answer {
     /// The question.
     pub question: String,
-    /// Yes, no, or not here.
+    /// Short answer.
     pub short: String,
-    /// The answer in words, with figures.
+    /// Explanation with numbers.
     pub text: String,
 }

@@ -1,4 +1,4 @@
-//! What the models read: documents of a file, an embedded text, or the embedded model's own task.
+//! Inputs: documents of a file, the embedded text, or the task of the embedded model.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,29 +14,29 @@ use crate::findings::Input;
 
 const EMBEDDED_TEXT: &str = include_str!("../text.txt");
 
-/// Tokens of the embedded task at least.
+/// Least number of tokens of the embedded task.
 const TASK_TOKENS: usize = 2048;
 
-/// Tokens of the embedded task at most: it has no end of its own.
+/// Most tokens of the embedded task, which is generated without end.
 const MOST_TASK_TOKENS: usize = 1 << 24;
 
-/// Sequences to cut the tokens into.
+/// Number and length of the sequences that tokens are cut into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Length {
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     pub tokens: usize,
-    /// Sequences at most.
+    /// Most sequences.
     pub sequences: usize,
 }
 
 impl Length {
-    /// Tokens of all sequences.
+    /// Tokens of all sequences together.
     fn all(&self) -> usize {
         self.tokens.saturating_mul(self.sequences)
     }
 }
 
-/// The documents of a file (.txt, .jsonl), end to end; every token is predicted.
+/// Reads the documents of a file (.txt, .jsonl), concatenated; every token is predicted.
 pub fn from_file(file: &Path, model: &Path, length: Length) -> Result<(Batch, Input)> {
     let encoder = Arc::new(TextEncoder::load(model)?);
     let data = ballast_train::data::DataFile { path: file.into(), weight: 1.0 };
@@ -57,23 +57,25 @@ pub fn from_file(file: &Path, model: &Path, length: Length) -> Result<(Batch, In
     cut(ids, length, file.display().to_string())
 }
 
-/// A text of our own.
+/// Returns the embedded text.
 pub fn embedded_text(model: &Path, length: Length) -> Result<(Batch, Input)> {
     let tokenizer = Tokenizer::load(&folder_of(model)).map_err(|error| {
-        Error::Input(format!("{error}; the embedded text needs a tokenizer; --ids takes tokens as they are"))
+        Error::Input(format!(
+            "{error}; the embedded text needs a tokenizer; give token ids with --ids instead"
+        ))
     })?;
     cut(tokenizer.encode(EMBEDDED_TEXT, true)?, length, "the embedded text".into())
 }
 
-/// Held-out documents of the embedded task; only what the task trains on is predicted. Without a length, documents as the
-/// model was trained on them, each a sequence of its own; with one, end to end in sequences of that length, for long contexts.
+/// Returns held-out documents of the embedded task; only the tokens that the task trains on are predicted. Without a
+/// length each document is a sequence, as in training; with one, documents are concatenated and cut, for long contexts.
 pub fn task(length: Option<Length>) -> Result<(Batch, Input)> {
     let mut documents = Task::new(Split::Validation, 0);
     let (mut ids, mut labels, mut ends) = (Vec::new(), Vec::new(), vec![0]);
     let wanted = length.map_or(TASK_TOKENS, |length| length.all());
     if wanted > MOST_TASK_TOKENS {
         return Err(Error::Choice(format!(
-            "the embedded task: at most {MOST_TASK_TOKENS} tokens were expected, got {wanted}; lower --tokens or --sequences"
+            "embedded task: at most {MOST_TASK_TOKENS} tokens are possible, got {wanted}; lower --tokens or --sequences"
         )));
     }
     while ids.len() < wanted {
@@ -93,14 +95,14 @@ pub fn task(length: Option<Length>) -> Result<(Batch, Input)> {
     Ok((batch, input))
 }
 
-/// Sequences of at most `length.tokens`; a last one of a single token predicts nothing and is left out.
+/// Cuts tokens into sequences of at most `length.tokens`. A last sequence of one token predicts nothing and is dropped.
 fn cut(mut ids: Vec<u32>, length: Length, source: String) -> Result<(Batch, Input)> {
     ids.truncate(length.all());
     if ids.len() % length.tokens == 1 && ids.len() > 1 {
         ids.pop();
     }
     if ids.len() < 2 {
-        return Err(Error::Input(format!("{source}: {} tokens in it; two are needed", ids.len())));
+        return Err(Error::Input(format!("{source}: at least 2 tokens are needed, got {}", ids.len())));
     }
     let mut ends: Vec<usize> = (0..ids.len()).step_by(length.tokens).collect();
     ends.push(ids.len());
@@ -109,7 +111,7 @@ fn cut(mut ids: Vec<u32>, length: Length, source: String) -> Result<(Batch, Inpu
     Ok((batch, input))
 }
 
-/// What there is to say of a batch.
+/// Describes a batch.
 pub fn describe(batch: &Batch, source: String) -> Input {
     Input {
         source,

@@ -1,9 +1,10 @@
-//! What each precision choice costs on a model: the same input under a reference and under several policies, compared.
+//! Measures the cost of precision choices on a model: the same input runs in an f64 reference and under several policies,
+//! and outputs, inner tensors and gradients are compared.
 //!
-//! [`Findings`] is everything that a run of the lab found, as plain data.
+//! [`Study`] runs a comparison and returns [`Findings`], the results as plain data.
 
 #![forbid(unsafe_code)]
-// Outputs, then inputs, then sizes: the grammar of the kernels.
+// Arguments in the order of the kernels: outputs, inputs, sizes.
 #![allow(clippy::too_many_arguments)]
 
 mod answers;

@@ -1,4 +1,4 @@
-//! A whole study: experiment, facts, training steps, answers.
+//! Studies: experiment, facts, training steps, decoding, answers.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -19,21 +19,21 @@ use crate::findings::{Findings, Input, Run};
 use crate::reference::Backward;
 use crate::training::Steps;
 
-/// What all studies are told.
+/// Setup of a study.
 pub struct Study<'a> {
-    /// The checkpoint.
+    /// Path of the checkpoint.
     pub path: &'a Path,
-    /// It, opened.
+    /// The opened checkpoint.
     pub checkpoint: &'a LazyCheckpoint,
-    /// What it reads.
+    /// Input tokens.
     pub batch: &'a Batch,
-    /// The same in words.
+    /// Description of the input.
     pub input: Input,
-    /// What the reference computes in.
+    /// Arithmetic of the reference.
     pub reference: Arithmetic,
-    /// Whether gradients are compared too.
+    /// Compares gradients too.
     pub gradients: bool,
-    /// Progress. Phases count parts of the model, then training steps.
+    /// Progress. Phases count parts of the model, then training steps, then decoded tokens.
     pub observer: &'a dyn Observer,
 }
 
@@ -45,17 +45,17 @@ pub struct Training {
     pub learning_rate: f64,
 }
 
-/// What a study of choices can have beside the runs. Both need the whole model in memory.
+/// Optional parts of a study of choices. Both need the whole model in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct More {
     /// Training steps.
     pub training: Option<Training>,
-    /// Whether the input is also read token by token.
+    /// Also decodes the input token by token.
     pub decoding: bool,
 }
 
 impl<'a> Study<'a> {
-    /// What each choice costs. The run in f32 is added where it is not among them.
+    /// Measures the cost of each choice. The f32 run is always added.
     pub fn choices(&self, mut choices: Vec<Choice>, more: More) -> Result<Findings> {
         let begun = Instant::now();
         choices.retain(|choice| choice.name != "f32");
@@ -84,12 +84,12 @@ impl<'a> Study<'a> {
         Ok(findings)
     }
 
-    /// Another checkpoint of the same model beside this one.
+    /// Compares another checkpoint of the same model with this one.
     pub fn compare(&self, name: &str, other: &LazyCheckpoint) -> Result<Findings> {
         let begun = Instant::now();
         if other.config != self.checkpoint.config {
             return Err(Error::Input(format!(
-                "{name}: its config.json describes another model than {}, so their tensors cannot be compared",
+                "{name}: config.json describes another model than that of {}; only checkpoints of the same model can be compared",
                 self.path.display()
             )));
         }
@@ -101,8 +101,8 @@ impl<'a> Study<'a> {
         Ok(findings)
     }
 
-    /// Tensors that another framework wrote beside this model's; equal indexer scores are resolved as torch does, and gradients
-    /// are those of the language loss alone.
+    /// Compares tensors that another framework wrote with this model's. Ties of indexer scores are resolved as torch does,
+    /// and gradients are those of the language loss alone.
     pub fn dump(&self, name: &str, dump: Dump, tolerance: f64) -> Result<Findings> {
         let begun = Instant::now();
         let (names, logits): (Vec<String>, bool) =
@@ -112,18 +112,18 @@ impl<'a> Study<'a> {
         let run = &findings.runs[0];
         if run.sites.is_empty() && !logits && run.gradients.is_empty() {
             return Err(Error::Input(format!(
-                "{name}: none of its tensors has the name and the size of a site; `ballast trace MODEL --ids IDS --sites '*' \
-                 --out FILE` writes all names"
+                "{name}: no tensor has the name and size of a site; `ballast trace MODEL --ids IDS --sites '*' --out FILE` \
+                 writes all sites"
             )));
         }
-        findings.notes = self.left_aside(run, &names).into_iter().collect();
+        findings.notes = self.not_compared(run, &names).into_iter().collect();
         findings.seconds = begun.elapsed().as_secs_f64();
         findings.peak_memory_bytes = memory::peak();
         Ok(findings)
     }
 
-    /// Which of another framework's tensors were compared with nothing.
-    fn left_aside(&self, run: &Run, names: &[String]) -> Option<String> {
+    /// A note on the tensors of a dump that were not compared.
+    fn not_compared(&self, run: &Run, names: &[String]) -> Option<String> {
         let mut known: HashSet<String> = run.sites.iter().map(|site| site.site.clone()).collect();
         known.insert("logits".into());
         for spec in
@@ -136,9 +136,8 @@ impl<'a> Study<'a> {
             names.iter().map(String::as_str).filter(|name| !known.contains(*name)).collect();
         let few = others.iter().take(5).copied().collect::<Vec<_>>().join(", ");
         let more = if others.len() > 5 { ", ..." } else { "" };
-        (!others.is_empty()).then(|| {
-            format!("Compared with nothing: {} ({few}{more}).", plural(others.len() as u64, "tensor"))
-        })
+        (!others.is_empty())
+            .then(|| format!("Not compared: {} ({few}{more}).", plural(others.len(), "tensor")))
     }
 
     fn run(&self, contestants: Vec<Contestant<'_>>, ties: Ties, of_interest: Backward) -> Result<Findings> {
@@ -157,30 +156,29 @@ impl<'a> Study<'a> {
     }
 }
 
-/// What a reader must know.
+/// Notes for the reader.
 fn notes(config: &Config, study: &Study<'_>) -> Vec<String> {
     let mut notes = vec![
-        "An error is RMS(a - b) / RMS(b), b being the reference's tensor.".to_string(),
-        "Single choices are made in f32 storage: everything else is f32, so that what is seen is theirs alone.".into(),
+        "The error of a tensor a is RMS(a - b) / RMS(b), where b is the reference's tensor.".to_string(),
+        "Single choices use f32 for everything else, so their whole error is their own.".into(),
     ];
     if config.layers.iter().any(|layer| !matches!(layer.mixer, ballast_model::config::Mixer::Linear(_))) {
         notes.push(
-            "Attention logits are those of up to 64 queries by head, evenly over the input, with all keys that are not hidden \
-             by mask, window or indexer (of an input whose scores are too many to look at, over 4,096 tokens, also those that an \
-             indexer hides)."
+            "Attention logits are those of up to 64 queries per head, spread evenly over the input, with all keys that mask, window \
+             and indexer leave visible. For inputs over 4,096 tokens, keys that an indexer hides are included."
                 .into(),
         );
     }
     if config.has_indexer() {
         notes.push(
-            "The language loss does not reach the indexers' weights: their gradients are those of their own loss (sparse stage, \
-             factor 1), and no part of the error of all gradients. Equal scores: the earliest key is chosen."
+            "The language loss does not reach the indexers' weights. Their gradients are those of the indexer loss (sparse stage, \
+             factor 1) and not part of the total gradient error. Of equal scores, the earliest key is chosen."
                 .into(),
         );
     }
     if study.batch.tokens() < 256 {
         notes.push(format!(
-            "The input has {} tokens: percentiles and shares are coarse.",
+            "The input has only {} tokens, so percentiles and percentages are coarse.",
             study.batch.tokens()
         ));
     }

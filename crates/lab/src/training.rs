@@ -1,7 +1,7 @@
-//! The same few training steps in f32 and under every choice: losses, and how far the parameters drift apart.
+//! A few training steps in f32 and under every choice: losses, and the drift of the parameters.
 //!
-//! AdamW with f32 masters, the whole input in every step, no decay, a constant learning rate. A choice that rounds a tensor
-//! rounds it after every step.
+//! AdamW with f32 master weights, the whole input in every step, no weight decay, a constant learning rate. A choice that
+//! rounds a tensor rounds it after every step.
 
 use std::path::Path;
 
@@ -15,21 +15,21 @@ use crate::engine::sparse_loss;
 use crate::error::Result;
 use crate::findings::{Training, TrainingRun};
 
-/// What is trained, and for how long.
+/// Setup of the training steps.
 pub struct Steps<'a> {
-    /// The checkpoint.
+    /// Path of the checkpoint.
     pub path: &'a Path,
-    /// What is read in every step.
+    /// Batch of every step.
     pub batch: &'a Batch,
-    /// Steps.
+    /// Number of steps.
     pub steps: usize,
-    /// Of AdamW.
+    /// Learning rate of AdamW.
     pub learning_rate: f64,
     /// Progress: a unit is a step.
     pub observer: &'a dyn Observer,
 }
 
-/// Where a run came to.
+/// Outcome of a run.
 struct Outcome {
     losses: Vec<f64>,
     not_finite: Option<usize>,
@@ -39,12 +39,12 @@ struct Outcome {
 }
 
 impl Steps<'_> {
-    /// `choices` beside [`Choice::f32`], which comes first in what is found.
+    /// Trains under [`Choice::f32`] and under `choices`; f32 comes first in the result.
     pub fn run(&self, choices: &[Choice]) -> Result<Training> {
         let exact = self.one(&Choice::f32())?;
-        let mut runs = vec![exact.beside(&exact, "f32")];
+        let mut runs = vec![exact.compare(&exact, "f32")];
         for choice in choices {
-            runs.push(self.one(choice)?.beside(&exact, &choice.name));
+            runs.push(self.one(choice)?.compare(&exact, &choice.name));
         }
         let Steps { steps, learning_rate, .. } = *self;
         Ok(Training { steps, learning_rate, reference: exact.losses, runs })
@@ -90,7 +90,7 @@ impl Steps<'_> {
     }
 }
 
-/// What has been learned, in f32: masters where there are any.
+/// The trained values in f32: master weights if there are any.
 fn values(optimizer: &Optimizer, model: &Model) -> Vec<Vec<f32>> {
     let value = |slot: &Slot| match (&slot.master, slot.place) {
         (Some(master), _) => master.clone(),
@@ -102,7 +102,7 @@ fn values(optimizer: &Optimizer, model: &Model) -> Vec<Vec<f32>> {
 }
 
 impl Outcome {
-    fn beside(&self, exact: &Outcome, name: &str) -> TrainingRun {
+    fn compare(&self, exact: &Outcome, name: &str) -> TrainingRun {
         TrainingRun {
             name: name.into(),
             losses: self.losses.clone(),
@@ -112,7 +112,7 @@ impl Outcome {
         }
     }
 
-    /// |a - b| / |b - start| over those tensors.
+    /// |a - b| / |b - start| over the wanted tensors, b being the f32 run's.
     fn drift(&self, exact: &Outcome, wanted: impl Fn(bool) -> bool) -> f64 {
         let (mut apart, mut moved) = (0.0, 0.0);
         let tensors = self.end.iter().zip(&exact.end).zip(&exact.start).zip(&exact.protected);

@@ -1,4 +1,4 @@
-//! Each choice changes what it names, there first, and by as much as the theory says.
+//! Each choice first changes the site that it names, by as much as theory says.
 
 mod common;
 
@@ -10,7 +10,7 @@ use ballast_model::probe::Recorder;
 use ballast_model::{LazyCheckpoint, Model, Precision, Site};
 use common::{MODELS, batch, defaults, folder, run, study};
 
-/// The first tensor whose bits differ, among everything that a probe can see.
+/// First tensor whose bits differ, among all that a probe sees.
 fn first_difference(model: &str, choice: &Choice) -> Option<String> {
     let see = |precision: &Precision| {
         let model = Model::load(&folder(model), |_| Ok(precision.clone())).unwrap();
@@ -25,7 +25,7 @@ fn first_difference(model: &str, choice: &Choice) -> Option<String> {
     differing.map(|(_, seen)| seen.site.clone())
 }
 
-/// Long enough that an indexer has a choice.
+/// Sequence length at which an indexer has a choice.
 fn batch_of(vocabulary: usize) -> ballast_model::Batch {
     ballast_model::Batch::rows((0..96).map(|t| (t * 37 % vocabulary) as u32).collect(), 48).unwrap()
 }
@@ -109,7 +109,7 @@ fn lowered_logits_are_off_by_half_an_ulp_at_most() {
             // The first layer with attention: later ones see other inputs.
             let (exact, found) = (&findings.attention[0], &run(&findings, choice).attention[0]);
             let half = 0.5 * dtype.ulp(exact.largest).unwrap();
-            // Of thousands of logits, the farthest is near half an ulp of those in the upper binade, or of the next one.
+            // The largest error of thousands of logits is near half an ulp of the upper binade, or of the next one.
             assert!(
                 found.max_abs <= half * (1.0 + 1e-6) && found.max_abs >= half / 4.0,
                 "{name} {choice}: {}",

@@ -1,4 +1,4 @@
-//! Every policy that is offered for a model changes something in it; one that would change nothing is refused.
+//! Every default policy of a model changes something in it; a policy without effect is refused.
 
 mod common;
 
@@ -8,12 +8,12 @@ use ballast_model::probe::Recorder;
 use ballast_model::{Batch, LazyCheckpoint, Model, Precision};
 use common::{MODELS, defaults, folder};
 
-/// Long enough that an indexer has a choice and a state is handed on.
+/// Sequence length at which an indexer has a choice and a state passes between chunks.
 fn batch(vocabulary: usize) -> Batch {
     Batch::rows((0..96).map(|t| (t * 37 % vocabulary) as u32).collect(), 48).unwrap()
 }
 
-/// The bits of everything that a probe can see.
+/// Bits of all tensors that a probe sees.
 fn seen(name: &str, precision: &Precision) -> Vec<u32> {
     let model = Model::load(&folder(name), |_| Ok(precision.clone())).unwrap();
     let mut recorder = Recorder::default();
@@ -21,7 +21,7 @@ fn seen(name: &str, precision: &Precision) -> Vec<u32> {
     recorder.seen.iter().flat_map(|seen| &seen.values).map(|x| x.to_bits()).collect()
 }
 
-/// Whether a choice rounds a protected tensor whose values have more bits than bf16.
+/// Returns true if a choice rounds a protected tensor that is not exact in bf16.
 fn rounds_a_tensor(checkpoint: &LazyCheckpoint, choice: &Choice) -> bool {
     let mut values = checkpoint.read(|_| true).unwrap();
     for tensor in values.protected_mut() {

@@ -1,5 +1,5 @@
-//! The model in f64 on all tiny models: against transformers, against the model in f32, against differences of its own
-//! loss.
+//! The f64 reference on all tiny models: against transformers, against the model in f32, and against finite differences of
+//! its own loss.
 
 mod common;
 mod tiny;
@@ -13,7 +13,7 @@ use ballast_model::{Batch, IndexerLoss, IndexerStage, LossOptions, Model, Recomp
 use common::{MODELS, batch, golden, ids};
 use tiny::*;
 
-/// Of gradients. qwen3_5 amplifies, as [`site_limit`] says: transformers' own are up to 2.9e-4 away from f64 (A_log), the
+/// Limit of gradient errors. qwen3_5 amplifies, as [`site_limit`] says: transformers' own are up to 2.9e-4 away from f64 (A_log), the
 /// model's about as far, and more than a third of the tensors are beyond 1e-4 in both.
 fn gradient_limit(model: &str) -> f64 {
     match model {
@@ -24,7 +24,7 @@ fn gradient_limit(model: &str) -> f64 {
     }
 }
 
-/// Of sites. In qwen3_next and qwen3_5 the error grows several times with every layer of linear attention: heads of o
+/// Limit of site errors. In qwen3_next and qwen3_5 the error grows several times with every layer of linear attention: heads of o
 /// that are nearly zero (1e-5 beside 3e-3) are made as large as the others by the norm, with what they have lost, and a
 /// single one has most of a site's error.
 fn site_limit(model: &str) -> f64 {
@@ -189,13 +189,13 @@ fn random(seed: u64) -> impl FnMut() -> i64 {
     }
 }
 
-/// The last digits gone, so that small steps to both sides are exact in f32.
+/// Parameters without their last digits, so that small steps in both directions are exact in f32.
 fn shortened(parameters: &Parameters) -> Parameters {
     let short = |x: &f32| f32::from_bits(x.to_bits() & 0xffff_0000);
     parameters.iter().map(|(name, values)| (name.clone(), values.iter().map(short).collect())).collect()
 }
 
-/// The distance of the numbers that f32 has around x.
+/// Distance of neighboring f32 numbers around x.
 fn spacing(x: f32) -> f64 {
     if x == 0.0 { 2f64.powi(-30) } else { (f32::from_bits(x.to_bits() + 1) as f64 - x as f64).abs() }
 }

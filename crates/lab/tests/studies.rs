@@ -117,13 +117,13 @@ fn decoding_shows_what_is_rounded_at_every_token() {
             one.by_position.iter().map(|place| (place.from, place.to)).collect();
         assert_eq!(places, [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32)], "{}", one.name);
     }
-    // A prefill of 29 tokens is less than a chunk, so the state is rounded nowhere in it.
+    // A prefill of 29 tokens is shorter than a chunk, so its state is never rounded.
     assert_eq!(run(&findings, "state").kl.max, 0.0);
-    // What is rounded once for all costs the same on both ways.
+    // A tensor that is rounded once costs the same in prefill and decoding.
     let ratio = decoded("A_log").kl.mean / run(&findings, "A_log").kl.mean;
     assert!((0.99..1.01).contains(&ratio), "{ratio}");
     assert!(findings.answers.iter().any(|answer| answer.question.contains("while decoding")));
-    // Where there is no state, nothing is rounded: the same bits.
+    // Without a state nothing is rounded: the bits are the same.
     let without = decode("gemma2", &["state"]);
     assert_eq!((without.decoding[0].kl.max, without.decoding[0].top1_agreement), (0.0, 1.0));
 }
@@ -206,14 +206,14 @@ fn tensors_of_another_framework_part_where_they_differ() {
     });
 }
 
-/// Golden files are such dumps: what transformers wrote, logits and gradients by its names.
+/// Golden files serve as dumps: transformers wrote logits and gradients by its names.
 #[test]
 fn transformers_own_values_agree_on_every_model() {
     for name in MODELS {
         study(name, Arithmetic::F64, true, |study| {
             let file = folder(name).join("golden.safetensors");
-            // Experts have a tensor each in some of the files, and Qwen3-Next fuses projections that we have apart: no names of
-            // ours. All others are compared.
+            // Some files have one tensor per expert, and Qwen3-Next fuses projections that we split; these names are unknown
+            // to us. All others are compared.
             let is_shared = |tensor: &str| {
                 !["experts.", "in_proj_qkvz.", "in_proj_ba."].iter().any(|part| tensor.contains(part))
             };
@@ -248,7 +248,7 @@ fn a_dump_of_another_input_is_refused_and_other_names_are_told() {
         );
         let gradient = dump(&[("grad.model.norm.weight", &[5], &zeros[..5])]).unwrap_err().to_string();
         assert!(gradient.contains("grad.norm.weight has 5 elements"), "{gradient}");
-        // A layer's norm is not the last one, though its name ends alike.
+        // The norm of a layer is not the last norm, although its name ends the same.
         let norm: Vec<f32> = vec![1.0; 24];
         let name = "grad.model.layers.0.linear_attn.norm.weight";
         let findings = dump(&[(name, &[24], &norm), ("other", &[1], &[1.0])]).unwrap();

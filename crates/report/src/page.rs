@@ -1,6 +1,6 @@
-//! The page around the sections: one file, its style inside, nothing from elsewhere.
+//! HTML page: one file with its style inside and no external resources, and escaping of untrusted text.
 
-/// A page with this heading, everything below it, and no reference to any other file or host.
+/// Returns an HTML page with this heading and `body` (HTML) below it. It refers to no other file or host.
 pub fn page(title: &str, body: &str) -> String {
     let title = inline(title);
     format!(
@@ -13,13 +13,13 @@ pub fn page(title: &str, body: &str) -> String {
     )
 }
 
-/// Text from outside in a line of HTML or in an attribute. What has no shape of its own or changes how others are
-/// read (controls, marks of direction, widths of zero) is shown by name.
+/// Escapes untrusted text for one line of HTML or for an attribute. Invisible characters (controls, direction marks,
+/// zero-width characters) are shown as their code points, `[U+202E]`.
 pub fn inline(text: &str) -> String {
     escape(text, false)
 }
 
-/// The same for a sentence, where names stand between backticks and are shown as code.
+/// Escapes a sentence; text between backticks becomes `<code>`.
 pub fn prose(text: &str) -> String {
     let parts: Vec<&str> = text.split('`').collect();
     let mut html = String::with_capacity(text.len());
@@ -33,7 +33,7 @@ pub fn prose(text: &str) -> String {
     html
 }
 
-/// The same where line breaks and tabs are kept.
+/// Escapes untrusted text of several lines; line breaks and tabs stay.
 pub fn block(text: &str) -> String {
     escape(text, true)
 }

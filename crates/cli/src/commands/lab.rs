@@ -288,23 +288,15 @@ fn wrap(text: &str) -> String {
 }
 
 fn runs_table(findings: &Findings) -> Table {
-    let headings = [
-        "policy",
-        ">loss",
-        ">KL mean",
-        ">p99",
-        ">max",
-        ">top-1",
-        ">gradients",
-        "first change, or non-finite",
-    ];
+    let headings =
+        ["policy", ">loss", ">KL mean", ">p99", ">max", ">top-1", ">gradients", "first difference"];
     let mut rows = table(&headings);
     for run in &findings.runs {
         let place = match (&run.not_finite, &run.first_difference) {
             (Some(bad), _) => format!("{}: {} non-finite", bad.site, count(bad.count as u64)),
             (None, Some(site)) => site.clone(),
-            (None, None) if run.name == "f32" => "the floor".into(),
-            (None, None) => "none: same bits as f32".into(),
+            (None, None) if run.name == "f32" => "f32 floor".into(),
+            (None, None) => "none, same bits as f32".into(),
         };
         rows.add_row([
             clean(&run.name),
@@ -321,7 +313,8 @@ fn runs_table(findings: &Findings) -> Table {
 }
 
 fn training_table(training: &ballast_lab::findings::Training) -> Table {
-    let mut rows = table(&["training", ">first loss", ">last loss", ">drift", ">protected", "non-finite"]);
+    let mut rows =
+        table(&["training", ">first loss", ">last loss", ">drift", ">protected drift", "non-finite"]);
     for run in &training.runs {
         let loss = |loss: Option<&f64>| loss.map_or_else(|| "-".into(), |loss| format!("{loss:.5}"));
         rows.add_row([
@@ -337,7 +330,7 @@ fn training_table(training: &ballast_lab::findings::Training) -> Table {
 }
 
 fn decoding_table(runs: &[DecodingRun]) -> Table {
-    let mut rows = table(&["token by token", ">KL mean", ">p99", ">max", ">top-1"]);
+    let mut rows = table(&["decoding", ">KL mean", ">p99", ">max", ">top-1"]);
     for run in runs {
         rows.add_row([
             clean(&run.name),
@@ -350,17 +343,17 @@ fn decoding_table(runs: &[DecodingRun]) -> Table {
     rows
 }
 
-/// Where two runs part: sites in their order, folded where nothing happens.
+/// The comparison of two models: the first difference, and the tensors around it.
 fn parting(run: &Run, notes: &[String], args: &LabArgs) -> String {
     let mut text = String::new();
     text += &match &run.first_difference {
-        Some(site) => format!("{} parts from it at {}.\n", clean(&run.name), clean(site)),
+        Some(site) => format!("{} first differs at {}.\n", clean(&run.name), clean(site)),
         None if run.kind == Kind::Dump => {
             format!("{} agrees within {} everywhere.\n", clean(&run.name), number(args.tolerance))
         }
         None => format!("{} gives the same values everywhere.\n", clean(&run.name)),
     };
-    let mut rows = table(&["site", ">error", ">largest difference", ">largest value"]);
+    let mut rows = table(&["tensor", ">error", ">max difference", ">max value"]);
     let first = run.sites.iter().position(|site| Some(&site.site) == run.first_difference.as_ref());
     let around = first.map_or(0..0, |at| at.saturating_sub(2)..(at + 8).min(run.sites.len()));
     let last = run.sites.len().saturating_sub(1);
@@ -379,7 +372,7 @@ fn parting(run: &Run, notes: &[String], args: &LabArgs) -> String {
         text += "no logits: outputs were not compared\n";
     } else {
         text += &format!(
-            "loss {:.6} ({}), KL {} per token (p99 {}, largest {}), same likeliest token for {}\n",
+            "loss {:.6} ({}), KL {} per token (p99 {}, max {}), top-1 agreement {}\n",
             run.loss,
             signed(run.loss_difference),
             number(run.kl.mean),
@@ -390,9 +383,9 @@ fn parting(run: &Run, notes: &[String], args: &LabArgs) -> String {
     }
     if let Some(error) = run.gradient_error {
         let worst = run.gradients.iter().max_by(|a, b| a.error.total_cmp(&b.error));
-        text += &format!("gradients differ by {}", number(error));
+        text += &format!("gradient error {}", number(error));
         text += &worst
-            .map_or_else(String::new, |g| format!(", most {} by {}", clean(&g.tensor), number(g.error)));
+            .map_or_else(String::new, |g| format!(", largest {} with {}", clean(&g.tensor), number(g.error)));
         text += "\n";
     }
     text

@@ -1,9 +1,9 @@
-//! Attention logits of a sample of queries, made from q and k: range, resolution, and which key is the largest.
+//! Attention logits of sampled queries, computed from q and k: range, resolution, top keys.
 //!
 //! ```text
-//! x[i,j] = scale <q_i, k_j>,  then cap tanh(x / cap),   rounded where the run rounds
+//! x[i,j] = scale <q_i, k_j>,  then cap tanh(x / cap),   rounded as in the run
 //! ```
-//! All causal keys inside the window are looked at that an indexer does not leave out.
+//! Keys are all causal keys inside the window that the indexer, if any, chooses.
 
 use ballast_kernels::Rounding;
 use ballast_model::config::{Attention, LatentAttention, Mixer};
@@ -14,12 +14,12 @@ use super::indexer::Scores;
 use super::output::argmax;
 use crate::findings::{AttentionError, LogitRange};
 
-/// Queries of a layer that are looked at, by head.
+/// Sampled queries per head.
 const QUERIES: usize = 64;
 
 const BINS: usize = 40;
 
-/// What the logits of a layer are made of.
+/// Dimensions and parameters of a layer's logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
     heads: usize,
@@ -28,12 +28,12 @@ pub struct Shape {
     scale: f32,
     window: Option<usize>,
     soft_cap: Option<f32>,
-    /// The layer whose keys are used.
+    /// Layer whose keys are used.
     pub keys_of: usize,
 }
 
 impl Shape {
-    /// Of a layer, unless its attention is linear.
+    /// Returns the shape of a layer; `None` for linear attention.
     pub fn of(layer: usize, mixer: &Mixer) -> Option<Shape> {
         match mixer {
             Mixer::Linear(_) => None,
@@ -68,7 +68,7 @@ impl Shape {
     }
 }
 
-/// Where a run rounds; `None` is f64.
+/// Rounding of a run at the sites of attention logits.
 #[derive(Clone, Copy, Debug)]
 pub struct Roundings {
     qk_product: Rounding,
@@ -76,18 +76,19 @@ pub struct Roundings {
 }
 
 impl Roundings {
-    /// Of a precision.
+    /// Returns the rounding of a precision.
     pub fn of(precision: &Precision) -> Roundings {
         Roundings { qk_product: precision.site(Site::QkProduct), logits: precision.site(Site::Logits) }
     }
 }
 
-/// Logits of sampled queries: by head and query, those of the keys that it sees; `None` for one that an indexer leaves out.
+/// Logits of sampled queries, one row per query and head; `None` for a key that the indexer does not choose.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rows(pub Vec<Vec<Option<f64>>>);
 
 impl Rows {
-    /// From q [tokens, heads, d] and k [tokens, kv_heads, d], and the indexer's scores if there is one.
+    /// Computes logits from q [tokens, heads, d], k [tokens, kv_heads, d] and the indexer's scores, if any. Without `rounds`
+    /// they are f64.
     pub fn new(
         q: &[f64],
         k: &[f64],
@@ -117,7 +118,7 @@ impl Rows {
         Rows(queries.into_par_iter().flat_map_iter(query).collect())
     }
 
-    /// What there is to say of the reference's.
+    /// Describes the range of the logits.
     pub fn range(&self, layer: usize) -> LogitRange {
         let all = || self.0.iter().flatten().flatten().copied();
         let (min, max) = (all().fold(f64::INFINITY, f64::min), all().fold(f64::NEG_INFINITY, f64::max));
@@ -140,12 +141,12 @@ impl Rows {
         }
     }
 
-    /// What became of the reference's.
+    /// Compares the logits with the reference's.
     pub fn compare(&self, reference: &Rows, layer: usize) -> AttentionError {
         let (mut largest, mut max_abs, mut changed, mut ties) = (0f64, 0f64, 0, 0);
         for (row, exact) in self.0.iter().zip(&reference.0) {
             for (x, exact) in row.iter().zip(exact).filter_map(|(x, exact)| Some(((*x)?, *exact))) {
-                // A key that only one of them chose has nothing to be compared with.
+                // A key that only one of them chose cannot be compared.
                 let apart = exact.map_or(0.0, |exact| if x == exact { 0.0 } else { (x - exact).abs() });
                 max_abs = if apart > max_abs || apart.is_nan() { apart } else { max_abs };
                 largest = if x.abs() > largest || x.is_nan() { x.abs() } else { largest };
@@ -162,7 +163,7 @@ impl Rows {
     }
 }
 
-/// As the kernel has it: see `ballast_kernels::attention::attention_logits`.
+/// The logit as the kernel computes it: see `ballast_kernels::attention::attention_logits`.
 fn logit(product: f64, shape: &Shape, rounds: Option<Roundings>) -> f64 {
     let Some(Roundings { qk_product, logits }) = rounds else {
         let x = product * shape.scale as f64;
@@ -175,8 +176,8 @@ fn logit(product: f64, shape: &Shape, rounds: Option<Roundings>) -> f64 {
     logits.round(x) as f64
 }
 
-/// Queries: where their sequence begins, and their place in it; evenly over all tokens but the first of a sequence, which
-/// sees itself alone.
+/// Samples queries as (start of the sequence, position in it), evenly over all tokens but the first of each sequence,
+/// which sees only itself.
 fn sample(batch: &Batch) -> impl Iterator<Item = (usize, usize)> {
     let all: Vec<(usize, usize)> = batch
         .cu_seqlens
@@ -184,7 +185,7 @@ fn sample(batch: &Batch) -> impl Iterator<Item = (usize, usize)> {
         .flat_map(|ends| (1..ends[1] - ends[0]).map(move |i| (ends[0], i)))
         .collect();
     let taken = all.len().min(QUERIES);
-    // The last token is always among them.
+    // The last token is always sampled.
     (0..taken).map(move |n| all[(n + 1) * all.len() / taken - 1])
 }
 

@@ -1,8 +1,8 @@
-//! The decay of the delta rule's heads: exp(A_log), and what the state loses per token.
+//! Decay of the delta rule's heads: the rate exp(A_log) and the mean decay per token.
 
 use crate::findings::{Decay, DecayError};
 
-/// Decay rates and mean losses per token of a layer, by head.
+/// Decay rates and mean decays per token of a layer, by head.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Decays {
     /// exp(A_log)
@@ -12,7 +12,7 @@ pub struct Decays {
 }
 
 impl Decays {
-    /// From A_log `[heads]` and g [tokens, heads].
+    /// Computes decays from A_log `[heads]` and g [tokens, heads].
     pub fn new(a_log: &[f64], g: &[f64]) -> Decays {
         let heads = a_log.len().max(1);
         let mut per_token = vec![0.0; a_log.len()];
@@ -26,7 +26,7 @@ impl Decays {
         Decays { rates: a_log.iter().map(|x| x.exp()).collect(), per_token }
     }
 
-    /// As the reference's.
+    /// Describes the decays of the reference.
     pub fn describe(&self, layer: usize) -> impl Iterator<Item = Decay> + '_ {
         self.rates.iter().zip(&self.per_token).enumerate().map(move |(head, (rate, per_token))| Decay {
             layer,
@@ -37,7 +37,7 @@ impl Decays {
         })
     }
 
-    /// Beside the reference's.
+    /// Compares the decays with the reference's.
     pub fn compare<'a>(
         &'a self,
         reference: &'a Decays,

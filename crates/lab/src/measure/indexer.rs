@@ -1,21 +1,21 @@
-//! Which keys an indexer chooses: the top-k of its scores.
+//! Keys chosen by an indexer: the top-k of its scores.
 
 use ballast_kernels::indexer::choose;
 use ballast_model::Ties;
 
 use crate::findings::IndexerError;
 
-/// An indexer's scores of sequences, each [tokens, tokens], end to end, and how it chooses by them.
+/// Scores of an indexer, [tokens, tokens] per sequence, concatenated, and how keys are chosen from them.
 pub struct Scores<'s> {
     pub values: &'s [f64],
     pub cu_seqlens: &'s [usize],
-    /// Keys that it takes, at least one.
+    /// Number of chosen keys, at least 1.
     pub topk: usize,
     pub ties: Ties,
 }
 
 impl Scores<'_> {
-    /// Where the scores of each sequence begin, and its tokens.
+    /// Offset of the scores of each sequence, and its tokens.
     fn squares(&self) -> impl Iterator<Item = (usize, std::ops::Range<usize>)> {
         let mut end = 0;
         self.cu_seqlens.windows(2).map(move |ends| {
@@ -25,7 +25,7 @@ impl Scores<'_> {
         })
     }
 
-    /// The keys of query i of a sequence of `tokens` tokens, in their order.
+    /// Keys of query i of a sequence of `tokens` tokens, ascending.
     fn chosen(&self, square: usize, tokens: usize, i: usize) -> Vec<u32> {
         let mut keys = vec![0; tokens];
         choose(&mut keys, &self.values[square + i * tokens..][..i + 1], self.topk, self.ties);
@@ -33,14 +33,14 @@ impl Scores<'_> {
         keys
     }
 
-    /// The keys of query i of the sequence that begins at token `begin`, in their order.
+    /// Keys of query i of the sequence that begins at token `begin`, ascending.
     pub fn keys(&self, begin: usize, i: usize) -> Vec<u32> {
-        // An empty sequence begins where the next one does.
+        // An empty sequence has the same begin as the next one.
         let found = self.squares().find(|(_, tokens)| tokens.start == begin && i < tokens.len());
         found.map_or(Vec::new(), |(square, tokens)| self.chosen(square, tokens.len(), i))
     }
 
-    /// What became of the reference's choice.
+    /// Compares the chosen keys with the reference's.
     pub fn compare(&self, reference: &Scores<'_>, layer: usize) -> IndexerError {
         let (mut queries, mut same, mut shared) = (0, 0, 0.0);
         for (square, tokens) in self.squares() {

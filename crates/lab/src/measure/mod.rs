@@ -1,4 +1,4 @@
-//! What is measured of a run beside the reference.
+//! Measurements of a run relative to the reference.
 
 pub mod attention;
 pub mod decay;
@@ -6,18 +6,18 @@ pub mod indexer;
 pub mod output;
 pub mod position;
 
-/// How far a is from b.
+/// Difference of tensor a from tensor b.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Difference {
-    /// RMS(a - b) / RMS(b); 0 where they are equal, whatever b is.
+    /// RMS(a - b) / RMS(b); 0 if they are equal, also if b is zero.
     pub error: f64,
     /// Largest |a - b|.
     pub max_abs: f64,
     /// Largest |b|.
     pub largest: f64,
-    /// <a, b> / (|a| |b|); 1 where both are zero.
+    /// <a, b> / (|a| |b|); 1 if both are zero.
     pub cosine: f64,
-    /// Values of a that are non-finite where b's are.
+    /// Number of non-finite values of a where b is finite.
     pub not_finite: usize,
     /// Sum of (a - b)^2.
     pub squared: f64,
@@ -30,7 +30,7 @@ fn relative(squared: f64, reference: f64) -> f64 {
     if squared == 0.0 { 0.0 } else { (squared / reference).sqrt() }
 }
 
-/// Several tensors as one.
+/// Error of several tensors taken as one.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Together {
     tensors: usize,
@@ -39,20 +39,20 @@ pub struct Together {
 }
 
 impl Together {
-    /// One more.
+    /// Adds a tensor.
     pub fn add(&mut self, difference: &Difference) {
         self.tensors += 1;
         self.squared += difference.squared;
         self.reference += difference.reference;
     }
 
-    /// RMS(a - b) / RMS(b) of them all; `None` without any.
+    /// RMS(a - b) / RMS(b) of all tensors; `None` without any.
     pub fn error(&self) -> Option<f64> {
         (self.tensors > 0).then(|| relative(self.squared, self.reference))
     }
 }
 
-/// How far a is from b, which is as long.
+/// Computes the difference of a from b, which has the same length.
 pub fn difference(a: &[f64], b: &[f64]) -> Difference {
     let mut found = Difference::default();
     let (mut along, mut own) = (0.0, 0.0);
@@ -61,7 +61,7 @@ pub fn difference(a: &[f64], b: &[f64]) -> Difference {
         let apart = if a == b { 0.0 } else { (a - b).abs() };
         found.squared += apart * apart;
         found.reference += b * b;
-        // f64::max drops NaN: a difference that is none must stay.
+        // f64::max would drop a NaN.
         found.max_abs = if apart > found.max_abs || apart.is_nan() { apart } else { found.max_abs };
         found.largest = found.largest.max(b.abs());
         along += a * b;

@@ -1,11 +1,11 @@
-//! The output distribution beside the reference's: losses, KL divergences, likeliest tokens.
+//! Output distributions relative to the reference: losses, KL divergences, top-1 agreement.
 
 use ballast_model::batch::IGNORED;
 use rayon::prelude::*;
 
 use crate::findings::Spread;
 
-/// What is gathered token by token.
+/// Sums over tokens.
 #[derive(Clone, Debug, Default)]
 pub struct Outputs {
     /// KL(reference || this), by token.
@@ -15,14 +15,14 @@ pub struct Outputs {
     agree: usize,
 }
 
-/// A row of logits as log-probabilities; NaN throughout where one of them is NaN or all are -inf.
+/// Log-probabilities of a row of logits; all NaN if a logit is NaN or all are -inf.
 fn log_softmax(row: &[f64]) -> Vec<f64> {
     let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = row.iter().map(|x| (x - max).exp()).sum();
     row.iter().map(|x| x - max - sum.ln()).collect()
 }
 
-/// The first of the largest.
+/// Index of the largest value; the first of equals.
 pub fn argmax(row: &[f64]) -> usize {
     let mut best = 0;
     for (i, x) in row.iter().enumerate() {
@@ -34,15 +34,15 @@ pub fn argmax(row: &[f64]) -> usize {
 }
 
 impl Outputs {
-    /// Adds rows of logits [rows, V] with their targets; `reference` has as many.
+    /// Adds rows of logits [rows, V] with their targets; `reference` has the same shape.
     pub fn add(&mut self, logits: &[f64], reference: &[f64], targets: &[i64], vocabulary: usize) {
         let one = |((row, reference), target): ((&[f64], &[f64]), &i64)| {
             let (own, exact) = (log_softmax(row), log_softmax(reference));
-            // exp(-inf) * (-inf) is no number, and nothing is there to be missed.
+            // exp(-inf) * (-inf) would be NaN; a probability of 0 contributes nothing.
             let term = |(p, q): (&f64, &f64)| if *p == f64::NEG_INFINITY { 0.0 } else { p.exp() * (p - q) };
             let kl: f64 = exact.iter().zip(&own).map(term).sum();
             let loss = if *target == IGNORED { None } else { Some(-own[*target as usize]) };
-            // Rounding of the sum can leave a little less than none.
+            // Rounding can make the sum slightly negative.
             (if kl < 0.0 { 0.0 } else { kl }, loss, argmax(row) == argmax(reference))
         };
         let rows = logits.par_chunks(vocabulary).zip(reference.par_chunks(vocabulary));
@@ -55,23 +55,23 @@ impl Outputs {
         }
     }
 
-    /// Mean loss of the tokens with a target; no number where there are none.
+    /// Mean loss of the tokens with a target; NaN without any.
     pub fn loss(&self) -> f64 {
         self.loss / self.predicted as f64
     }
 
-    /// Share of tokens whose likeliest next token is the reference's; no number where there are none.
+    /// Share of tokens with the same top-1 next token as the reference; NaN without tokens.
     pub fn agreement(&self) -> f64 {
         self.agree as f64 / self.kl.len() as f64
     }
 
-    /// Of the KL divergences; no numbers where there are none.
+    /// Mean, 99th percentile and maximum of the KL divergences; NaN without tokens.
     pub fn spread(&self) -> Spread {
         if self.kl.is_empty() {
             return Spread { mean: f64::NAN, p99: f64::NAN, max: f64::NAN };
         }
         let mut sorted = self.kl.clone();
-        // What is not a number counts as the largest, whatever its sign bit.
+        // NaN counts as the largest, whatever its sign bit.
         sorted.sort_by(|a, b| a.is_nan().cmp(&b.is_nan()).then(a.total_cmp(b)));
         let at = ((0.99 * sorted.len() as f64).ceil() as usize).clamp(1, sorted.len()) - 1;
         Spread {

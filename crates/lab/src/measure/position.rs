@@ -1,4 +1,4 @@
-//! Errors by position in the sequence: buckets that double, 0, 1, 2..4, 4..8, ...
+//! Errors by position in the sequence, in buckets of doubling size: 0, 1, 2..4, 4..8, ...
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,17 +10,17 @@ pub fn range(bucket: usize) -> Range<usize> {
     if bucket == 0 { 0..1 } else { 1 << (bucket - 1)..1 << bucket }
 }
 
-/// The bucket of a position.
+/// Bucket of a position.
 pub fn bucket(position: usize) -> usize {
     (usize::BITS - position.leading_zeros()) as usize
 }
 
-/// By token: its bucket.
+/// Bucket of each token.
 pub fn buckets(batch: &Batch) -> Vec<usize> {
     batch.positions.iter().map(|position| bucket(*position as usize)).collect()
 }
 
-/// The mean of values by token, for every bucket that has any.
+/// Mean of per-token values in every nonempty bucket.
 pub fn means(values: &[f64], buckets: &[usize]) -> Vec<(Range<usize>, f64)> {
     let mut sums: BTreeMap<usize, (usize, f64)> = BTreeMap::new();
     for (value, bucket) in values.iter().zip(buckets) {
@@ -30,7 +30,7 @@ pub fn means(values: &[f64], buckets: &[usize]) -> Vec<(Range<usize>, f64)> {
     sums.into_iter().map(|(bucket, (count, sum))| (range(bucket), sum / count as f64)).collect()
 }
 
-/// Squared differences and squares of the reference, by bucket.
+/// Sums of squared differences and of squares of the reference, by bucket.
 #[derive(Clone, Debug, Default)]
 pub struct Sums {
     apart: Vec<f64>,
@@ -38,7 +38,7 @@ pub struct Sums {
 }
 
 impl Sums {
-    /// Of tensors [tokens, ...].
+    /// Sums over tensors a and b [tokens, ...].
     pub fn new(a: &[f64], b: &[f64], buckets: &[usize]) -> Sums {
         let count = buckets.iter().max().map_or(0, |last| last + 1);
         let mut sums = Sums { apart: vec![0.0; count], reference: vec![0.0; count] };
@@ -58,7 +58,7 @@ impl Sums {
     }
 }
 
-/// Mean of squares over several tensors (layers), by bucket.
+/// RMS of errors over several tensors (layers), by bucket.
 #[derive(Clone, Debug, Default)]
 pub struct MeanErrors {
     squares: Vec<f64>,
@@ -75,7 +75,7 @@ impl MeanErrors {
         self.tensors += 1;
     }
 
-    /// The root of the mean; `None` where nothing was added.
+    /// RMS of the added errors; `None` without any.
     pub fn error(&self, bucket: usize) -> Option<f64> {
         (self.tensors > 0).then(|| (self.squares[bucket] / self.tensors as f64).sqrt())
     }

@@ -1,4 +1,4 @@
-//! What the parts of a layer share while it runs: the tape, the weights, who looks on, the batch.
+//! Context of a layer while it runs: tape, weights, observer, batch.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::tape::{Param, Tape, Value};
 use super::{Backward, Sites, Weights};
 use crate::{Error, Result};
 
-/// What a run works on.
+/// Configuration and batch of a run.
 #[derive(Debug)]
 pub struct Setting {
     pub config: Config,
@@ -43,9 +43,10 @@ impl Setting {
         self.rotations.iter().find(|(known, _)| known == rope).map(|(_, rotation)| rotation)
     }
 
-    /// The sines and cosines of a rotation of the configuration.
+    /// Sines and cosines of a rotary embedding of the configuration.
     pub fn rotation(&self, rope: &Rope) -> Result<Arc<Rotation>> {
-        let problem = || Error::Input(format!("no layer of the configuration rotates by {rope:?}"));
+        let problem =
+            || Error::Input(format!("no layer of the configuration uses the rotary embedding {rope:?}"));
         self.find(rope).cloned().ok_or_else(problem)
     }
 
@@ -58,11 +59,11 @@ impl Setting {
 pub struct LayerRun<'w, 's> {
     pub setting: Arc<Setting>,
     pub tape: Tape<'w>,
-    /// Losses that layers have of their own.
+    /// Losses of single layers.
     pub indexer_losses: Vec<Value>,
     weights: Weights<'s, 'w>,
     sites: Option<Sites<'s>>,
-    /// What stands before the names of parameters and sites: nothing, or `layers.3.`
+    /// Prefix of parameter and site names: empty, or `layers.3.`
     prefix: String,
 }
 
@@ -79,28 +80,28 @@ impl<'w, 's> LayerRun<'w, 's> {
         LayerRun { setting, tape, indexer_losses: Vec::new(), weights, sites, prefix }
     }
 
-    /// Whether this is a way back on which indexers learn.
+    /// Returns true if this run computes gradients of indexers.
     pub fn trains_indexers(&self) -> bool {
         self.tape.is_recording() && self.setting.backward == Backward::WithIndexers
     }
 
-    /// The parameter of this name, which must have `len` elements.
+    /// Returns the parameter of this name, which must have `len` elements.
     pub fn param(&self, name: &str, len: usize) -> Result<Param<'w>> {
         let name = format!("{}{name}", self.prefix);
         let values = (self.weights)(&name);
         if values.len() != len {
-            return Err(Error::Input(format!("{name} has {} elements where {len} are needed", values.len())));
+            return Err(Error::Input(format!("{name} has {} elements, expected {len}", values.len())));
         }
         Ok(Param::new(name, values))
     }
 
-    /// The linear layer of this name on x [tokens, inputs].
+    /// Applies the linear layer of this name to x [tokens, inputs].
     pub fn linear(&mut self, x: &Value, name: &str, inputs: usize, outputs: usize) -> Result<Value> {
         let weight = self.param(&format!("{name}.weight"), inputs * outputs)?;
         Ok(ops::linear(&mut self.tape, x, &weight, inputs))
     }
 
-    /// The same with a bias, if `bias`.
+    /// Applies a linear layer, with its bias if `bias`.
     pub fn affine(
         &mut self,
         x: &Value,
@@ -117,7 +118,7 @@ impl<'w, 's> LayerRun<'w, 's> {
         Ok(ops::add_bias(&mut self.tape, &y, &bias))
     }
 
-    /// The norm of this name over rows of `width`, in the form that the model's norms have.
+    /// Applies the norm of this name over rows of `width`, in the form of the model's norms.
     pub fn norm(&mut self, x: &Value, name: &str, width: usize) -> Result<Value> {
         self.norm_with(x, name, width, self.setting.config.eps)
     }
@@ -129,18 +130,18 @@ impl<'w, 's> LayerRun<'w, 's> {
         Ok(ops::rms_norm(&mut self.tape, x, gamma, eps as f64, width))
     }
 
-    /// Whether somebody looks on.
+    /// Returns true if there is an observer.
     pub fn is_watched(&self) -> bool {
         self.sites.is_some()
     }
 
-    /// Shows a tensor [tokens, ...].
+    /// Shows the observer a tensor [tokens, ...].
     pub fn see(&mut self, name: &str, values: &[f64]) {
         let tokens = self.setting.tokens();
         self.show(name, &[tokens, values.len() / tokens.max(1)], values);
     }
 
-    /// Shows a tensor of this shape.
+    /// Shows the observer a tensor of this shape.
     pub fn show(&mut self, name: &str, shape: &[usize], values: &[f64]) {
         if let Some(sites) = &mut self.sites {
             sites(&format!("{}{name}", self.prefix), shape, values);

@@ -1,4 +1,4 @@
-//! The output head and the loss, some tokens at a time. Token t with hidden h, weight W [V, H], target y, cap c:
+//! Output head and loss, a few tokens at a time. Token t with hidden h, weight W [V, H], target y, cap c:
 //! ```text
 //! u = W h          l = c tanh(u / c), or u          loss = ln sum_j e^{l_j} - l_y, the mean over n tokens with a target
 //! dl_j = (e^{l_j} / sum - [j = y]) / n              du = dl (1 - (l / c)^2)
@@ -20,12 +20,14 @@ use crate::{Error, Result};
 const SLICE: usize = 128;
 
 impl Reference {
-    /// The logits [rows, V] of some tokens, capped if the model does so; after `norm`.
+    /// Returns the logits [rows, V] of some tokens, soft-capped if the model does so. Call after `norm`.
     pub fn logits(&self, rows: Range<usize>, weights: Weights<'_, '_>) -> Result<Vec<f64>> {
         let (hidden, vocabulary) = (self.setting.config.hidden, self.setting.config.vocabulary);
         let tokens = self.hidden.len() / hidden;
         if rows.start > rows.end || rows.end > tokens {
-            return Err(Error::Input(format!("logits of tokens {rows:?}, of which there are {tokens}")));
+            return Err(Error::Input(format!(
+                "logits: tokens {rows:?} are out of range, the input has {tokens}"
+            )));
         }
         let head = self.head(weights)?;
         let x = &self.hidden[rows.start * hidden..rows.end * hidden];
@@ -37,13 +39,15 @@ impl Reference {
         Ok(logits)
     }
 
-    /// The mean loss over the tokens with a target, after `norm`; and the gradients of the last norm and of the head, with
-    /// which a backward begins. The gradient of a tied head is a part of that of `embed_tokens.weight`, beside what
-    /// `embed_backward` gives.
+    /// Returns the mean loss over the tokens with a target, and starts backward with the gradients of the last norm and the
+    /// head. Call after `norm`. A tied head gives a part of the gradient of `embed_tokens.weight`; `embed_backward` gives the
+    /// rest.
     pub fn loss(&mut self, weights: Weights<'_, '_>, gradients: Option<Gradients<'_>>) -> Result<f64> {
         self.expect(Stage::Normed, "loss")?;
         if gradients.is_some() && !self.keeps() {
-            return Err(Error::Input("gradients of a run that keeps nothing".into()));
+            return Err(Error::Input(
+                "no saved activations for backward: the run was created without gradients".into(),
+            ));
         }
         let setting = self.setting.clone();
         let counted = setting.batch.counted();
@@ -107,7 +111,7 @@ impl Reference {
     }
 }
 
-/// The loss of one token; its logits become their gradient before the cap.
+/// Returns the loss of one token and replaces its logits by their gradient before the cap.
 fn row_loss(row: &mut [f64], target: i64, cap: Option<f32>, counted: usize) -> f64 {
     if target == IGNORED {
         row.fill(0.0);

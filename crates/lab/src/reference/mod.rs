@@ -1,16 +1,16 @@
-//! The decoder once more, in f64: slow, and easy to believe. Everything else is compared with it.
+//! Reference decoder in f64: a slow, plain second implementation that everything else is compared with.
 //!
 //! ```text
 //! embed -> layer 0, 1, 2, ... -> norm -> logits or loss          loss -> layer_backward ..., 2, 1, 0 -> embed_backward
 //! ```
-//! It has the formulas of the model's layers once more, plainly: products in f64, the delta rule token by token, gradients by a
-//! tape that lives for one layer. Of the kernels it calls three things: the product of two f64 matrices, the frequencies of
-//! rotations, and the choice among scores. Between the layers only the residual stream exists, and every
-//! layer's input if a backward is to follow; the layer then runs once more. At any moment it asks for the weights of the
-//! part that it runs alone, so a model can be compared layer by layer that does not fit in memory.
+//! It repeats the formulas of the model's layers: products in f64, the delta rule token by token, gradients from a tape that
+//! lives for one layer. It uses only three functions of the kernels: the f64 matrix product, the rotary frequencies, and
+//! the choice of keys by score. Between layers only the residual stream is kept, plus every layer's input if backward
+//! follows, which runs the layer again. It asks only for the weights of the current part, so a model that does not fit in
+//! memory can be compared layer by layer.
 //!
-//! Weights are f32 as stored, or what another type was widened to, and so are the configuration's numbers (eps, scales,
-//! inverse frequencies). Choices of experts and keys are made on f64 scores.
+//! Weights are f32 as stored, or widened to f32, and so are the numbers of the configuration (eps, scales, inverse
+//! frequencies). Experts and keys are chosen by f64 scores.
 
 mod layer_run;
 mod layers;
@@ -30,49 +30,48 @@ use layer_run::{LayerRun, Setting};
 use layers::{KeyValues, Links};
 use tape::Value;
 
-/// Where parameters come from: values by the names of [`ballast_model::params::Spec`] (`embed_tokens.weight`,
-/// `layers.0.linear_attn.A_log`, `lm_head.weight`, ...). For a name that it does not know it may return an empty slice.
+/// Source of parameters: values by the names of [`ballast_model::params::Spec`] (`embed_tokens.weight`,
+/// `layers.0.linear_attn.A_log`, `lm_head.weight`, ...). It may return an empty slice for an unknown name.
 pub type Weights<'a, 'w> = &'a dyn Fn(&str) -> &'w [f32];
 
-/// Sees a named tensor: site, shape, values. The names, their order and the shapes are those that a
-/// [`ballast_model::Probe`] sees in a forward, but for the parameters, the logits of attentions, and the scores of
-/// indexers beyond 2^24.
+/// Observes a named tensor: site, shape, values. Names, order and shapes are those of a [`ballast_model::Probe`] in a
+/// forward, without parameters, attention logits, and more than 2^24 indexer scores.
 pub type Sites<'a> = &'a mut dyn FnMut(&str, &[usize], &[f64]);
 
-/// Takes the gradient of a parameter: name, values. A parameter that learns nothing from the loss has none, as an
+/// Receives the gradient of a parameter: name, values. A parameter that the loss does not reach has none, such as an
 /// indexer's without [`Backward::WithIndexers`].
 pub type Gradients<'a> = &'a mut dyn FnMut(&str, Vec<f64>);
 
-/// What the gradients of a run are of.
+/// Loss whose gradients are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backward {
-    /// There will be none.
+    /// No gradients.
     #[default]
     None,
     /// The mean language loss.
     Language,
-    /// The same, and beside it in every layer its indexer's loss, where the model has them: in the sparse stage, with factor 1.
+    /// The mean language loss plus, in every layer with an indexer, the indexer loss (sparse stage, factor 1).
     WithIndexers,
 }
 
-/// Whether an indexer's scores are few enough to be shown.
+/// Returns true if the indexer scores of a batch are few enough to be shown.
 pub(crate) fn shows_scores(batch: &Batch) -> bool {
     batch.tokens().saturating_pow(2) <= 1 << 24
 }
 
-/// A run of a decoder over a batch.
+/// A run of the reference over a batch.
 pub struct Reference {
     setting: Arc<Setting>,
     stage: Stage,
-    /// The residual stream: [tokens, H]
+    /// Residual stream [tokens, H]
     x: Arc<Vec<f64>>,
-    /// After the last norm: [tokens, H]
+    /// Output of the last norm [tokens, H]
     hidden: Vec<f64>,
-    /// What entered each layer, if it is kept
+    /// Input of each layer, if backward follows
     inputs: Vec<Arc<Vec<f64>>>,
-    /// Inputs that layers have of their own: [tokens, L, P]
+    /// Per-layer inputs [tokens, L, P]
     per_layer_inputs: Vec<f64>,
-    /// By layer: k and v that other layers use
+    /// k and v that other layers share, by layer
     key_values: Vec<Option<[Arc<Vec<f64>>; 2]>>,
     /// Gradients of the same
     dx: Vec<f64>,
@@ -80,23 +79,23 @@ pub struct Reference {
     d_key_values: Vec<Option<[Vec<f64>; 2]>>,
 }
 
-/// How far a run has come.
+/// Progress of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// Nothing was done.
+    /// Nothing ran yet.
     New,
-    /// The stream before this layer is there.
+    /// The input of this layer is computed.
     Before(usize),
-    /// The last norm was taken.
+    /// The last norm is computed.
     Normed,
-    /// The gradient of the stream before this layer is there.
+    /// The gradient of this layer's input is computed.
     Back(usize),
-    /// All gradients were given.
+    /// All gradients are computed.
     Done,
 }
 
 impl Reference {
-    /// A run over a batch.
+    /// Creates a run over a batch.
     pub fn new(config: &Config, batch: &Batch, ties: Ties, backward: Backward) -> Result<Reference> {
         check_batch(config, batch)?;
         let layers = config.layers.len();
@@ -114,7 +113,7 @@ impl Reference {
         })
     }
 
-    /// The embedding, and the inputs that layers have of their own.
+    /// Computes the embedding and the per-layer inputs.
     pub fn embed(&mut self, weights: Weights<'_, '_>, sites: Sites<'_>) -> Result {
         self.expect(Stage::New, "embed")?;
         let mut pass = LayerRun::new(&self.setting, false, weights, Some(sites), None);
@@ -125,7 +124,7 @@ impl Reference {
         Ok(())
     }
 
-    /// A layer: 0, 1, 2, ... in order.
+    /// Runs a layer forward: 0, 1, 2, ... in order.
     pub fn layer(&mut self, index: usize, weights: Weights<'_, '_>, sites: Sites<'_>) -> Result {
         self.expect(Stage::Before(index), "layer")?;
         self.check_layer(index)?;
@@ -143,7 +142,7 @@ impl Reference {
         Ok(())
     }
 
-    /// The last norm.
+    /// Computes the last norm.
     pub fn norm(&mut self, weights: Weights<'_, '_>, sites: Sites<'_>) -> Result {
         self.expect(Stage::Before(self.layers()), "norm")?;
         let mut pass = LayerRun::new(&self.setting, false, weights, Some(sites), None);
@@ -155,7 +154,7 @@ impl Reference {
         Ok(())
     }
 
-    /// The gradients of a layer: the last one first.
+    /// Runs a layer backward, the last layer first.
     pub fn layer_backward(
         &mut self,
         index: usize,
@@ -168,7 +167,7 @@ impl Reference {
         let entered = links.clone();
         let out = layers::layer(&mut pass, index, &x, &mut links)?;
         let mut seeds: Vec<(&Value, &[f64])> = vec![(&out, &self.dx)];
-        // What later layers did with this one's keys and values.
+        // Gradients from later layers that share this layer's keys and values.
         if let (Some(used), Some([dk, dv])) = (&links.key_values, &self.d_key_values[index]) {
             seeds.extend([(&used.k, &dk[..]), (&used.v, &dv[..])]);
         }
@@ -197,7 +196,7 @@ impl Reference {
         Ok(())
     }
 
-    /// The gradients of the embedding.
+    /// Computes the gradients of the embedding.
     pub fn embed_backward(&mut self, weights: Weights<'_, '_>, gradients: Gradients<'_>) -> Result {
         self.expect(Stage::Back(0), "embed_backward")?;
         let mut pass = LayerRun::new(&self.setting, true, weights, None, None);
@@ -224,17 +223,17 @@ impl Reference {
         if self.stage == stage {
             return Ok(());
         }
-        Err(Error::Input(format!("{call} was called at {:?}, and belongs to {stage:?}", self.stage)))
+        Err(Error::Input(format!("{call} was called at stage {:?}, expected {stage:?}", self.stage)))
     }
 
     fn check_layer(&self, index: usize) -> Result {
         if index < self.layers() {
             return Ok(());
         }
-        Err(Error::Input(format!("there is no layer {index}: the model has {}", self.layers())))
+        Err(Error::Input(format!("no layer {index}: the model has {} layers", self.layers())))
     }
 
-    /// What enters a layer, on its tape.
+    /// Puts the inputs of a layer on its tape.
     fn enter(&self, pass: &mut LayerRun<'_, '_>, index: usize, x: Arc<Vec<f64>>) -> (Value, Links) {
         let x = pass.tape.leaf(x);
         let per_layer_input = self.setting.config.per_layer_inputs.map(|PerLayerInputs { width, .. }| {
@@ -247,7 +246,7 @@ impl Reference {
         (x, Links { per_layer_input, key_values })
     }
 
-    /// The layer whose keys and values another one uses.
+    /// Layer whose keys and values a layer shares.
     fn source(&self, index: usize) -> Option<usize> {
         match &self.setting.config.layers[index].mixer {
             Mixer::Softmax(attention) => attention.shared_from,
@@ -260,7 +259,7 @@ impl Reference {
     }
 }
 
-/// The embeddings [tokens, H] and, where layers have inputs of their own, these: [tokens, L, P].
+/// Embeddings [tokens, H] and, if the model has them, per-layer inputs [tokens, L, P].
 fn embedded(pass: &mut LayerRun<'_, '_>) -> Result<(Value, Option<Value>)> {
     let setting = pass.setting.clone();
     let config = &setting.config;

@@ -1,15 +1,15 @@
 //! Products of f64 activations with weights that are stored in f32.
 //!
-//! A weight [outputs, inputs] is widened some rows at a time; tokens are divided into blocks of rows, by their number
-//! alone. The products themselves are [`matmul_f64`]'s.
+//! A weight [outputs, inputs] is widened some rows at a time; tokens are divided into blocks by their number alone. The
+//! products are computed by [`matmul_f64`].
 
 use ballast_kernels::matmul::{Mat, matmul_f64};
 use rayon::prelude::*;
 
-/// Elements of a weight that are widened at once.
+/// Elements of a weight that are widened at a time.
 const WIDENED: usize = 1 << 20;
 
-/// Rows of a task.
+/// Rows per task.
 fn block(rows: usize) -> usize {
     rows.div_ceil(8).clamp(16, 256)
 }

@@ -1,15 +1,16 @@
-//! Reverse mode: values in the order in which they came to be, and for each how it hands its gradient on.
+//! Tape of reverse-mode differentiation: values in the order of computation, each with the function that passes its gradient
+//! on.
 //!
 //! ```text
 //! y = f(x, w)          record(y, |dy, sums| sums.of(x) += dy f_x,  sums.parameter(w) += dy f_w)
 //! ```
-//! A tape lives for one layer. A value holds itself alive: a tape that does not record keeps nothing.
+//! A tape lives for one layer. Values are reference-counted, so a tape that does not record keeps nothing.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-/// A tensor. Its shape is known to those who use it.
+/// A tensor without its shape, which its users know.
 #[derive(Clone, Debug)]
 pub struct Value {
     values: Arc<Vec<f64>>,
@@ -31,12 +32,12 @@ impl Deref for Value {
     }
 }
 
-/// A parameter as it is stored, or a part of one.
+/// A parameter as stored, or a part of one.
 #[derive(Clone, Debug)]
 pub struct Param<'w> {
     name: String,
     values: &'w [f32],
-    /// Where the part begins, and how long the whole is.
+    /// Offset of the part, and length of the whole.
     first: usize,
     whole: usize,
 }
@@ -47,49 +48,49 @@ impl<'w> Param<'w> {
         Param { name, values, first: 0, whole: values.len() }
     }
 
-    /// Some of its elements.
+    /// A part of the parameter.
     pub fn part(&self, range: Range<usize>) -> Param<'w> {
         Param { first: self.first + range.start, values: &self.values[range], ..self.clone() }
     }
 
-    /// As stored.
+    /// Values as stored.
     pub fn values(&self) -> &'w [f32] {
         self.values
     }
 
-    /// Element i.
+    /// Element i in f64.
     pub fn at(&self, i: usize) -> f64 {
         self.values[i] as f64
     }
 }
 
-/// How a value's gradient is handed on.
+/// Passes the gradient of a value on.
 type Step<'w> = Box<dyn FnOnce(&[f64], &mut Sums) + 'w>;
 
-/// What was computed.
+/// The tape.
 pub struct Tape<'w> {
     recording: bool,
-    /// By value; nothing for leaves.
+    /// By value; `None` for leaves.
     steps: Vec<Option<Step<'w>>>,
 }
 
 impl<'w> Tape<'w> {
-    /// An empty tape; without `recording` it only passes values on.
+    /// Creates an empty tape; without `recording` it only passes values through.
     pub fn new(recording: bool) -> Tape<'w> {
         Tape { recording, steps: Vec::new() }
     }
 
-    /// Whether backward may follow.
+    /// Returns true if backward may follow.
     pub fn is_recording(&self) -> bool {
         self.recording
     }
 
-    /// A value that nothing here was used for.
+    /// Adds a leaf: a value that was not computed on this tape.
     pub fn leaf(&mut self, values: Arc<Vec<f64>>) -> Value {
         self.push(values, None)
     }
 
-    /// A value, and what its gradient adds to the sums of those that it was made from.
+    /// Adds a value with the function that adds its gradient to those of its inputs.
     pub fn record(&mut self, values: Vec<f64>, step: impl FnOnce(&[f64], &mut Sums) + 'w) -> Value {
         let step: Option<Step<'w>> = if self.recording { Some(Box::new(step)) } else { None };
         self.push(Arc::new(values), step)
@@ -100,14 +101,14 @@ impl<'w> Tape<'w> {
         Value { values, id: self.steps.len() - 1 }
     }
 
-    /// The gradients of leaves and parameters, from those of some values.
+    /// Runs backward: the gradients of leaves and parameters from those of some values.
     pub fn backward(mut self, seeds: &[(&Value, &[f64])]) -> Sums {
         let mut sums = Sums { values: vec![Vec::new(); self.steps.len()], parameters: BTreeMap::new() };
         for (value, gradient) in seeds {
             add(sums.of(value), gradient);
         }
         for id in (0..self.steps.len()).rev() {
-            // A value that nothing was made of has no gradient.
+            // An unused value has no gradient.
             if let Some(step) = self.steps[id].take()
                 && !sums.values[id].is_empty()
             {
@@ -119,15 +120,15 @@ impl<'w> Tape<'w> {
     }
 }
 
-/// Gradients as they add up.
+/// Gradients while they are summed.
 pub struct Sums {
-    /// By value; empty where nothing was added.
+    /// By value; empty if nothing was added.
     values: Vec<Vec<f64>>,
     parameters: BTreeMap<String, Vec<f64>>,
 }
 
 impl Sums {
-    /// The sum of a value, zero at first.
+    /// Gradient sum of a value, initially zero.
     pub fn of(&mut self, value: &Value) -> &mut [f64] {
         let sum = &mut self.values[value.id];
         if sum.is_empty() {
@@ -136,7 +137,7 @@ impl Sums {
         sum
     }
 
-    /// The sum of a parameter or of its part, zero at first.
+    /// Gradient sum of a parameter or of its part, initially zero.
     pub fn parameter(&mut self, param: &Param<'_>) -> &mut [f64] {
         if !self.parameters.contains_key(&param.name) {
             self.parameters.insert(param.name.clone(), vec![0.0; param.whole]);
@@ -145,13 +146,13 @@ impl Sums {
         &mut sum[param.first..param.first + param.values.len()]
     }
 
-    /// The gradient of a leaf.
+    /// Takes the gradient of a leaf.
     pub fn take(&mut self, value: &Value) -> Vec<f64> {
         self.of(value);
         std::mem::take(&mut self.values[value.id])
     }
 
-    /// The gradients of the parameters, by name.
+    /// Takes the gradients of the parameters, by name.
     pub fn into_parameters(self) -> BTreeMap<String, Vec<f64>> {
         self.parameters
     }

@@ -1,8 +1,8 @@
-//! Attention logits, and what rounding them does to the key that a query looks at most.
+//! Ranges of attention logits, and keys whose rank changes by rounding.
 //!
-//! bf16 has eight significant bits: neighbors of x are 2^(floor(log2 |x|) - 7) apart, so from 64 on half a unit, from
-//! 128 on one, and twice as much with every power of two. A difference of logits below that may vanish, and with it the
-//! order of two keys. The largest number in f16 is 65504.
+//! bf16 has eight significant bits: neighbors of x are 2^(floor(log2 |x|) - 7) apart, so half a unit from 64
+//! on, one unit from 128 on, and so forth. A smaller difference of logits may vanish, and with it the order of two keys.
+//! The largest number in f16 is 65504.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, Bin, Binned, Scale, Zone, grid, legend};
@@ -14,15 +14,15 @@ use super::words::{
 use crate::Findings;
 use crate::findings::{AttentionError, LogitRange, Run};
 
-/// Layers beyond this many have no plot.
+/// Most layers with a plot.
 const PLOTS: usize = 24;
-/// Rows that a table shows without being asked.
+/// Tables with at most this many rows are expanded.
 const OPEN_ROWS: usize = 12;
-/// Where neighbors in bf16 are half a unit apart.
+/// Magnitude from which on neighbors in bf16 are half a unit apart.
 const HALF_UNIT: f64 = 64.0;
 /// The largest number in f16.
 const F16_MAX: f64 = 65504.0;
-/// Layers share an axis where the widest is no more than this many times the middle one.
+/// Layers share an axis if the widest range is at most this many times the median one.
 const SHARED: f64 = 12.0;
 
 pub(super) fn section(findings: &Findings) -> String {
@@ -42,7 +42,7 @@ fn caption(ranges: &[LogitRange]) -> String {
     let Some(widest) = ranges.iter().max_by(by_size) else { return String::new() };
     let f16 = match widest.f16_ulp {
         Some(f16) => format!(" and {} in f16", ulp(f16)),
-        None => ", and which f16 cannot hold".into(),
+        None => ", beyond the range of f16".into(),
     };
     let first = format!(
         "in the reference the largest |logit| is {}, in layer {}, where neighbors are {} apart in bf16{f16}",
@@ -64,12 +64,12 @@ fn caption(ranges: &[LogitRange]) -> String {
     sentence(&[Some(first), Some(below)])
 }
 
-/// A power of two, whole where it is short.
+/// Formats a power of two exactly if it is short.
 fn ulp(value: f64) -> String {
     if (0.01..1e6).contains(&value) { value.to_string() } else { format::number(value) }
 }
 
-/// Shade, where it begins, and how far neighbors in bf16 are apart.
+/// Shade, lower end, and distance of neighbors in bf16.
 const ZONES: [(usize, f64, &str); 5] =
     [(1, 64.0, "0.5"), (2, 128.0, "1"), (3, 256.0, "2"), (4, 512.0, "4"), (5, 1024.0, "8 or more")];
 
@@ -103,18 +103,18 @@ fn histograms(ranges: &[LogitRange]) -> String {
         .map(|(shade, _, ulp)| (Zone::class(*shade), format!("bf16 neighbors {ulp} apart")))
         .collect();
     if reach >= F16_MAX {
-        keys.push(("level".into(), "f16's largest number, 65504".into()));
+        keys.push(("level".into(), "largest f16 number, 65504".into()));
     }
     let keys: Vec<(String, &str)> = keys.iter().map(|(class, name)| (class.clone(), &name[..])).collect();
     let axes = match shared {
-        Some(_) => "All on the same x axis.",
-        None => "Each on an axis of its own: they are too different to share one.",
+        Some(_) => "All plots share the x axis.",
+        None => "Each plot has its own x axis, since the ranges differ too much.",
     };
     let left_out = match left_out {
         0 => String::new(),
-        number => format!(" {} with smaller logits left out.", plural(number, "layer")),
+        number => format!(" {} with smaller logits not drawn.", plural(number, "layer")),
     };
-    let about = format!("How many logits lie where, by layer; counts on a log scale. {axes}{left_out}");
+    let about = format!("Histograms of the logits by layer; counts on a log scale. {axes}{left_out}");
     soft(&about) + &if keys.is_empty() { String::new() } else { legend(&keys) } + &grid(&plots)
 }
 
@@ -133,7 +133,7 @@ fn histogram(range: &LogitRange, x_axis: Option<Axis>) -> Binned {
     };
     let bins =
         (range.histogram.iter()).map(|(from, count)| Bin { from: *from, to: from + width, count: *count });
-    let limits = vec![("f16's least number".into(), -F16_MAX), ("f16's largest number".into(), F16_MAX)];
+    let limits = vec![("smallest f16 number".into(), -F16_MAX), ("largest f16 number".into(), F16_MAX)];
     Binned {
         title: format!("Layer {}", range.layer),
         caption: format!("{} to {}.", format::number(range.min), format::number(range.max)),
@@ -151,11 +151,11 @@ fn histogram(range: &LogitRange, x_axis: Option<Axis>) -> Binned {
 fn range_table(ranges: &[LogitRange]) -> String {
     let mut table = Table::new(&[
         Column::Number("layer"),
-        Column::Number("least"),
-        Column::Number("greatest"),
+        Column::Number("min"),
+        Column::Number("max"),
         Column::Number("largest |logit|"),
-        Column::Number("bf16 neighbors apart"),
-        Column::Number("f16"),
+        Column::Number("bf16 spacing"),
+        Column::Number("f16 spacing"),
         Column::Number("queries"),
     ]);
     for range in ranges {
@@ -175,7 +175,7 @@ fn range_table(ranges: &[LogitRange]) -> String {
     table.folded("Ranges by layer", &plural(ranges.len(), "layer"), ranges.len() <= OPEN_ROWS)
 }
 
-/// Policies under which some query looks at another key.
+/// Policies that change the top key of a query or make keys tie.
 fn changes(findings: &Findings) -> String {
     let all: Vec<&Run> = policies(findings).filter(|run| !run.attention.is_empty()).collect();
     if all.is_empty() {
@@ -190,7 +190,7 @@ fn changes(findings: &Findings) -> String {
         Column::Number("worst layer"),
         Column::Number("rows with a tie"),
         Column::Number("worst layer"),
-        Column::Number("logits off by at most"),
+        Column::Number("max logit difference"),
     ]);
     for run in &changed {
         table.row(&[
@@ -202,13 +202,13 @@ fn changes(findings: &Findings) -> String {
             cell(run.attention.iter().map(|layer| badness(layer.max_abs)).fold(0.0, f64::max)),
         ]);
     }
-    let about = "The likeliest key of a query, and keys that tie for it; shares are means over layers.";
+    let about = "Softmax rows whose top key changes, and rows in which keys tie for it; means over layers.";
     let caption = match (changed.len(), all.len() - changed.len()) {
-        (0, _) => "Under no policy does a query look most at another key, and no keys tie.".into(),
+        (0, _) => "No policy changes a top key or makes keys tie.".into(),
         (_, 0) => about.into(),
-        (_, same) => format!("{about} Under {same} more of the policies nothing of this changes."),
+        (_, same) => format!("{about} {same} of {} policies change neither.", all.len()),
     };
-    format!("<h3>Keys that change</h3>\n{}{}", soft(&caption), table.html())
+    format!("<h3>Changed top keys</h3>\n{}{}", soft(&caption), table.html())
 }
 
 fn mean_share(run: &Run, value: fn(&AttentionError) -> f64) -> String {

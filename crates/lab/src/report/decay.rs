@@ -1,7 +1,7 @@
-//! How long heads of linear attention remember, and what rounding makes of it.
+//! Half-lives of the heads of linear attention, and their errors.
 //!
 //! A head's state loses exp(A_log) softplus(a + dt_bias) nats per token; its half-life is ln 2 over the mean of that. A
-//! rounded A_log multiplies the rate of a head by one factor for all tokens: the rate's error is that factor minus one.
+//! rounded A_log multiplies the rate of a head by one factor at all tokens: the rate error is that factor minus one.
 
 use std::collections::BTreeMap;
 
@@ -13,11 +13,11 @@ use super::words::{badness, cell, code, enumerate, floor, heading, largest, mean
 use crate::Findings;
 use crate::findings::{Decay, DecayError, Run};
 
-/// Rates that differ by no more than this are as they were: exp in f32 is not better.
+/// Rates within this relative difference count as equal: exp in f32 is no more accurate.
 const SAME_RATE: f64 = 1e-6;
-/// Plots of rates.
+/// Most plots of rates.
 const PLOTS: usize = 9;
-/// Rows of the table.
+/// Most rows of the table.
 const ROWS: usize = 10;
 
 pub(super) fn section(findings: &Findings) -> String {
@@ -25,8 +25,7 @@ pub(super) fn section(findings: &Findings) -> String {
     if findings.decays.is_empty() && rates.is_empty() {
         return String::new();
     }
-    let about = "What the state of a head loses per token in the reference, as the number of tokens after which half is \
-                 gone, and what becomes of it.";
+    let about = "Half-life of each head's state in the reference, in tokens, and how policies change it.";
     let html = heading("decay", "Decay", about) + &half_lives(findings) + &rates;
     html + &table(findings)
 }
@@ -42,7 +41,7 @@ fn half_lives(findings: &Findings) -> String {
         id: "half-lives".into(),
         title: "Half-life of each head".into(),
         unit: "tokens, by layer".into(),
-        caption: half_lives_say(findings),
+        caption: half_lives_caption(findings),
         x_name: "layer".into(),
         x_axis: Some(layer_axis(decays.iter().map(|decay| decay.layer))),
         series,
@@ -52,18 +51,18 @@ fn half_lives(findings: &Findings) -> String {
     .html()
 }
 
-/// Half a layer of air at either end, so that no dot lies on the edge.
+/// Layer axis with half a layer of padding, so that no dot lies on the edge.
 fn layer_axis(layers: impl Iterator<Item = usize>) -> Axis {
     let edges = layers.flat_map(|layer| [layer as f64 - 0.5, layer as f64 + 0.5]);
     Axis::tight(Scale::Linear, edges).whole()
 }
 
-fn half_lives_say(findings: &Findings) -> String {
+fn half_lives_caption(findings: &Findings) -> String {
     let mut sorted: Vec<&Decay> =
         findings.decays.iter().filter(|decay| decay.half_life.is_finite() && decay.half_life > 0.0).collect();
     sorted.sort_by(|a, b| a.half_life.total_cmp(&b.half_life));
     let (Some(least), Some(most)) = (sorted.first(), sorted.last()) else {
-        return "No head has a half-life that is finite.".into();
+        return "No head has a finite half-life.".into();
     };
     let spread = format!(
         "{}: from {} to {} tokens, the median {}; the longest is head {} of layer {}",
@@ -94,7 +93,7 @@ fn share_of(part: usize, whole: usize) -> String {
     }
 }
 
-/// The rates' errors: runs that round alike share a plot.
+/// Errors of the decay rates; runs with equal errors share a plot.
 fn rates(findings: &Findings) -> String {
     if policies(findings).all(|run| run.decay.is_empty()) {
         return String::new();
@@ -108,18 +107,18 @@ fn rates(findings: &Findings) -> String {
     }
     let most = largest(policies(findings).flat_map(|run| run.decay.iter().map(|head| head.rate_error)));
     let text = match alike.len() {
-        0 => format!("no policy changes the rate of a head by more than {} of it", format::number(most)),
+        0 => format!("no policy changes a head's rate by more than {} (relative)", format::number(most)),
         _ if alike.len() == 1 => "each dot is a head".into(),
-        _ => "each dot is a head; all on the same axes; policies that round alike share a plot".into(),
+        _ => "each dot is a head; all plots share their axes; policies with equal errors share a plot".into(),
     };
     let drawn = &alike[..alike.len().min(PLOTS)];
     let values = drawn.iter().flat_map(|runs| runs[0].decay.iter().map(|head| 100.0 * head.rate_error));
     let reach = largest(values);
     let y_axis = Axis::padded(Scale::Linear, [-reach, reach]);
     let plots: Vec<String> = drawn.iter().map(|runs| rate_plot(runs, findings, y_axis).html()).collect();
-    let left_out = (alike.len() > PLOTS).then(|| format!("{} more are left out", alike.len() - PLOTS));
+    let left_out = (alike.len() > PLOTS).then(|| format!("{} more not drawn", alike.len() - PLOTS));
     format!(
-        "<h3>Rates off by</h3>\n{}{}",
+        "<h3>Error of the decay rate</h3>\n{}{}",
         soft(&sentence(&[Some(text), left_out])),
         if plots.is_empty() { String::new() } else { grid(&plots) }
     )
@@ -153,7 +152,7 @@ fn rate_plot(runs: &[&Run], findings: &Findings, y_axis: Axis) -> LinePlot {
         caption: sentence(&[Some(off), furthest_half_life(run, findings)]),
         x_name: "layer".into(),
         series: vec![Series {
-            name: "rate off by, %".into(),
+            name: "rate error, %".into(),
             points: run.decay.iter().map(|head| (head.layer as f64, 100.0 * head.rate_error)).collect(),
             look: Look::Cloud,
             color: 1,
@@ -165,7 +164,7 @@ fn rate_plot(runs: &[&Run], findings: &Findings, y_axis: Axis) -> LinePlot {
     }
 }
 
-/// The head whose half-life changes by most tokens, before and after.
+/// The head whose half-life changes most, in the reference and in the run.
 fn furthest<'a>(run: &'a Run, findings: &'a Findings) -> Option<(&'a Decay, &'a DecayError)> {
     let before: BTreeMap<(usize, usize), &Decay> =
         findings.decays.iter().map(|decay| ((decay.layer, decay.head), decay)).collect();
@@ -189,7 +188,7 @@ fn furthest_half_life(run: &Run, findings: &Findings) -> Option<String> {
     ))
 }
 
-/// Runs whose decay is not that of f32, the one furthest off first.
+/// Runs whose decay differs from f32, the largest error first.
 fn table(findings: &Findings) -> String {
     let off = |run: &Run| run.decay.iter().map(|head| badness(head.per_token_error)).fold(0.0, f64::max);
     let of_floor = floor(findings).map_or(0.0, off);
@@ -200,24 +199,22 @@ fn table(findings: &Findings) -> String {
     }
     let mut table = Table::new(&[
         Column::Text("policy"),
-        Column::Number("rate, at most"),
-        Column::Number("on average"),
-        Column::Number("decay, at most"),
-        Column::Number("on average"),
-        Column::Number("half-life that changes most, in tokens"),
+        Column::Number("rate error, max"),
+        Column::Number("mean"),
+        Column::Number("decay error, max"),
+        Column::Number("mean"),
+        Column::Number("largest half-life change, tokens"),
     ]);
     all.iter().take(ROWS).for_each(|run| table.row(&row(run, findings)));
     let left_out = all.len().saturating_sub(ROWS);
-    let left_out = (left_out > 0).then(|| format!("{} less far off left out", plural(left_out, "run")));
-    let about = "relative errors of exp(A_log) and of the mean of -g, by head".to_string();
-    let which = floor(findings).map(|_| {
-        format!(
-            "policies whose decay is off by more than twice what it is in f32 ({})",
-            format::number(of_floor)
-        )
-    });
+    let left_out =
+        (left_out > 0).then(|| format!("{} with smaller errors left out", plural(left_out, "run")));
+    let about =
+        "relative errors of exp(A_log) (rate) and of the mean of -g (decay) over all heads".to_string();
+    let which = floor(findings)
+        .map(|_| format!("policies with more than twice the error of f32 ({})", format::number(of_floor)));
     format!(
-        "<h3>Errors of the decay</h3>\n{}{}",
+        "<h3>Decay errors by policy</h3>\n{}{}",
         soft(&sentence(&[Some(about), which, left_out])),
         table.html()
     )
@@ -276,7 +273,7 @@ mod tests {
     #[test]
     fn rates_that_nobody_changes_are_said_to_be_so() {
         let html = rates(&findings(vec![run("a", &[2e-8, 0.0])]));
-        assert!(html.contains("No policy changes the rate of a head by more than 2e-8 of it"), "{html}");
+        assert!(html.contains("No policy changes a head&#39;s rate by more than 2e-8 (relative)"), "{html}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The input token by token: what rounding costs while a text is written.
+//! Decoding: the same input token by token.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
@@ -8,7 +8,7 @@ use super::words::{cell, code, heading, named, plural, share_cell, times};
 use crate::Findings;
 use crate::findings::DecodingRun;
 
-/// Curves in the plot.
+/// Most curves in the plot.
 const CURVES: usize = 7;
 
 pub(super) fn section(findings: &Findings) -> String {
@@ -16,12 +16,12 @@ pub(super) fn section(findings: &Findings) -> String {
     if runs.is_empty() {
         return String::new();
     }
-    let about = "The same input, one token after the other, as a text is written: what is rounded in caches and states is rounded at \
-                 every token. Each policy is compared with f32 that decodes.";
-    heading("decoding", "Token by token", about) + &plot(runs) + &table(runs)
+    let about = "The same input, decoded token by token, so caches and recurrent states are rounded at every token. Each policy is compared \
+                 with decoding in f32.";
+    heading("decoding", "Decoding", about) + &plot(runs) + &table(runs)
 }
 
-/// The runs with most damage, and the recurrent state by itself.
+/// The runs with the largest KL, and the one that rounds only the recurrent state.
 fn drawn(runs: &[DecodingRun]) -> Vec<&DecodingRun> {
     let has_any =
         |run: &&DecodingRun| run.by_position.iter().any(|place| place.kl.is_finite() && place.kl > 0.0);
@@ -48,7 +48,7 @@ fn plot(runs: &[DecodingRun]) -> String {
     LinePlot {
         id: "decoding-kl".into(),
         title: "KL divergence while decoding".into(),
-        unit: "nats by token".into(),
+        unit: "nats per token".into(),
         caption: caption(runs, drawn.len()),
         x_name: "token".into(),
         x_axis: Some(Axis::tight(Scale::Log, xs).whole()),
@@ -61,13 +61,14 @@ fn plot(runs: &[DecodingRun]) -> String {
 
 fn caption(runs: &[DecodingRun], drawn: usize) -> String {
     let find = |name: &str| runs.iter().find(|run| run.name == name);
-    let worst = runs.iter().find(|run| run.kl.mean.is_finite()).map(|run| {
-        format!("{} is furthest from f32 with a mean of {}", named(&run.name), format::number(run.kl.mean))
-    });
+    let worst = runs
+        .iter()
+        .find(|run| run.kl.mean.is_finite())
+        .map(|run| format!("{} has the largest mean, {}", named(&run.name), format::number(run.kl.mean)));
     let state = find("state").zip(find("bf16")).and_then(|(state, bf16)| {
         let ratio = bf16.kl.mean / state.kl.mean;
         let text =
-            format!("bf16 storage with an f32 state costs {} what a bf16 state alone does", times(ratio));
+            format!("bf16 storage with an f32 state costs {} as much as a bf16 state alone", times(ratio));
         (ratio.is_finite() && ratio > 0.0).then_some(text)
     });
     let left_out = runs.len() - drawn;
@@ -80,8 +81,8 @@ fn table(runs: &[DecodingRun]) -> String {
         Column::Text("policy"),
         Column::Number("KL mean"),
         Column::Number("p99"),
-        Column::Number("largest"),
-        Column::Number("same likeliest token"),
+        Column::Number("max"),
+        Column::Number("top-1 agreement"),
     ]);
     for run in runs {
         table.row(&[
@@ -92,5 +93,5 @@ fn table(runs: &[DecodingRun]) -> String {
             share_cell(run.top1_agreement),
         ]);
     }
-    table.folded("By policy", "most damage first", runs.len() <= 12)
+    table.folded("By policy", "largest mean KL first", runs.len() <= 12)
 }

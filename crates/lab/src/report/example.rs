@@ -1,4 +1,4 @@
-//! Made-up findings that have something for every section: a hybrid of twelve layers, every fourth with softmax attention.
+//! Synthetic findings with data for every section: a hybrid of twelve layers, every fourth with softmax attention.
 
 use crate::Findings;
 use crate::findings::*;
@@ -6,7 +6,7 @@ use crate::findings::*;
 const LAYERS: usize = 12;
 const HEADS: usize = 16;
 
-/// Name, what it does, kind, how far outputs are off.
+/// Name, description, kind, mean KL.
 const RUNS: [(&str, &str, Kind, f64); 21] = [
     ("logits=f16", "attention logits in f16, everything else f32", Kind::Site, f64::NAN),
     ("hf-bf16", "a whole-model cast to bf16, as transformers runs it", Kind::Preset, 2.1e-2),
@@ -33,7 +33,7 @@ const RUNS: [(&str, &str, Kind, f64); 21] = [
     ("dt_bias", "dt_bias rounded to bf16", Kind::Tensor, 1.9e-4),
     ("decay_gate", "g in bf16", Kind::Site, 1.5e-4),
     ("state", "the recurrent state in bf16", Kind::Site, 7.5e-5),
-    ("l2norm", "normalised q and k in bf16", Kind::Site, 4.0e-5),
+    ("l2norm", "normalized q and k in bf16", Kind::Site, 4.0e-5),
     ("beta", "sigmoid(b) in bf16", Kind::Site, 2.2e-5),
     ("loss", "output logits in bf16", Kind::Site, 1.7e-6),
     ("f32", "everything in f32", Kind::Preset, 2.4e-11),
@@ -41,7 +41,7 @@ const RUNS: [(&str, &str, Kind, f64); 21] = [
     ("router", "the router's logits in bf16", Kind::Site, 2.4e-11),
 ];
 
-/// All of it.
+/// Findings with data for every section.
 pub(super) fn findings() -> Findings {
     let runs: Vec<Run> = RUNS.iter().enumerate().map(|(index, case)| run(index, case)).collect();
     let names: Vec<String> = runs.iter().map(|run| run.name.clone()).collect();
@@ -81,7 +81,7 @@ pub(super) fn findings() -> Findings {
     }
 }
 
-/// A number in 0..1 that depends on nothing but its arguments.
+/// A pseudo-random number in 0..1 from its arguments.
 fn noise(a: usize, b: usize) -> f64 {
     let mut mixed = (a as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
         ^ (b as u64 + 1).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,4 +1,4 @@
-//! How far gradients are from the reference's.
+//! Errors of gradients.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Rank, Ranking, Scale};
@@ -10,7 +10,7 @@ use crate::findings::{GradientError, Run};
 
 /// Whole policies in the table, and as many single choices.
 const RUNS: usize = 3;
-/// Tensors of each.
+/// Tensors of each run.
 const TENSORS: usize = 4;
 
 pub(super) fn section(findings: &Findings) -> String {
@@ -20,7 +20,7 @@ pub(super) fn section(findings: &Findings) -> String {
         return String::new();
     }
     runs.sort_by(|a, b| badness(b.1).total_cmp(&badness(a.1)));
-    let about = "RMS of the difference over RMS, of all gradients of the language loss together, and of single parameters.";
+    let about = "Relative error RMS(difference) / RMS of the gradients of the language loss, all together and by parameter.";
     heading("gradients", "Gradients", about) + &ranking(findings, &runs) + &tensors(findings)
 }
 
@@ -37,7 +37,7 @@ fn ranking(findings: &Findings, runs: &[(&Run, f64)]) -> String {
         caption: caption(runs),
         rows: runs.iter().map(row).collect(),
         scale: Scale::Log,
-        level: level.map(|value| ("the floor: f32".into(), value)),
+        level: level.map(|value| ("f32 floor".into(), value)),
         ..Ranking::default()
     }
     .html()
@@ -47,26 +47,27 @@ fn caption(runs: &[(&Run, f64)]) -> String {
     let lost = runs.iter().filter(|(_, value)| !value.is_finite()).count();
     let lost = match lost {
         0 => None,
-        1 => Some("those of one policy are non-finite".into()),
-        number => Some(format!("those of {number} policies are non-finite")),
+        1 => Some("the gradients of one policy are non-finite".into()),
+        number => Some(format!("the gradients of {number} policies are non-finite")),
     };
     let finite = || runs.iter().filter(|(run, value)| value.is_finite() && !is_floor(run));
-    let worst =
-        finite().next().map(|(run, value)| format!("{} has {}", named(&run.name), format::number(*value)));
+    let worst = finite().next().map(|(run, value)| {
+        format!("{} has the largest error, {}", named(&run.name), format::number(*value))
+    });
     let order: Vec<&Run> = finite().map(|(run, _)| *run).collect();
     let by_damage = order.windows(2).all(|pair| badness(pair[0].kl.mean) >= badness(pair[1].kl.mean));
     let order = (order.len() > 2).then(|| match by_damage {
-        true => "the order is that of the outputs' damage".to_string(),
-        false => "the order is not that of the outputs' damage".into(),
+        true => "the order is the same as by KL divergence".to_string(),
+        false => "the order differs from that by KL divergence".into(),
     });
     sentence(&[worst, order, lost])
 }
 
-/// The tensors with the largest errors of the runs with most damage.
+/// The tensors with the largest errors, in the runs with the largest KL.
 fn tensors(findings: &Findings) -> String {
     let mut table = Table::new(&[
         Column::Text("policy"),
-        Column::Text("gradient of"),
+        Column::Text("parameter"),
         Column::Number("error"),
         Column::Number("cosine"),
     ]);
@@ -85,11 +86,11 @@ fn tensors(findings: &Findings) -> String {
     }
     match table.html() {
         html if html.is_empty() => html,
-        html => format!("<h3>Gradients that are furthest off</h3>\n{html}"),
+        html => format!("<h3>Gradients with the largest errors</h3>\n{html}"),
     }
 }
 
-/// With the digits that tell it from one.
+/// Formats a cosine with the digits that tell it from 1.
 fn cosine(value: f64) -> String {
     if !value.is_finite() || value.abs() < 0.9 {
         return cell(value);

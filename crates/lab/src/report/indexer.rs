@@ -1,4 +1,4 @@
-//! Which keys sparse indexers choose, compared with the reference's choice.
+//! Keys chosen by sparse indexers, compared with the reference's choice.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
@@ -10,7 +10,7 @@ use super::words::{
 use crate::Findings;
 use crate::findings::Run;
 
-/// Curves, beside the floor.
+/// Most curves, besides the f32 floor.
 const CURVES: usize = 7;
 
 pub(super) fn section(findings: &Findings) -> String {
@@ -20,11 +20,11 @@ pub(super) fn section(findings: &Findings) -> String {
         return String::new();
     }
     runs.sort_by(|a, b| badness(lost(b)).total_cmp(&badness(lost(a))));
-    let about = "The mean share of the keys of the reference that are chosen too, over the queries that have a choice.";
+    let about = "Share of the reference's keys that a policy chooses too, averaged over queries with more keys than the indexer takes.";
     heading("indexer", "Indexer", about) + &plot(findings, &runs) + &table(&runs)
 }
 
-/// The mean share of keys that are not chosen.
+/// Mean share of the reference's keys that a run misses.
 fn lost(run: &Run) -> f64 {
     mean(run.indexer.iter().map(|layer| 1.0 - layer.overlap)).unwrap_or(f64::NAN)
 }
@@ -38,7 +38,7 @@ fn plot(findings: &Findings, runs: &[&Run]) -> String {
         .collect();
     let floor = floor(findings).filter(|floor| !floor.indexer.is_empty());
     series.extend(floor.map(|floor| Series {
-        name: "f32, the floor".into(),
+        name: "f32 floor".into(),
         points: points(floor),
         look: Look::Pale,
         color: FLOOR_COLOR,
@@ -46,8 +46,8 @@ fn plot(findings: &Findings, runs: &[&Run]) -> String {
     let layers = series.iter().flat_map(|series| series.points.iter().map(|point| point.0));
     LinePlot {
         id: "indexer-overlap".into(),
-        title: "Keys that are chosen too".into(),
-        unit: "% of the reference's, by layer".into(),
+        title: "Key overlap with the reference".into(),
+        unit: "% of keys, by layer".into(),
         caption: caption(runs),
         x_name: "layer".into(),
         x_axis: Some(Axis::tight(Scale::Linear, layers).whole()),
@@ -63,7 +63,7 @@ fn caption(runs: &[&Run]) -> String {
     let text = worst.map(|(run, layer)| match layer.overlap == 1.0 {
         true => "every policy chooses the same keys in every layer".to_string(),
         false => format!(
-            "the least is {} for {} in layer {}, where {} of {} queries choose exactly the same keys",
+            "the smallest overlap is {} for {} in layer {}, where {} of {} queries choose exactly the same keys",
             format::exact_percent(layer.overlap),
             named(&run.name),
             layer.layer,
@@ -76,17 +76,17 @@ fn caption(runs: &[&Run]) -> String {
         .then(|| format!("{same} of {} policies choose the same keys everywhere", runs.len()));
     let left_out = runs.len().saturating_sub(CURVES);
     let left_out =
-        (left_out > 0).then(|| format!("{} that lose less are not drawn", plural(left_out, "run")));
+        (left_out > 0).then(|| format!("{} with a larger overlap not drawn", plural(left_out, "run")));
     sentence(&[text, same, left_out])
 }
 
 fn table(runs: &[&Run]) -> String {
     let mut table = Table::new(&[
         Column::Text("policy"),
-        Column::Number("keys chosen too"),
+        Column::Number("key overlap"),
         Column::Number("worst layer"),
-        Column::Number("queries with the same keys"),
-        Column::Number("error of its gradients"),
+        Column::Number("queries with equal keys"),
+        Column::Number("indexer gradient error"),
     ]);
     for run in runs {
         let worst =

@@ -1,17 +1,17 @@
-//! Error of the residual stream after each layer, one plot to a run, all on the same axes.
+//! Error of the residual stream after each layer, one plot per run, on shared axes.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series, grid, legend};
 
 use super::words::{
-    FLOOR_COLOR, are, floor, heading, is_broken, list, named, plural, policies, soft, times_floor,
+    FLOOR_COLOR, floor, heading, is_broken, list, named, plural, policies, soft, times_floor,
 };
 use crate::Findings;
 use crate::findings::{LayerError, Run};
 
-/// Runs beyond this many have no plot.
+/// Most runs with a plot.
 const PLOTS: usize = 36;
-/// Names in a sentence.
+/// Most names in a sentence.
 const NAMES: usize = 12;
 
 pub(super) fn section(findings: &Findings) -> String {
@@ -33,18 +33,17 @@ pub(super) fn section(findings: &Findings) -> String {
     let mut html = heading("layers", "Error by layer", &caption(shown, of_floor));
     if !plots.is_empty() {
         if !of_floor.is_empty() {
-            let keys = [("c0".to_string(), "the policy"), (format!("pale c{FLOOR_COLOR}"), "f32, the floor")];
+            let keys = [("c0".to_string(), "the policy"), (format!("pale c{FLOOR_COLOR}"), "f32 floor")];
             html += &legend(&keys);
         }
         html += &grid(&plots);
     }
     if drawn.len() > PLOTS {
-        html += &soft(&format!("{} with less damage are left out.", plural(drawn.len() - PLOTS, "run")));
+        html += &soft(&format!("{} with smaller errors not drawn.", plural(drawn.len() - PLOTS, "run")));
     }
     if !same.is_empty() {
         let names: Vec<&str> = same.iter().map(|run| &run.name[..]).collect();
-        let text =
-            format!("{} {} as f32 after every layer and not drawn", list(&names, NAMES), are(names.len()));
+        let text = format!("not drawn, equal to f32 after every layer: {}", list(&names, NAMES));
         html += &soft(&sentence(&[Some(text)]));
     }
     html
@@ -52,16 +51,16 @@ pub(super) fn section(findings: &Findings) -> String {
 
 fn caption(shown: &[&Run], of_floor: &[LayerError]) -> String {
     let axes = match shown.len() {
-        1 => "Of the residual stream after each layer, RMS of the difference over RMS, on a log scale.",
+        1 => "Relative error of the residual stream after each layer, RMS(difference) / RMS, log scale.",
         _ => {
-            "Of the residual stream after each layer, RMS of the difference over RMS; all plots have the same axes, on a log \
-             scale, and come in the order of damage."
+            "Relative error of the residual stream after each layer, RMS(difference) / RMS. All plots share their axes (log scale); \
+             the largest KL comes first."
         }
     };
     let Some(run) = shown.iter().find(|run| !is_broken(run)) else { return axes.into() };
     let (Some(first), Some(last)) = (run.by_layer.first(), run.by_layer.last()) else { return axes.into() };
     let of_last = of_floor.iter().find(|layer| layer.layer == last.layer).map(|layer| layer.error);
-    let floor = times_floor(last.error, of_last).map(|times| format!(", {times} there"));
+    let floor = times_floor(last.error, of_last).map(|times| format!(", {times}"));
     let text = format!(
         "{} has {} after layer {} and {} after layer {}{}",
         named(&run.name),
@@ -88,7 +87,7 @@ fn plot(run: &Run, of_floor: &[LayerError], x_axis: Axis, y_axis: Axis) -> LineP
     }
     LinePlot {
         title: run.name.clone(),
-        caption: plot_says(run, of_floor),
+        caption: plot_caption(run, of_floor),
         x_name: "layer".into(),
         series,
         x_axis: Some(x_axis),
@@ -98,17 +97,17 @@ fn plot(run: &Run, of_floor: &[LayerError], x_axis: Axis, y_axis: Axis) -> LineP
     }
 }
 
-/// Layers without any error have no place on a log axis; the sentence counts them.
+/// Points of a curve; layers with zero error cannot be drawn on a log axis, and the caption counts them.
 fn points(by_layer: &[LayerError]) -> Vec<(f64, f64)> {
     (by_layer.iter().filter(|layer| layer.error != 0.0))
         .map(|layer| (layer.layer as f64, layer.error))
         .collect()
 }
 
-fn plot_says(run: &Run, of_floor: &[LayerError]) -> String {
+fn plot_caption(run: &Run, of_floor: &[LayerError]) -> String {
     let finite = || run.by_layer.iter().filter(|layer| layer.error.is_finite());
     let exact = finite().filter(|layer| layer.error == 0.0).count();
-    let exact = (exact > 0).then(|| format!("none after {}", plural(exact, "layer")));
+    let exact = (exact > 0).then(|| format!("no error after {}", plural(exact, "layer")));
     let last = finite().next_back().map(|layer| {
         let of_last = of_floor.iter().find(|other| other.layer == layer.layer).map(|other| other.error);
         let floor = times_floor(layer.error, of_last).map_or(String::new(), |times| format!(", {times}"));

@@ -1,30 +1,28 @@
-//! What comes first and last: the model, the headline, the published questions, the notes.
+//! Start and end of the page: title, headline, facts, published questions, notes.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::page::{inline, prose};
 
-use super::words::{
-    are, floor, is_broken, is_single, list, named, other, plural, policies, soft, times_floor,
-};
+use super::words::{floor, is_broken, is_single, list, named, other, plural, policies, soft, times_floor};
 use crate::Findings;
 use crate::findings::{Kind, Run};
 
-/// A single choice whose mean KL is within this many times f32's own cannot be told from it.
+/// A single choice is indistinguishable from f32 if its mean KL is at most this many times the floor.
 const INDISTINCT: f64 = 2.0;
-/// Names in a sentence.
+/// Most names in a sentence.
 const NAMES: usize = 6;
 
 pub(super) fn title(findings: &Findings) -> String {
     if let Some(other) = other(findings) {
-        return format!("{} beside {}", other.name, findings.model);
+        return format!("{} compared with {}", other.name, findings.model);
     }
     match findings.model.is_empty() {
-        true => "What precision costs".into(),
-        false => format!("What precision costs: {}", findings.model),
+        true => "Cost of precision choices".into(),
+        false => format!("Cost of precision choices: {}", findings.model),
     }
 }
 
-/// The run and its headline in words, and the facts.
+/// Introduction, headline and facts.
 pub(super) fn lead(findings: &Findings) -> String {
     if findings.runs.is_empty() {
         return "<p class=\"lead\">No policy was run.</p>\n".into();
@@ -44,13 +42,13 @@ fn opening(findings: &Findings) -> String {
         );
         return match other.kind {
             Kind::Dump => {
-                format!("{} {read}; {} has what another framework computed.", findings.model, other.name)
+                format!("{} {read}; {} holds tensors from another framework.", findings.model, other.name)
             }
-            _ => format!("Both {read}."),
+            _ => format!("Both models {read}."),
         };
     }
     format!(
-        "The model read {} of {}: once in {}, which all else is compared with, and once under {}.",
+        "The model read {} of {}: once in {}, the reference, and once under {}.",
         plural(findings.input.tokens, "token"),
         findings.input.source,
         findings.reference.arithmetic,
@@ -62,7 +60,8 @@ fn opening(findings: &Findings) -> String {
     )
 }
 
-/// What does most damage and what none, in a few sentences, with names between backticks.
+/// The main findings in a few sentences: the worst policy, the worst single choice, and choices without effect. Names
+/// are in backticks.
 pub fn headline(findings: &Findings) -> String {
     if let Some(other) = other(findings) {
         return sentence(&[Some(parting(other))]) + " " + &sentence(&[Some(outputs(other))]);
@@ -72,11 +71,11 @@ pub fn headline(findings: &Findings) -> String {
     sentences.join(" ")
 }
 
-/// Where two part.
+/// The first difference between two models.
 fn parting(other: &Run) -> String {
     match (&other.first_difference, other.kind) {
-        (Some(site), _) => format!("{} parts from it at {}", named(&other.name), named(site)),
-        (None, Kind::Dump) => format!("{} agrees everywhere within the tolerance", named(&other.name)),
+        (Some(site), _) => format!("{} first differs at {}", named(&other.name), named(site)),
+        (None, Kind::Dump) => format!("{} agrees within the tolerance everywhere", named(&other.name)),
         (None, _) => format!("{} gives the same values everywhere", named(&other.name)),
     }
 }
@@ -89,8 +88,8 @@ fn outputs(other: &Run) -> String {
         return "its outputs are non-finite".into();
     }
     format!(
-        "the outputs are apart by a mean KL divergence of {} nats, the loss differs by {}, and {} of the tokens have the same \
-         likeliest next one",
+        "the mean KL divergence of the outputs is {} nats, the loss differs by {}, and the top-1 token agrees for {} of \
+         tokens",
         format::number(other.kl.mean),
         format::signed(other.loss_difference),
         format::exact_percent(other.top1_agreement)
@@ -106,18 +105,22 @@ fn broken(findings: &Findings) -> Option<String> {
         Some(lost) => format!(", {} first at {}", named(&first.name), named(&lost.site)),
         None => String::new(),
     };
-    Some(format!("{} {} non-finite{at}", list(&names, NAMES), are(names.len())))
+    Some(format!(
+        "{} {} non-finite values{at}",
+        list(&names, NAMES),
+        if names.len() == 1 { "produces" } else { "produce" }
+    ))
 }
 
-/// The finite one with most damage.
+/// The policy with the largest finite divergence.
 fn worst(findings: &Findings) -> Option<String> {
     let run = policies(findings).find(|run| !is_broken(run))?;
     if run.kl.mean <= 0.0 {
-        return Some("no policy changes a single output".into());
+        return Some("no policy changes the outputs".into());
     }
     Some(format!(
-        "{} does most damage{}: a mean KL divergence of {} nats, a loss of {} ({}), and another likeliest token for {} \
-         of the tokens",
+        "{} has the largest error{}: mean KL divergence {} nats, loss {} ({}), and another top-1 token for {} of \
+         tokens",
         named(&run.name),
         if policies(findings).any(is_broken) { " of the others" } else { "" },
         format::number(run.kl.mean),
@@ -133,17 +136,17 @@ fn worst_single(findings: &Findings) -> Option<String> {
     let floor = times_floor(run.kl.mean, floor(findings).map(|floor| floor.kl.mean));
     let then = singles
         .next()
-        .map(|next| format!("; {} comes next, {}", named(&next.name), format::number(next.kl.mean)));
+        .map(|next| format!("; {} is next with {}", named(&next.name), format::number(next.kl.mean)));
     Some(format!(
-        "of single choices {} matters most: a mean KL divergence of {} nats{}{}",
+        "of single choices, {} matters most: mean KL divergence {} nats{}{}",
         named(&run.name),
         format::number(run.kl.mean),
-        floor.map_or(String::new(), |floor| format!(", {floor} of f32")),
+        floor.map_or(String::new(), |floor| format!(", {floor}")),
         then.unwrap_or_default()
     ))
 }
 
-/// Single choices that change no bit, and those that change no more than f32 does.
+/// Single choices that change no bit, and those that are indistinguishable from f32.
 fn harmless(findings: &Findings) -> Option<String> {
     let limit = floor(findings).map_or(0.0, |floor| INDISTINCT * floor.kl.mean);
     let singles: Vec<&Run> = policies(findings).filter(|run| is_single(run) && !is_broken(run)).collect();
@@ -156,8 +159,8 @@ fn harmless(findings: &Findings) -> Option<String> {
     let (same, near) = (names(true), names(false));
     let verb = |number: usize| if number == 1 { "changes" } else { "change" };
     let same_part = (!same.is_empty()).then(|| format!("{} {} no bit", list(&same, NAMES), verb(same.len())));
-    let near_part = (!near.is_empty())
-        .then(|| format!("{} cannot be told from what f32 itself costs", list(&near, NAMES)));
+    let near_part =
+        (!near.is_empty()).then(|| format!("{} cannot be told from f32 rounding", list(&near, NAMES)));
     match (same_part, near_part) {
         (None, None) => None,
         (same, near) => Some(same.into_iter().chain(near).collect::<Vec<_>>().join("; ")),
@@ -174,7 +177,7 @@ fn facts(findings: &Findings) -> String {
         ("Layers", format::count(findings.layers)),
         ("Input", input.source.clone()),
         (
-            "Read",
+            "Length",
             format!(
                 "{} in {}, the longest {}",
                 plural(input.tokens, "token"),
@@ -182,10 +185,10 @@ fn facts(findings: &Findings) -> String {
                 format::count(input.longest)
             ),
         ),
-        ("Predicted", plural(input.predicted, "token")),
+        ("Predicted tokens", format::count(input.predicted)),
         ("Reference", reference.arithmetic.clone()),
         (
-            "Its loss",
+            "Reference loss",
             format!(
                 "{}, perplexity {}",
                 format::number(reference.loss),
@@ -202,7 +205,7 @@ fn facts(findings: &Findings) -> String {
     format!("<dl class=\"facts\">{facts}</dl>\n")
 }
 
-/// The published questions.
+/// The published questions with their answers.
 pub(super) fn answers(findings: &Findings) -> String {
     if findings.answers.is_empty() {
         return String::new();
@@ -224,7 +227,7 @@ fn with_stop(text: &str) -> String {
     if text.is_empty() || text.ends_with(['.', '!', '?', ':']) { text.into() } else { format!("{text}.") }
 }
 
-/// What a reader must know.
+/// Notes for the reader.
 pub(super) fn notes(findings: &Findings) -> String {
     if findings.notes.is_empty() {
         return String::new();

@@ -1,8 +1,8 @@
-//! lab.html: what was found, as one page without script.
+//! lab.html: the findings as one HTML page without scripts.
 //!
-//! A section is a file here: it draws what the findings have for it, with a sentence to each plot that is made from the same
-//! figures, and is empty without them. `words.rs` has what sections share: which run is the floor, how figures are written;
-//! `table.rs` writes tables. Nothing but the findings is asked, so the same findings give the same bytes.
+//! Each section is a file: it draws its part of the findings, with captions made from the same numbers, and is empty
+//! without data. `words.rs` has shared helpers: which run is the f32 floor, how cells are formatted; `table.rs` writes
+//! tables. The page depends on the findings alone: the same findings give the same bytes.
 
 mod attention;
 mod decay;
@@ -24,7 +24,7 @@ use ballast_report::page::page;
 use crate::Findings;
 pub use lead::headline;
 
-/// The page.
+/// Returns the page as HTML.
 pub fn html(findings: &Findings) -> String {
     let sections: [fn(&Findings) -> String; 15] = [
         lead::lead,

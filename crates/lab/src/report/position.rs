@@ -1,8 +1,8 @@
-//! Error by position in the sequence: does it grow?
+//! Error by position in the sequence, and its growth.
 //!
-//! Positions are taken together in stretches that become longer; a stretch is drawn at its last token, plural from one. For growth
-//! the last stretch is compared with the first third of them, each position having the same weight; the first few tokens are
-//! left out if there are more, since their states have hardly anything to lose.
+//! Positions are grouped in ranges of doubling length; a range is drawn at its last token, counted from one. Growth is the
+//! error of the last range over the mean of the first third of ranges, weighted by positions. The first 8 tokens are left
+//! out if there are more: their states have hardly anything to lose yet.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
@@ -11,15 +11,15 @@ use super::words::{floor, heading, is_single, named, other, plural, policies, ti
 use crate::Findings;
 use crate::findings::{PositionError, Run};
 
-/// Curves in a plot.
+/// Most curves in a plot.
 const CURVES: usize = 8;
-/// Beyond this ratio an error grows, below its inverse it falls.
+/// Ratio from which on an error counts as growing; below its inverse it counts as falling.
 const GROWS: f64 = 1.5;
 
 /// Tokens whose states have hardly anything to lose yet.
 const EARLY: usize = 8;
 
-/// Something that is measured by position.
+/// A quantity measured by position.
 struct Measure {
     id: &'static str,
     title: &'static str,
@@ -28,12 +28,12 @@ struct Measure {
 }
 
 const KL: Measure =
-    Measure { id: "kl", title: "KL divergence", unit: "nats by token", value: |stretch| Some(stretch.kl) };
+    Measure { id: "kl", title: "KL divergence", unit: "nats per token", value: |range| Some(range.kl) };
 const RECURRENCE: Measure = Measure {
     id: "recurrence",
     title: "Error of the recurrence",
-    unit: "of the delta rule's outputs, by token",
-    value: |stretch| stretch.recurrence,
+    unit: "outputs of the delta rule, relative",
+    value: |range| range.recurrence,
 };
 
 pub(super) fn section(findings: &Findings) -> String {
@@ -46,16 +46,16 @@ pub(super) fn section(findings: &Findings) -> String {
         return plots;
     }
     let caption = match other(findings) {
-        Some(_) => "A stretch of positions is drawn at its last token.",
+        Some(_) => "Each range of positions is drawn at its last token.",
         None => {
-            "A stretch of positions is drawn at its last token. An error that the recurrence compounds would rise from left to right, \
-             and more steeply than that of f32."
+            "Each range of positions is drawn at its last token. An error that the recurrence compounds rises from left to right, more \
+             steeply than that of f32."
         }
     };
     heading("position", "Error by position", caption) + &plots
 }
 
-/// Of whole policies, or of single choices.
+/// A plot of the whole policies or of the single choices.
 fn plot(findings: &Findings, measure: &Measure, single: bool) -> String {
     let curve = |run: &Run| points(run, measure);
     let runs: Vec<&Run> = policies(findings)
@@ -90,15 +90,15 @@ fn plot(findings: &Findings, measure: &Measure, single: bool) -> String {
     .html()
 }
 
-/// Stretches without any error have no place on a log axis.
+/// Points of a curve; ranges with zero error cannot be drawn on a log axis.
 fn points(run: &Run, measure: &Measure) -> Vec<(f64, f64)> {
     (run.by_position.iter())
-        .filter_map(|stretch| Some((stretch.to as f64, (measure.value)(stretch)?)))
+        .filter_map(|range| Some((range.to as f64, (measure.value)(range)?)))
         .filter(|point| point.1 != 0.0)
         .collect()
 }
 
-/// Whether there is anything to draw: what is as f32 would press the others together.
+/// Returns true if a run has finite errors that differ from f32's.
 fn is_drawn(findings: &Findings, run: &Run, measure: &Measure) -> bool {
     let points = points(run, measure);
     let as_floor = floor(findings).is_some_and(|floor| self::points(floor, measure) == points);
@@ -118,14 +118,14 @@ fn caption(drawn: &[&Run], floor: Option<&Run>, left_out: usize, measure: &Measu
     let (up, down) = (number(|ratio| ratio > GROWS), number(|ratio| ratio < 1.0 / GROWS));
     let all = (grown.len() > 1).then(|| {
         let drawn = grown.len();
-        format!("rising by more than half: {up} of the {drawn} drawn, falling by more than a third: {down}")
+        format!("{up} of {drawn} curves rise by more than half, {down} fall by more than a third")
     });
     let left_out =
-        (left_out > 0).then(|| format!("{} with less damage left out", plural(left_out, "more run")));
+        (left_out > 0).then(|| format!("{} with smaller errors not drawn", plural(left_out, "more run")));
     sentence(&[one, all, left_out])
 }
 
-/// The error of the last tokens over that of the first ones.
+/// Ratio of the error at the last tokens to that at the first.
 #[derive(Debug, PartialEq)]
 struct Growth {
     first: (usize, usize),
@@ -135,16 +135,16 @@ struct Growth {
 
 fn growth(run: &Run, measure: &Measure) -> Option<Growth> {
     let values: Vec<(&PositionError, f64)> = (run.by_position.iter())
-        .filter_map(|stretch| Some((stretch, (measure.value)(stretch)?)))
+        .filter_map(|range| Some((range, (measure.value)(range)?)))
         .filter(|(_, value)| value.is_finite())
         .collect();
-    let later = values.iter().position(|(stretch, _)| stretch.from >= EARLY).unwrap_or(0);
+    let later = values.iter().position(|(range, _)| range.from >= EARLY).unwrap_or(0);
     let values = if values.len() - later >= 2 { &values[later..] } else { &values[..] };
     let (last, rest) = values.split_last()?;
     let first = &rest[..values.len().div_ceil(3).min(rest.len())];
-    let weight = |stretch: &PositionError| stretch.to.saturating_sub(stretch.from) as f64;
-    let sum: f64 = first.iter().map(|(stretch, value)| weight(stretch) * value).sum();
-    let mean = sum / first.iter().map(|(stretch, _)| weight(stretch)).sum::<f64>();
+    let weight = |range: &PositionError| range.to.saturating_sub(range.from) as f64;
+    let sum: f64 = first.iter().map(|(range, value)| weight(range) * value).sum();
+    let mean = sum / first.iter().map(|(range, _)| weight(range)).sum::<f64>();
     let ratio = last.1 / mean;
     (ratio.is_finite() && mean > 0.0).then(|| Growth {
         first: (first[0].0.from, first[first.len() - 1].0.to),
@@ -165,7 +165,7 @@ impl Growth {
             _ => "hardly changes",
         };
         format!(
-            "{verb} with position: at {} it is {} what it is at {}",
+            "{verb} with position: the error at {} is {} that at {}",
             tokens(self.last),
             times(self.ratio),
             tokens(self.first)
@@ -179,23 +179,23 @@ mod tests {
 
     fn run(values: &[f64]) -> Run {
         let mut from = 0;
-        let stretch = |kl: &f64| {
+        let range = |kl: &f64| {
             let to = (2 * from).max(from + 1);
-            let stretch = PositionError { from, to, kl: *kl, ..PositionError::default() };
+            let range = PositionError { from, to, kl: *kl, ..PositionError::default() };
             from = to;
-            stretch
+            range
         };
-        Run { by_position: values.iter().map(stretch).collect(), ..Run::default() }
+        Run { by_position: values.iter().map(range).collect(), ..Run::default() }
     }
 
     #[test]
     fn growth_is_the_last_stretch_over_the_first_third_by_tokens() {
-        // 0..1, 1..2, 2..4, 4..8, 8..16: the first two stretches have a token each.
+        // 0..1, 1..2, 2..4, 4..8, 8..16: the first two ranges have a token each.
         let growth = growth(&run(&[1.0, 3.0, 9.0, 9.0, 8.0]), &KL).unwrap();
         assert_eq!(growth, Growth { first: (0, 2), last: (8, 16), ratio: 4.0 });
         assert_eq!(
             growth.text(),
-            "grows with position: at tokens 9 to 16 it is 4.00 times what it is at tokens 1 to 2"
+            "grows with position: the error at tokens 9 to 16 is 4.00 times that at tokens 1 to 2"
         );
     }
 

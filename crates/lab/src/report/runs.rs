@@ -1,4 +1,4 @@
-//! Every run in a line: how far its outputs are from the reference's, and where that begins.
+//! One row per run: error of the outputs, and the first tensor that differs.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::page::inline;
@@ -19,15 +19,15 @@ pub(super) fn section(findings: &Findings) -> String {
     if let Some(other) = other(findings) {
         let caption = match other.has_outputs() {
             true => {
-                "KL is the divergence of its next-token distributions from the model's, over tokens, in nats."
+                "KL is the divergence of the next-token distributions from the model's, per token, in nats."
             }
             false => "",
         };
-        return heading("runs", "In one line", caption) + &table(findings);
+        return heading("runs", "Summary", caption) + &table(findings);
     }
-    let caption = "Each policy runs the same input. The loss is compared with the reference's; KL is the divergence of its next-token \
-                distributions from the reference's, over tokens, in nats. What differs first is compared with the run in f32.";
-    heading("runs", "Every policy", caption) + &ranking(findings) + &table(findings)
+    let caption = "Each policy runs the same input. KL is the divergence of the next-token distributions from the reference's, per token, \
+                in nats. The first difference is the first tensor whose bits differ from the f32 run.";
+    heading("runs", "All policies", caption) + &ranking(findings) + &table(findings)
 }
 
 fn ranking(findings: &Findings) -> String {
@@ -45,19 +45,19 @@ fn ranking(findings: &Findings) -> String {
         id: "damage".into(),
         title: "Mean KL divergence from the reference".into(),
         unit: "nats".into(),
-        caption: ranking_says(findings),
+        caption: ranking_caption(findings),
         rows,
         scale: Scale::Log,
         colors,
-        level: floor(findings).map(|floor| ("the floor: f32".into(), floor.kl.mean)),
+        level: floor(findings).map(|floor| ("f32 floor".into(), floor.kl.mean)),
     }
     .html()
 }
 
-fn ranking_says(findings: &Findings) -> String {
+fn ranking_caption(findings: &Findings) -> String {
     let finite: Vec<&Run> = policies(findings).filter(|run| !is_broken(run) && run.kl.mean > 0.0).collect();
     let (Some(most), Some(least)) = (finite.first(), finite.last()) else {
-        return "No policy has a divergence that can be drawn.".into();
+        return "No policy has a finite, nonzero divergence.".into();
     };
     let spread = match finite.len() {
         1 => format!("{} has {}", named(&most.name), format::number(most.kl.mean)),
@@ -71,10 +71,10 @@ fn ranking_says(findings: &Findings) -> String {
     };
     let broken = match policies(findings).filter(|run| is_broken(run)).count() {
         0 => None,
-        1 => Some("one policy is non-finite".to_string()),
-        number => Some(format!("{number} policies are non-finite")),
+        1 => Some("one policy produces non-finite values".to_string()),
+        number => Some(format!("{number} policies produce non-finite values")),
     };
-    let floor = floor(findings).map(|floor| format!("f32 itself has {}", format::number(floor.kl.mean)));
+    let floor = floor(findings).map(|floor| format!("the f32 floor is {}", format::number(floor.kl.mean)));
     sentence(&[Some(spread), broken, floor])
 }
 
@@ -93,14 +93,14 @@ fn kind_name(kind: Kind) -> &'static str {
     match kind {
         Kind::Preset => "preset",
         Kind::Tensor => "one protected tensor rounded",
-        Kind::Site => "one operation lowered",
-        Kind::Several => "several at once",
+        Kind::Site => "one operation in lower precision",
+        Kind::Several => "several choices",
         Kind::Checkpoint => "another checkpoint",
         Kind::Dump => "another framework's tensors",
     }
 }
 
-/// Columns that no run has anything for are left out.
+/// The table of all runs; columns without data are left out.
 fn table(findings: &Findings) -> String {
     let gradients = findings.runs.iter().any(|run| run.gradient_error.is_some());
     let lost = findings.runs.iter().any(|run| run.not_finite.is_some());
@@ -111,13 +111,13 @@ fn table(findings: &Findings) -> String {
             Column::Number("loss difference"),
             Column::Number("perplexity"),
             Column::Number("KL mean"),
-            Column::Number("KL 99\u{a0}%"),
-            Column::Number("KL largest"),
-            Column::Number("same top token"),
+            Column::Number("KL p99"),
+            Column::Number("KL max"),
+            Column::Number("top-1 agreement"),
         ]);
     }
     columns.extend(gradients.then_some(Column::Number("gradient error")));
-    columns.push(Column::Text("differs first at"));
+    columns.push(Column::Text("first difference"));
     columns.extend(lost.then_some(Column::Text("non-finite")));
     let mut table = Table::new(&columns);
     for run in &findings.runs {
@@ -136,7 +136,7 @@ fn table(findings: &Findings) -> String {
         cells.push(match &run.first_difference {
             Some(site) => code(site),
             None if is_floor(run) => String::new(),
-            None => "<span class=\"soft\">nowhere</span>".into(),
+            None => "<span class=\"soft\">none</span>".into(),
         });
         cells.extend(lost.then(|| run.not_finite.as_ref().map_or(String::new(), not_finite)));
         if is_floor(run) { table.aside(&cells) } else { table.row(&cells) }
@@ -145,8 +145,8 @@ fn table(findings: &Findings) -> String {
 }
 
 fn name(run: &Run) -> String {
-    let floor = if is_floor(run) { "the floor: " } else { "" };
-    let what = if is_floor(run) && run.what.is_empty() { "what f32 itself costs" } else { &run.what };
+    let floor = if is_floor(run) { "f32 floor: " } else { "" };
+    let what = if is_floor(run) && run.what.is_empty() { "cost of f32 arithmetic" } else { &run.what };
     format!("{}<span class=\"what\">{floor}{}</span>", code(&run.name), inline(what))
 }
 

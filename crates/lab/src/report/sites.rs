@@ -1,4 +1,4 @@
-//! Where the error enters: named tensors by kind, the numbers of layers folded.
+//! Errors of named tensors, grouped by name pattern over all layers.
 
 use std::collections::BTreeMap;
 
@@ -10,12 +10,12 @@ use super::words::{badness, cell, code, floor, heading, in_layer, named, top};
 use crate::Findings;
 use crate::findings::{Run, SiteError};
 
-/// Whole policies, and as many single choices.
+/// Whole policies shown, and as many single choices.
 const RUNS: usize = 3;
-/// Kinds of a run beyond this many are plural, not shown.
+/// Most rows of a run.
 const ROWS: usize = 40;
 
-/// All tensors of a kind that are not as in f32.
+/// All tensors of one name pattern that differ from f32.
 struct Group<'a> {
     pattern: String,
     tensors: usize,
@@ -33,12 +33,12 @@ pub(super) fn section(findings: &Findings) -> String {
         .collect();
     let caption = match of_floor.is_empty() {
         true => {
-            "Tensors of one kind in all layers, in the order in which they are made. The error is RMS of the difference over RMS; \
-             the first is that of the first layer in which the kind differs."
+            "Tensors grouped over layers, in the order of computation. The error is RMS(difference) / RMS; the first error is that \
+             of the first layer that differs."
         }
         false => {
-            "Tensors of one kind in all layers, in the order in which they are made, those as in f32 left out. The error is RMS of \
-             the difference over RMS; the first is that of the first layer in which the kind differs from f32."
+            "Tensors grouped over layers, in the order of computation; those equal to f32 are left out. The error is \
+             RMS(difference) / RMS; the first error is that of the first layer that differs from f32."
         }
     };
     let tables: String =
@@ -51,12 +51,12 @@ fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String
     let worst = worst(run);
     let mut columns = vec![
         Column::Text("tensor"),
-        Column::Number("how many"),
-        Column::Number("first"),
-        Column::Number("largest"),
-        Column::Number("furthest value off by"),
+        Column::Number("count"),
+        Column::Number("first error"),
+        Column::Number("largest error"),
+        Column::Number("max difference"),
     ];
-    columns.extend((!of_floor.is_empty()).then_some(Column::Number("largest, of f32's")));
+    columns.extend((!of_floor.is_empty()).then_some(Column::Number("largest / f32")));
     let mut table = Table::new(&columns);
     for group in groups.iter().take(ROWS) {
         let name = code(&group.pattern);
@@ -80,7 +80,7 @@ fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String
     }
     let more = match groups.len().saturating_sub(ROWS) {
         0 => String::new(),
-        more => format!("; {} more kinds are in lab.json", format::count(more)),
+        more => format!("; {} more rows are in lab.json", format::count(more)),
     };
     let caption = match &run.first_difference {
         None if of_floor.is_empty() => "no tensor differs".to_string(),
@@ -89,20 +89,20 @@ fn table(run: &Run, of_floor: &BTreeMap<&str, &SiteError>, open: bool) -> String
             let largest = worst.map_or(String::new(), |worst| {
                 format!(", largest error {} at {}", format::number(worst.error), named(&worst.site))
             });
-            format!("differs first at {}{largest}{more}", named(first))
+            format!("first differs at {}{largest}{more}", named(first))
         }
     };
     table.folded(&code(&run.name), &caption, open)
 }
 
-/// The first of those with the largest error.
+/// The first tensor with the largest error.
 fn worst(run: &Run) -> Option<&SiteError> {
     run.sites
         .iter()
         .reduce(|worst, site| if badness(site.error) > badness(worst.error) { site } else { worst })
 }
 
-/// The error, and the numbers in the tensor's name.
+/// The error with the layer, from the numbers in the tensor's name.
 fn error(site: &SiteError) -> String {
     let is_number = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
     let numbers: Vec<&str> = site.site.split('.').filter(is_number).collect();

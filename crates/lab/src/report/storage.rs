@@ -1,4 +1,4 @@
-//! What the checkpoint stores of protected tensors, and what the norm inside the kernel saves.
+//! Protected tensors as stored in the checkpoint, and memory saved by the q/k norm inside the kernel.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use super::words::{badness, cell, code, heading, named, plural, share_cell};
 use crate::Findings;
 use crate::findings::ProtectedTensor;
 
-/// Protected tensors by kind and type.
+/// Protected tensors by name pattern and type.
 pub(super) fn protected(findings: &Findings) -> String {
     if findings.protected.is_empty() {
         return String::new();
@@ -21,12 +21,12 @@ pub(super) fn protected(findings: &Findings) -> String {
     }
     let mut table = Table::new(&[
         Column::Text("tensor"),
-        Column::Number("how many"),
-        Column::Text("stored in"),
+        Column::Number("count"),
+        Column::Text("dtype"),
         Column::Number("elements"),
-        Column::Number("beyond bf16"),
+        Column::Number("not exact in bf16"),
         Column::Number("share"),
-        Column::Number("largest change by bf16"),
+        Column::Number("max relative change in bf16"),
     ]);
     for ((pattern, dtype), tensors) in &groups {
         let elements: u64 = tensors.iter().map(|tensor| tensor.elements).sum();
@@ -42,20 +42,18 @@ pub(super) fn protected(findings: &Findings) -> String {
             cell(most),
         ]);
     }
-    heading("protected", "Protected tensors in the checkpoint", &protected_says(&findings.protected))
+    heading("protected", "Protected tensors in the checkpoint", &protected_caption(&findings.protected))
         + &table.html()
 }
 
-fn protected_says(tensors: &[ProtectedTensor]) -> String {
+fn protected_caption(tensors: &[ProtectedTensor]) -> String {
     let elements: u64 = tensors.iter().map(|tensor| tensor.elements).sum();
     let beyond: u64 = tensors.iter().map(|tensor| tensor.beyond_bf16).sum();
     let carry = match beyond {
-        0 => "none holds more than bf16 can: rounding them changes nothing".to_string(),
-        _ => format!(
-            "{} of {} elements hold more than bf16 can, and rounding loses it",
-            format::count(beyond),
-            format::count(elements)
-        ),
+        0 => "all values are exact in bf16, so rounding changes nothing".to_string(),
+        _ => {
+            format!("{} of {} elements are not exact in bf16", format::count(beyond), format::count(elements))
+        }
     };
     let worst = (tensors.iter()).max_by(|a, b| badness(a.bf16_error).total_cmp(&badness(b.bf16_error)));
     let worst = worst.filter(|tensor| tensor.bf16_error != 0.0).map(|tensor| {
@@ -68,7 +66,7 @@ fn protected_says(tensors: &[ProtectedTensor]) -> String {
     sentence(&[Some(format!("{}: {carry}", plural(tensors.len(), "tensor"))), worst])
 }
 
-/// Bytes that are kept for backward, with the q/k norm inside the kernel and outside.
+/// Bytes saved for backward, with the q/k norm inside and outside the kernel.
 pub(super) fn l2norm(findings: &Findings) -> String {
     let Some(longest) = findings.l2norm.iter().max_by_key(|row| row.tokens) else { return String::new() };
     let saved = |inside: u64, outside: u64| match outside.checked_sub(inside) {
@@ -93,10 +91,10 @@ pub(super) fn l2norm(findings: &Findings) -> String {
         ]);
     }
     let caption = format!(
-        "What is kept for backward of q, k and their norm, over all layers with linear attention: at {} the norm \
+        "Memory saved for backward for q, k and their norm, over all layers with linear attention: at {} the norm \
          inside the kernel saves {}.",
         plural(longest.tokens, "token"),
         saved(longest.inside, longest.outside)
     );
-    heading("l2norm", "The norm of q and k inside the kernel", &caption) + &table.html()
+    heading("l2norm", "q/k norm inside the kernel", &caption) + &table.html()
 }

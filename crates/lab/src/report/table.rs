@@ -1,17 +1,17 @@
-//! Tables, in a box of their own that scrolls where they are too wide.
+//! Tables, in a box that scrolls if they are too wide.
 
 use ballast_report::page::{inline, prose};
 
-/// A column by its heading.
+/// A column with its header.
 #[derive(Clone, Copy)]
 pub(super) enum Column {
-    /// Words, to the left.
+    /// Left-aligned text.
     Text(&'static str),
-    /// Figures, to the right.
+    /// Right-aligned numbers.
     Number(&'static str),
 }
 
-/// Rows of cells, which are HTML.
+/// A table; its cells are HTML.
 pub(super) struct Table {
     columns: Vec<Column>,
     rows: String,
@@ -26,7 +26,7 @@ impl Table {
         self.row_of("", cells);
     }
 
-    /// A row that stands apart.
+    /// Adds a highlighted row.
     pub(super) fn aside(&mut self, cells: &[String]) {
         self.row_of(" class=\"aside\"", cells);
     }
@@ -41,7 +41,7 @@ impl Table {
         self.rows += &format!("<tr{class}>{cells}</tr>\n");
     }
 
-    /// The table; nothing without rows. Its first column stays in sight while the others scroll.
+    /// Returns the table as HTML, empty without rows. Its first column stays visible while the others scroll.
     pub(super) fn html(&self) -> String {
         if self.rows.is_empty() {
             return String::new();
@@ -58,7 +58,7 @@ impl Table {
         )
     }
 
-    /// The same behind a line that opens it.
+    /// Returns the table as a collapsible block.
     pub(super) fn folded(&self, summary: &str, caption: &str, open: bool) -> String {
         format!(
             "<details{}><summary>{summary}<span class=\"soft\">{}</span></summary>{}</details>\n",

@@ -1,7 +1,7 @@
 use super::*;
 use crate::findings::*;
 
-/// The page without the style, which has words of its own.
+/// The page without its style sheet.
 fn body(html: &str) -> &str {
     html.split("</style>").nth(1).unwrap()
 }
@@ -59,10 +59,10 @@ fn two_things_side_by_side_have_a_page_of_their_own() {
     };
     let page = |run: Run| html(&Findings { model: "ours".into(), runs: vec![run], ..Findings::default() });
     let shown = page(dump.clone());
-    assert!(shown.contains("no logits, so outputs were not compared") && shown.contains("parts from it at"));
+    assert!(shown.contains("no logits, so outputs were not compared") && shown.contains("first differs at"));
     assert!(!body(&shown).contains("non-finite") && !body(&shown).contains("polic"), "{shown}");
     let agrees = page(Run { first_difference: None, ..dump.clone() });
-    assert!(agrees.contains("agrees everywhere within the tolerance"));
+    assert!(agrees.contains("agrees within the tolerance everywhere"));
     let lost = |site: &str| Some(NotFinite { site: site.into(), count: 1, dtype: "file".into() });
     let inside = page(Run { not_finite: lost("layers.0.out"), ..dump.clone() });
     assert!(inside.contains("outputs were not compared") && !inside.contains("outputs are non-finite"));
@@ -103,21 +103,21 @@ fn each_section_alone_makes_a_page() {
 fn each_plot_says_what_one_sees() {
     let html = html(&example::findings());
     for caption in [
-        "The model read 8,192 tokens of the embedded text: once in f64, which all else is compared with, and once under \
+        "The model read 8,192 tokens of the embedded text: once in f64, the reference, and once under \
          each of 20 policies.",
-        "<code>logits=f16</code> is non-finite, first at <code>layers.7.self_attn.logits</code>. \
-         <code>hf-bf16</code> does most damage of the others: a mean KL divergence of 0.0210 nats",
-        "Of single choices <code>norms</code> matters most: a mean KL divergence of 0.00110 nats",
+        "<code>logits=f16</code> produces non-finite values, first at <code>layers.7.self_attn.logits</code>. \
+         <code>hf-bf16</code> has the largest error of the others: mean KL divergence 0.0210 nats",
+        "Of single choices, <code>norms</code> matters most: mean KL divergence 0.00110 nats",
         "<code>out_norm</code> and <code>router</code> change no bit.",
-        "<code>out_norm</code> and <code>router</code> are as f32 after every layer and not drawn",
-        "<code>A_log</code> grows with position: at tokens 1,025 to 2,048 it is ",
+        "Not drawn, equal to f32 after every layer: <code>out_norm</code> and <code>router</code>",
+        "<code>A_log</code> grows with position: the error at tokens 1,025 to 2,048 is ",
         "In the reference the largest |logit| is 306, in layer 11, where neighbors are 2 apart in bf16 and 0.25 in f16",
         "144 heads: from 0.3",
         "hf-bf16, A_log=bf16,qk_product=bf16 and A_log",
-        "27 tensors: 270 of 1,440 elements hold more than bf16 can",
+        "27 tensors: 270 of 1,440 elements are not exact in bf16",
         "at 131,072 tokens the norm inside the kernel saves 4.7 GiB",
         "<code>model.<wbr>layers.<wbr>*.<wbr>linear_attn.<wbr>A_log<wbr></code>",
-        "the floor: everything in f32",
+        "f32 floor: everything in f32",
     ] {
         assert!(body(&html).contains(caption), "{caption}");
     }
@@ -186,6 +186,6 @@ fn findings_where_nothing_is_finite_make_a_page_that_says_so() {
     findings.attention.iter_mut().for_each(limits);
     let html = html(&findings);
     assert!(!body(&html).contains("NaN") && !body(&html).contains(">inf"));
-    assert!(html.contains("No head has a half-life that is finite"));
-    assert!(html.contains("No policy has a divergence that can be drawn"));
+    assert!(html.contains("No head has a finite half-life"));
+    assert!(html.contains("No policy has a finite, nonzero divergence"));
 }

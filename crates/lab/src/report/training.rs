@@ -1,4 +1,4 @@
-//! The same few training steps in f32 and under each policy.
+//! A few training steps in f32 and under each policy.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
@@ -8,7 +8,7 @@ use super::words::{FLOOR_COLOR, cell, code, heading, named, plural, signed_cell,
 use crate::Findings;
 use crate::findings::{Training, TrainingRun};
 
-/// Curves, beside the reference.
+/// Most curves, besides the reference.
 const CURVES: usize = 7;
 
 pub(super) fn section(findings: &Findings) -> String {
@@ -35,7 +35,7 @@ fn losses(training: &Training) -> String {
     let points =
         |losses: &[f64]| losses.iter().enumerate().map(|(step, loss)| (step as f64 + 1.0, *loss)).collect();
     let mut series = vec![Series {
-        name: "f32, the reference".into(),
+        name: "f32 reference".into(),
         points: points(&training.reference),
         look: Look::Line,
         color: FLOOR_COLOR,
@@ -51,7 +51,8 @@ fn losses(training: &Training) -> String {
         format!("in f32 the loss goes from {} to {}", format::number(*first), format::number(*last))
     });
     let left_out = training.runs.len() - drawn(training).len();
-    let left_out = (left_out > 0).then(|| format!("{} with less damage not drawn", plural(left_out, "run")));
+    let left_out =
+        (left_out > 0).then(|| format!("{} with smaller errors not drawn", plural(left_out, "run")));
     LinePlot {
         id: "training-loss".into(),
         title: "Loss before each step".into(),
@@ -63,21 +64,21 @@ fn losses(training: &Training) -> String {
     .html()
 }
 
-/// The run whose last loss is furthest from the reference's.
+/// The run whose last loss differs most from the reference's.
 fn furthest(training: &Training) -> Option<String> {
     let runs = training.runs.iter().filter_map(|run| Some((run, last_difference(run, training)?)));
     let (run, difference) =
         runs.filter(|run| run.1.is_finite()).max_by(|a, b| a.1.abs().total_cmp(&b.1.abs()))?;
-    Some(format!("{} is furthest from it at the end, by {}", named(&run.name), format::signed(difference)))
+    Some(format!("{} differs most from it at the end, by {}", named(&run.name), format::signed(difference)))
 }
 
-/// Of a run that came to the last step.
+/// Difference of the last losses; `None` if the run ended early.
 fn last_difference(run: &TrainingRun, training: &Training) -> Option<f64> {
     let whole = run.losses.len() == training.reference.len();
     whole.then(|| Some(run.losses.last()? - training.reference.last()?)).flatten()
 }
 
-/// Curves that cannot be told apart above: their distance from the reference.
+/// Absolute loss differences, for curves that overlap in the plot of losses.
 fn differences(training: &Training) -> String {
     let series: Vec<Series> = (drawn(training).iter().enumerate())
         .map(|(color, run)| Series {
@@ -95,7 +96,7 @@ fn differences(training: &Training) -> String {
     }
     LinePlot {
         id: "training-difference".into(),
-        title: "Distance from the reference's loss".into(),
+        title: "Loss difference from f32".into(),
         caption: growth(training),
         scale: Scale::Log,
         series,
@@ -104,7 +105,7 @@ fn differences(training: &Training) -> String {
     .html()
 }
 
-/// Whether the distances grow from step to step: the first and the last step that have one.
+/// Number of runs whose loss difference grows from its first to its last nonzero value.
 fn growth(training: &Training) -> String {
     let grown = |run: &TrainingRun| {
         let mut distances = (run.losses.iter().zip(&training.reference))
@@ -117,7 +118,7 @@ fn growth(training: &Training) -> String {
     let up = ratios.iter().filter(|ratio| **ratio > 1.5).count();
     let text = (!ratios.is_empty()).then(|| {
         format!(
-            "for {up} of {} the distance is more than half as large again at the last step as at the first",
+            "for {up} of {} policies the difference grows by more than half from the first step to the last",
             ratios.len()
         )
     });
@@ -139,10 +140,10 @@ fn table(training: &Training) -> String {
     let mut columns = vec![
         Column::Text("policy"),
         Column::Number("last loss"),
-        Column::Number("from f32's"),
+        Column::Number("difference from f32"),
         Column::Number("drift"),
     ];
-    columns.extend(protected.then_some(Column::Number("of protected tensors")));
+    columns.extend(protected.then_some(Column::Number("drift of protected tensors")));
     columns.extend(lost.then_some(Column::Text("non-finite")));
     let mut table = Table::new(&columns);
     for run in &training.runs {
@@ -164,6 +165,6 @@ fn table(training: &Training) -> String {
     let finite = training.runs.iter().filter(|run| run.drift.is_finite());
     let most = finite.max_by(|a, b| a.drift.total_cmp(&b.drift));
     let most = most.map(|run| format!("{} drifts most: {}", named(&run.name), format::number(run.drift)));
-    let about = "how far parameters are from those of the reference, for how far those moved".to_string();
+    let about = "distance of the parameters from the f32 run's, relative to how far those moved".to_string();
     format!("<h3>Drift</h3>\n{}{}", soft(&sentence(&[Some(about), most])), table.html())
 }

@@ -1,4 +1,4 @@
-//! Which run is which, and how figures are written.
+//! Helpers of all sections: classes of runs, formatted cells, lists of names.
 
 use ballast_report::format;
 pub(super) use ballast_report::format::plural;
@@ -7,10 +7,10 @@ use ballast_report::page::{inline, prose};
 use crate::Findings;
 use crate::findings::{Kind, Run};
 
-/// The color of the floor in every plot.
+/// Color of the f32 floor in every plot.
 pub(super) const FLOOR_COLOR: usize = 7;
 
-/// The run that shows what f32 arithmetic itself costs.
+/// The f32 run: its error is the floor, the cost of f32 arithmetic itself.
 pub(super) fn floor(findings: &Findings) -> Option<&Run> {
     findings.runs.iter().find(|run| is_floor(run))
 }
@@ -19,22 +19,22 @@ pub(super) fn is_floor(run: &Run) -> bool {
     run.name == "f32"
 }
 
-/// All other runs, the one with most damage first.
+/// All other runs, the largest mean KL first.
 pub(super) fn policies(findings: &Findings) -> impl Iterator<Item = &Run> {
     findings.runs.iter().filter(|run| !is_floor(run))
 }
 
-/// Whether a run changes one tensor or one site, and nothing else.
+/// Returns true if a run changes a single tensor or site.
 pub(super) fn is_single(run: &Run) -> bool {
     matches!(run.kind, Kind::Tensor | Kind::Site)
 }
 
-/// Whether its outputs are non-finite.
+/// Returns true if the outputs are non-finite.
 pub(super) fn is_broken(run: &Run) -> bool {
     run.has_outputs() && !run.kl.mean.is_finite()
 }
 
-/// The other one of two, where two things are compared: another checkpoint, or another framework's tensors.
+/// The compared checkpoint or dump, in a study that compares just two.
 pub(super) fn other(findings: &Findings) -> Option<&Run> {
     match &findings.runs[..] {
         [run] if matches!(run.kind, Kind::Checkpoint | Kind::Dump) => Some(run),
@@ -42,7 +42,7 @@ pub(super) fn other(findings: &Findings) -> Option<&Run> {
     }
 }
 
-/// Up to `each` whole policies and as many single choices, in the order of the findings, of those that `with` takes.
+/// The first `each` whole policies and the first `each` single choices that satisfy `with`.
 pub(super) fn top(findings: &Findings, each: usize, with: impl Fn(&Run) -> bool) -> Vec<&Run> {
     let (mut whole, mut single) = (0, 0);
     policies(findings)
@@ -55,22 +55,22 @@ pub(super) fn top(findings: &Findings, each: usize, with: impl Fn(&Run) -> bool)
         .collect()
 }
 
-/// A heading with the sentence below it.
+/// A section heading with a paragraph below it.
 pub(super) fn heading(id: &str, title: &str, caption: &str) -> String {
     format!("<h2 id=\"{id}\">{}</h2>\n{}", inline(title), soft(caption))
 }
 
-/// A paragraph beside the figures; nothing for nothing.
+/// A paragraph in a muted color; empty for empty text.
 pub(super) fn soft(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!("<p class=\"soft\">{}</p>\n", prose(text)) }
 }
 
-/// A name in a sentence: the page shows what is between backticks as code.
+/// A name in backticks, which the page shows as code.
 pub(super) fn named(name: &str) -> String {
     format!("`{}`", name.replace('`', "'"))
 }
 
-/// Names in a sentence, and how many more where there are more than `most`.
+/// Names in backticks as a list of at most `most`, then how many more there are.
 pub(super) fn list(names: &[&str], most: usize) -> String {
     let names: Vec<String> = names.iter().map(|name| named(name)).collect();
     enumerate(&names.iter().map(|name| &name[..]).collect::<Vec<_>>(), most)
@@ -88,33 +88,28 @@ pub(super) fn enumerate(names: &[&str], most: usize) -> String {
     format!("{} and {last}", shown.join(", "))
 }
 
-/// `is` or `are`.
-pub(super) fn are(number: usize) -> &'static str {
-    if number == 1 { "is" } else { "are" }
-}
-
 /// `12.3 times`.
 pub(super) fn times(ratio: f64) -> String {
     if ratio > 1e6 { "over a million times".into() } else { format!("{} times", format::number(ratio)) }
 }
 
-/// The ratio of two errors in words, where there is one.
+/// The ratio of an error to the f32 floor in words.
 pub(super) fn times_floor(error: f64, floor: Option<f64>) -> Option<String> {
     let ratio = error / floor?;
-    (ratio.is_finite() && ratio > 0.0).then(|| format!("{} the floor", times(ratio)))
+    (ratio.is_finite() && ratio > 0.0).then(|| format!("{} the f32 floor", times(ratio)))
 }
 
-/// A figure in a table.
+/// A number as a table cell.
 pub(super) fn cell(value: f64) -> String {
     mark_lost(value, format::number(value))
 }
 
-/// A difference in a table.
+/// A signed difference as a table cell.
 pub(super) fn signed_cell(value: f64) -> String {
     mark_lost(value, format::signed(value))
 }
 
-/// A share in a table.
+/// A fraction as a table cell, in percent.
 pub(super) fn share_cell(value: f64) -> String {
     mark_lost(value, format::exact_percent(value).replace(' ', "\u{a0}"))
 }
@@ -123,12 +118,12 @@ fn mark_lost(value: f64, text: String) -> String {
     if value.is_finite() { text } else { format!("<span class=\"bad\">{text}</span>") }
 }
 
-/// A cell, and beside it the layer that it is of.
+/// A cell followed by its layer.
 pub(super) fn in_layer(cell: String, layer: impl std::fmt::Display) -> String {
     format!("{cell}<span class=\"soft\"> layer&nbsp;{layer}</span>")
 }
 
-/// A name of a tensor or run, with places to break a line.
+/// The name of a tensor or run as code, with line-break opportunities.
 pub(super) fn code(name: &str) -> String {
     let mut html = String::from("<code>");
     for part in name.split_inclusive(['.', '/', ',', '=']) {
@@ -138,17 +133,17 @@ pub(super) fn code(name: &str) -> String {
     html + "</code>"
 }
 
-/// For an order in which what is non-finite is worse than all else.
+/// Sort key of an error; non-finite values rank as the largest.
 pub(super) fn badness(error: f64) -> f64 {
     if error.is_finite() { error.abs() } else { f64::INFINITY }
 }
 
-/// The largest size of some values; what is non-finite is passed over.
+/// Largest absolute value of the finite values.
 pub(super) fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
     values.into_iter().map(f64::abs).filter(|value| value.is_finite()).fold(0.0, f64::max)
 }
 
-/// The mean of the finite ones.
+/// Mean of the finite values.
 pub(super) fn mean(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let (sum, count) = (values.into_iter().filter(|value| value.is_finite()))
         .fold((0.0, 0_u64), |(sum, count), value| (sum + value, count + 1));

@@ -1,4 +1,4 @@
-//! What the tests of the lab share.
+//! Helpers of the lab's tests.
 #![allow(dead_code)] // each test file uses its own part
 
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ pub fn ids(model: &str) -> Vec<u32> {
     golden(model).integers("input_ids").unwrap().values.iter().map(|id| *id as u32).collect()
 }
 
-/// The golden batch: two rows of 29.
+/// Golden batch: two sequences of 29 tokens.
 pub fn batch(model: &str) -> Batch {
     Batch::rows(ids(model), 29).unwrap()
 }
@@ -62,7 +62,7 @@ pub fn study<R>(
     })
 }
 
-/// The choices that suit a model.
+/// Default choices of a model.
 pub fn defaults(checkpoint: &LazyCheckpoint) -> Vec<Choice> {
     Choice::defaults(&checkpoint.config, &checkpoint.specs).unwrap()
 }

@@ -1,4 +1,4 @@
-//! Whole runs of the reference on the tiny models.
+//! Runs of the reference on the tiny models.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::common::folder;
 pub type Parameters = BTreeMap<String, Vec<f32>>;
 pub type Gradients = BTreeMap<String, Vec<f64>>;
 
-/// In f32, with equal scores resolved as torch does.
+/// Model in f32, with ties of scores resolved as torch does.
 pub fn load(model: &str) -> Model {
     let mut model = Model::load(&folder(model), |_| Ok(Precision::f32())).unwrap();
     model.set_ties(Ties::Torch);
@@ -38,7 +38,7 @@ pub struct Run {
     pub grads: Gradients,
 }
 
-/// A forward, and a backward if wanted. Of the parameters only those of the part that runs are to be had.
+/// Runs forward, and backward if wanted. Only the parameters of the current part are available.
 pub fn run<'p>(
     config: &Config,
     parameters: &'p Parameters,
@@ -106,7 +106,7 @@ pub fn by_name<'m>(model: &'m Model, grads: &'m Grads) -> impl Iterator<Item = (
     model.specs.all().zip(grads.weights.iter().chain(&grads.protected))
 }
 
-/// The reference's gradients in the model's form; zero for what has none.
+/// The reference's gradients in the model's form; zero for parameters without one.
 pub fn in_model_form(model: &Model, grads: &Gradients) -> Grads {
     let mut form = model.grads();
     let specs = model.specs.all();

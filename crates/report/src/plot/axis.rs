@@ -1,22 +1,23 @@
-//! From values to places: ranges, scales, and ticks at round numbers.
+//! Axes: ranges, linear and log scales, ticks at round numbers.
 
 use crate::format;
 
-/// Values beyond this are drawn like infinities: differences of larger ones overflow.
+/// Larger values are treated as infinities: their differences overflow.
 const LARGEST: f64 = 1e300;
 
-/// How values become places.
+/// Mapping from values to positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scale {
-    /// Equal differences, equal distances.
+    /// Equal differences have equal distances.
     #[default]
     Linear,
-    /// Equal ratios, equal distances. Only positive values have a place.
+    /// Equal ratios have equal distances. Only positive values can be drawn.
     Log,
 }
 
 impl Scale {
-    /// Log for positive values that span more than a factor of 20, in either direction from their median.
+    /// Chooses a log scale if all values are positive and the largest or smallest is more than 20 times away from the
+    /// median.
     pub fn fitting(values: impl IntoIterator<Item = f64>) -> Scale {
         let mut values: Vec<f64> =
             values.into_iter().filter(|value| Scale::Linear.can_draw(*value)).collect();
@@ -29,23 +30,23 @@ impl Scale {
         }
     }
 
-    /// Whether a value can be drawn.
+    /// Returns true if a value can be drawn.
     pub fn can_draw(self, value: f64) -> bool {
         value.is_finite() && value.abs() <= LARGEST && (self == Scale::Linear || value > 0.0)
     }
 
-    /// Where equal distances are equal differences.
+    /// Maps a value to the linear coordinate of the axis: itself, or its decimal logarithm.
     pub fn forward(self, value: f64) -> f64 {
         if self == Scale::Log { value.log10() } else { value }
     }
 
-    /// From there back to the value.
+    /// Maps a coordinate back to its value; the inverse of [`Scale::forward`].
     pub fn back(self, value: f64) -> f64 {
         if self == Scale::Log { 10f64.powf(value).clamp(f64::MIN_POSITIVE, f64::MAX) } else { value }
     }
 }
 
-/// A stretch of values along one side of a plot.
+/// A range of values along one side of a plot.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Axis {
     scale: Scale,
@@ -54,19 +55,19 @@ pub struct Axis {
     whole: bool,
 }
 
-/// A place on an axis with its name.
+/// A labeled position on an axis.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tick {
     /// The value.
     pub value: f64,
-    /// How it is written.
+    /// Its label.
     pub label: String,
-    /// Whether it stays where there is room for half of them.
-    pub stays: bool,
+    /// Kept on narrow screens, where minor ticks are hidden.
+    pub major: bool,
 }
 
 impl Axis {
-    /// From exactly the least to exactly the greatest value that has a place.
+    /// Creates an axis from exactly the smallest to exactly the largest value that can be drawn.
     pub fn tight(scale: Scale, values: impl IntoIterator<Item = f64>) -> Axis {
         let (low, high) = values
             .into_iter()
@@ -84,7 +85,7 @@ impl Axis {
         }
     }
 
-    /// The same with air above and below; a linear axis that comes near zero goes on to it.
+    /// Creates an axis with 6 % of padding at both ends; a linear axis that starts near zero starts at zero.
     pub fn padded(scale: Scale, values: impl IntoIterator<Item = f64>) -> Axis {
         let Axis { low, high, .. } = Axis::tight(scale, values);
         let (from, to) = (scale.forward(low), scale.forward(high));
@@ -94,23 +95,23 @@ impl Axis {
         Axis { scale, low, high: scale.back(to + air), whole: false }
     }
 
-    /// The same for things that are counted: ticks at whole numbers only.
+    /// Restricts ticks to whole numbers, for counts.
     pub fn whole(self) -> Axis {
         Axis { whole: true, ..self }
     }
 
-    /// How values become places.
+    /// Returns the scale.
     pub fn scale(&self) -> Scale {
         self.scale
     }
 
-    /// The place of a value, from 0 at the low end to 1 at the high end; none for what cannot be drawn.
+    /// Returns the position of a value, 0 at the low end and 1 at the high end; `None` if it cannot be drawn.
     pub fn position(&self, value: f64) -> Option<f64> {
         let (low, high) = (self.scale.forward(self.low), self.scale.forward(self.high));
         self.scale.can_draw(value).then(|| (self.scale.forward(value) - low) / (high - low))
     }
 
-    /// Round numbers within the range, some `wanted` of them.
+    /// Returns ticks at round numbers within the range, about `wanted` of them.
     pub fn ticks(&self, wanted: usize) -> Vec<Tick> {
         match self.scale {
             Scale::Linear => self.linear_ticks(wanted),
@@ -125,13 +126,13 @@ impl Axis {
         (0..=(last - first).max(0.0) as usize)
             .map(|index| {
                 let value = (first + index as f64) * step;
-                let stays = (first + index as f64) % 2.0 == 0.0;
-                Tick { value, label: format::tick(value, step), stays }
+                let major = (first + index as f64) % 2.0 == 0.0;
+                Tick { value, label: format::tick(value, step), major }
             })
             .collect()
     }
 
-    /// Decades; where those are few, 1, 2 and 5 of each; where they are many, every so many.
+    /// Powers of ten; 1, 2 and 5 times each over few decades, every n-th decade over many.
     fn log_ticks(&self, wanted: usize) -> Vec<Tick> {
         let (low, high) = (self.low.log10(), self.high.log10());
         if high - low < 0.7 {
@@ -144,14 +145,14 @@ impl Axis {
             .flat_map(|decade| factors.iter().map(move |factor| (decade, *factor)))
             .map(|(decade, factor)| {
                 let value = factor * 10f64.powi(decade);
-                Tick { value, label: format::tick(value, value), stays: factor == 1.0 }
+                Tick { value, label: format::tick(value, value), major: factor == 1.0 }
             })
             .filter(|tick| tick.value >= self.low * (1.0 - 1e-9) && tick.value <= self.high * (1.0 + 1e-9))
             .collect()
     }
 }
 
-/// The least of 1, 2, 5, 10, ... times a power of ten that is not below `step`.
+/// Rounds `step` up to 1, 2 or 5 times a power of ten.
 fn round_step(step: f64) -> f64 {
     let decade = 10f64.powf(step.log10().floor());
     let factor = [1.0, 2.0, 5.0].into_iter().find(|factor| factor * decade >= step * (1.0 - 1e-9));

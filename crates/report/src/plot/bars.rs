@@ -1,35 +1,35 @@
-//! Bars: how values are spread, and how a whole is made up.
+//! Histograms of values, and stacked bars of the parts of a whole.
 
 use super::axis::{Axis, Scale};
 use super::{COLORS, Figure, at, frame};
 use crate::format;
 use crate::page::inline;
 
-/// How often values lie where.
+/// A histogram of raw values.
 #[derive(Clone, Debug, Default)]
 pub struct Histogram {
-    /// Heading.
+    /// Title.
     pub title: String,
-    /// What is measured.
+    /// Measured quantity or unit.
     pub unit: String,
-    /// What one sees, in a sentence.
+    /// Caption: one sentence on what the plot shows.
     pub caption: String,
-    /// What is counted, in the singular.
+    /// Singular noun of a counted value.
     pub noun: String,
     /// The values.
     pub values: Vec<f64>,
-    /// Of the values' axis.
+    /// Scale of the x axis.
     pub scale: Scale,
-    /// How many bars.
+    /// Number of bins.
     pub bins: usize,
-    /// Which of the colors.
+    /// Index of the color.
     pub color: usize,
-    /// One of several that stand beside each other.
+    /// Draws a small figure, for a grid of several.
     pub small: bool,
 }
 
 impl Histogram {
-    /// The figure.
+    /// Returns the figure as HTML.
     pub fn html(&self) -> String {
         let x = Axis::tight(self.scale, self.values.iter().copied());
         let bins = self.bins.max(1);
@@ -46,8 +46,7 @@ impl Histogram {
             extents[bin] = (extents[bin].0.min(*value), extents[bin].1.max(*value));
         }
         let y = Axis::padded(Scale::Linear, counts.iter().map(|count| *count as f64).chain([0.0])).whole();
-        let notes =
-            (lost > 0).then(|| format!("{} without a place on this axis.", format::plural(lost, "value")));
+        let notes = (lost > 0).then(|| format!("{} not drawn on this axis.", format::plural(lost, "value")));
         let drawing = if lost as usize == self.values.len() {
             "<p class=\"empty\">Nothing to draw.</p>".into()
         } else {
@@ -91,29 +90,30 @@ impl Histogram {
     }
 }
 
-/// A whole and its parts, with a mark to compare with.
+/// A horizontal bar of the parts of a whole, with an optional mark for comparison.
 #[derive(Clone, Debug, Default)]
 pub struct StackedBar {
-    /// Names and sizes.
+    /// Names and sizes of the parts.
     pub parts: Vec<(String, f64)>,
-    /// Name and size of the mark.
+    /// Name and position of the mark.
     pub mark: Option<(String, f64)>,
 }
 
 impl StackedBar {
-    /// The class that colors the part with this number; the colors come again, paler.
+    /// Returns the CSS class of a part; from the ninth part on colors repeat, paler.
     pub fn class(part: usize) -> String {
         format!("c{}{}", part % COLORS, if part / COLORS % 2 == 1 { " again" } else { "" })
     }
 
-    /// The bar, without legend: a table beside it caption the names. `text` writes a size.
+    /// Returns the bar as HTML, without a legend; `text` formats a size.
     pub fn html(&self, text: impl Fn(f64) -> String) -> String {
         let total: f64 = self.parts.iter().map(|part| part.1.max(0.0)).sum();
         let whole = self.mark.iter().map(|mark| mark.1).fold(total, f64::max);
         if !whole.is_finite() || whole <= 0.0 {
             return String::new();
         }
-        let mut svg = "<svg class=\"stack\" role=\"img\" aria-label=\"Memory by part\">".to_string();
+        let mut svg =
+            "<svg class=\"stack\" role=\"img\" aria-label=\"Stacked bar of the parts\">".to_string();
         let mut from = 0.0;
         for (index, (name, size)) in self.parts.iter().enumerate() {
             svg += &format!(
@@ -150,7 +150,7 @@ mod tests {
         let html = Histogram { values, bins: 4, noun: "step".into(), ..Histogram::default() }.html();
         assert!(html.contains("<title>3 steps\n1.00 to 2.00</title>"), "{html}");
         assert!(html.contains("<title>1 step\n9.00 to 9.00</title>"));
-        assert!(html.contains("1 value without a place"));
+        assert!(html.contains("1 value not drawn"));
         assert!(Histogram { bins: 4, ..Histogram::default() }.html().contains("Nothing to draw"));
     }
 

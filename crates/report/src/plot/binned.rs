@@ -1,11 +1,11 @@
-//! Bars from counts that somebody else made, over zones that mean something.
+//! Histograms of counts that were binned before, over shaded zones.
 
 use super::axis::{Axis, Scale};
 use super::{COLORS, Figure, at, frame};
 use crate::format;
 use crate::page::inline;
 
-/// How many values lie in `from..to`.
+/// Number of values in `from..to`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[allow(missing_docs)]
 pub struct Bin {
@@ -14,58 +14,58 @@ pub struct Bin {
     pub count: u64,
 }
 
-/// A stretch of the x axis, shaded.
+/// A shaded range of the x axis.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Zone {
-    /// Where it begins.
+    /// Lower end.
     pub from: f64,
-    /// Where it ends.
+    /// Upper end.
     pub to: f64,
-    /// How dark: from 1 to [`Zone::SHADES`].
+    /// Darkness, 1 to [`Zone::SHADES`].
     pub shade: usize,
-    /// Under the pointer.
+    /// Tooltip.
     pub name: String,
 }
 
 impl Zone {
-    /// How many shades there are.
+    /// Number of shades.
     pub const SHADES: usize = 5;
 
-    /// The classes of its shape, and of its key in a legend.
+    /// Returns the CSS classes of a zone and of its legend key.
     pub fn class(shade: usize) -> String {
         format!("zone z{} c1", shade.clamp(1, Zone::SHADES))
     }
 }
 
-/// How often values lie where, counted before.
+/// A histogram of binned counts.
 #[derive(Clone, Debug, Default)]
 pub struct Binned {
-    /// Heading.
+    /// Title.
     pub title: String,
-    /// What is measured.
+    /// Measured quantity or unit.
     pub unit: String,
-    /// What one sees, in a sentence.
+    /// Caption: one sentence on what the plot shows.
     pub caption: String,
-    /// What is counted, in the singular.
+    /// Singular noun of a counted value.
     pub noun: String,
-    /// The counts.
+    /// The bins.
     pub bins: Vec<Bin>,
-    /// Of the counts' axis; on a log scale one value alone is still seen.
+    /// Scale of the y axis; a log scale keeps a count of 1 visible.
     pub scale: Scale,
-    /// The x axis, where several plots share one; else from the first to the last bin.
+    /// X axis shared by several plots; by default from the first to the last bin.
     pub x_axis: Option<Axis>,
-    /// Behind the bars.
+    /// Zones behind the bars.
     pub zones: Vec<Zone>,
-    /// Names and places of limits, drawn as dashed lines.
+    /// Names and x values of limits, drawn as dashed lines.
     pub limits: Vec<(String, f64)>,
-    /// Which of the colors.
+    /// Index of the color.
     pub color: usize,
-    /// One of several that stand beside each other.
+    /// Draws a small figure, for a grid of several.
     pub small: bool,
 }
 
 impl Binned {
-    /// The figure.
+    /// Returns the figure as HTML.
     pub fn html(&self) -> String {
         let edges = self.bins.iter().flat_map(|bin| [bin.from, bin.to]);
         let x = self.x_axis.unwrap_or_else(|| Axis::tight(Scale::Linear, edges));
@@ -113,7 +113,7 @@ impl Binned {
     }
 }
 
-/// From the lower edge to `height`, cut where the axis ends. `title` is HTML.
+/// Returns a rectangle from the lower edge to `height`, clipped to the axis. `title` is HTML.
 fn rect(x: &Axis, (from, to): (f64, f64), height: f64, class: &str, title: &str) -> String {
     let (Some(from), Some(to)) = (x.position(from), x.position(to)) else { return String::new() };
     let (from, to) = (from.clamp(0.0, 1.0), to.clamp(0.0, 1.0));

@@ -1,4 +1,4 @@
-//! Curves over steps, or over anything else.
+//! Line plots: curves, bands, reference lines and event markers.
 
 use std::collections::BTreeSet;
 
@@ -8,108 +8,108 @@ use super::{COLORS, Figure, at, frame, legend};
 use crate::format;
 use crate::page::inline;
 
-/// Columns that are told apart at full width, and in a small plot.
+/// Pixel columns of a plot at full width, and of a small plot.
 const COLUMNS: usize = 800;
 const SMALL_COLUMNS: usize = 240;
-/// Strips that show their values under the pointer.
+/// Hover strips with tooltips.
 const STRIPS: usize = 120;
-/// The inner drawing's size; coordinates are whole numbers.
+/// Size of the inner drawing; coordinates are whole numbers.
 const WIDTH: f64 = 1600.0;
 const HEIGHT: f64 = 1000.0;
-/// Markers nearer than this share a flag.
+/// Markers closer than this fraction of the width share a flag.
 const FLAG_WIDTH: f64 = 0.04;
 
-/// How a series is drawn.
+/// Style of a series.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Look {
     /// A line.
     #[default]
     Line,
-    /// A thin pale line, behind the others: values before they were smoothed.
+    /// A thin pale line, for values before smoothing.
     Pale,
-    /// A line with a dot at each value, for values that are few.
+    /// A line with a dot at each value, for few values.
     Dots,
-    /// A dot at each value and no line: several values may share an x.
+    /// Dots without a line; several values may share an x.
     Cloud,
 }
 
-/// One curve.
+/// A curve.
 #[derive(Clone, Debug, Default)]
 pub struct Series {
-    /// In the legend and under the pointer.
+    /// Name in the legend and in tooltips.
     pub name: String,
-    /// x and y, in the order of x.
+    /// (x, y), sorted by x.
     pub points: Vec<(f64, f64)>,
-    /// How it is drawn.
+    /// Style.
     pub look: Look,
-    /// Which of the colors.
+    /// Index of the color.
     pub color: usize,
 }
 
 /// The area between two curves.
 #[derive(Clone, Debug, Default)]
 pub struct Band {
-    /// In the legend.
+    /// Name in the legend.
     pub name: String,
-    /// x, lower and upper y, in the order of x.
+    /// (x, lower y, upper y), sorted by x.
     pub points: Vec<(f64, f64, f64)>,
-    /// Which of the colors.
+    /// Index of the color.
     pub color: usize,
 }
 
-/// Something that happened at one x.
+/// An event at one x.
 #[derive(Clone, Debug, Default)]
 pub struct Marker {
-    /// Where.
+    /// Position.
     pub x: f64,
-    /// A character or two.
+    /// Label above the plot, one or two characters.
     pub label: String,
-    /// Under the pointer.
+    /// Tooltip.
     pub text: String,
 }
 
-/// A y to compare with.
+/// A horizontal reference line.
 #[derive(Clone, Debug, Default)]
 pub struct Level {
-    /// Where.
+    /// Position.
     pub y: f64,
-    /// In the legend.
+    /// Name in the legend.
     pub name: String,
 }
 
-/// Curves with what belongs to them.
+/// A line plot.
 #[derive(Clone, Debug, Default)]
 pub struct LinePlot {
-    /// Anchor within the page.
+    /// HTML id.
     pub id: String,
-    /// Heading.
+    /// Title.
     pub title: String,
-    /// What is measured, where the heading leaves it open.
+    /// Measured quantity or unit, if the title does not say it.
     pub unit: String,
-    /// What one sees, in a sentence.
+    /// Caption: one sentence on what the plot shows.
     pub caption: String,
-    /// What x counts, in the singular.
+    /// Name of the x axis, in the singular.
     pub x_name: String,
-    /// The curves; later ones lie on top.
+    /// Curves; later ones lie on top.
     pub series: Vec<Series>,
-    /// Areas behind the curves.
+    /// Bands behind the curves.
     pub bands: Vec<Band>,
-    /// What happened.
+    /// Event markers.
     pub markers: Vec<Marker>,
-    /// What to compare with.
+    /// Reference lines.
     pub levels: Vec<Level>,
-    /// Of the y axis.
+    /// Scale of the y axis.
     pub scale: Scale,
-    /// The x axis, where several plots share one; else from the first to the last point.
+    /// X axis shared by several plots; by default from the first to the last point.
     pub x_axis: Option<Axis>,
-    /// The y axis, where several plots share one; else what the values need.
+    /// Y axis shared by several plots; by default fitted to the values.
     pub y_axis: Option<Axis>,
-    /// One of several that stand beside each other.
+    /// Draws a small figure, for a grid of several.
     pub small: bool,
 }
 
 impl LinePlot {
-    /// The figure.
+    /// Returns the figure as HTML.
     pub fn html(&self) -> String {
         let xs = self.series.iter().flat_map(|series| series.points.iter().map(|point| point.0));
         let band_xs = self.bands.iter().flat_map(|band| band.points.iter().map(|point| point.0));
@@ -164,7 +164,7 @@ impl LinePlot {
         legend(&entries)
     }
 
-    /// A curve with the gaps of an earlier one, as a smoothed one has, is not named again.
+    /// Notes on values that cannot be drawn. A smoothed curve has the gaps of its raw curve and gets no second note.
     fn gap_notes(&self, y: &Axis) -> Vec<String> {
         let mut named = Vec::new();
         (self.series.iter())
@@ -181,7 +181,7 @@ impl LinePlot {
                 };
                 let (one, several) = match series.look {
                     Look::Cloud => ("it is not drawn", "they are not drawn"),
-                    _ => ("the line has a gap there", "the line has gaps there"),
+                    _ => ("the line has a gap", "the line has gaps"),
                 };
                 let name = if series.name.is_empty() { &self.title } else { &series.name };
                 let at = format!("{} {}", self.x_name, x_text(first.0));
@@ -234,7 +234,7 @@ impl LinePlot {
         svg + "</svg></div>"
     }
 
-    /// Strips from top to bottom, each with the values of its steps: min to max where there are several.
+    /// Full-height hover strips, each with the values in its x range as a tooltip: minimum to maximum.
     fn strips(&self, x: &Axis, y: &Axis) -> String {
         let most = self.series.iter().map(|series| series.points.len()).max().unwrap_or(0);
         let strips = most.clamp(2, if self.small { STRIPS / 2 } else { STRIPS });
@@ -297,7 +297,7 @@ impl LinePlot {
     }
 }
 
-/// The least and the greatest of some points.
+/// Ranges of x and y over some points.
 #[derive(Clone, Copy, Debug, Default)]
 struct Extent {
     x: Option<(f64, f64)>,
@@ -322,8 +322,8 @@ impl Extent {
     fn y_text(&self) -> String {
         match (self.y, self.lost) {
             (Some(y), false) => range_text(y, format::number),
-            (Some(y), true) => format!("{}, and gaps", range_text(y, format::number)),
-            (None, _) => "a gap".into(),
+            (Some(y), true) => format!("{}, with gaps", range_text(y, format::number)),
+            (None, _) => "gap".into(),
         }
     }
 }
@@ -359,7 +359,7 @@ fn series_path(series: &Series, x: &Axis, y: &Axis, columns: usize) -> String {
     svg
 }
 
-/// A line without length is drawn as a dot. Of those in one place, one.
+/// A line of zero length is drawn as a dot; equal positions are drawn once.
 fn cloud_path(series: &Series, x: &Axis, y: &Axis) -> String {
     let places: BTreeSet<(i64, i64)> = (series.points.iter())
         .filter_map(|(px, py)| Some((x.position(*px)?, y.position(*py)?)))
@@ -399,7 +399,7 @@ fn series_dots(series: &Series, x: &Axis, y: &Axis) -> String {
         .collect()
 }
 
-/// Each stretch without gaps is a shape of its own.
+/// Each run of points without gaps is a closed shape.
 fn band_path(band: &Band, x: &Axis, y: &Axis) -> String {
     let places = band
         .points

@@ -1,11 +1,11 @@
 //! Plots as inline SVG, without a script.
 //!
-//! A plot keeps its letters at their size on every screen: curves lie in an inner SVG that stretches to the room there
-//! is, with lines that keep their width; letters and dots lie around it at percentages. Colors are those of the page's
-//! style, `c0` to `c7`, which tell apart for every kind of color vision, in the light and in the dark.
+//! Text keeps its size on every screen: curves lie in an inner SVG that stretches to the available width while lines
+//! keep their thickness; labels and dots lie around it at percentages. Colors `c0` to `c7` come from the page's style
+//! and are distinguishable with every kind of color vision, in light and dark mode.
 //!
-//! What cannot be drawn (NaN, infinities, and on a log axis what is not positive) is a gap in the line, a red tick at
-//! the upper edge, and a sentence below the plot.
+//! A value that cannot be drawn (NaN, infinity, or zero and below on a log axis) is a gap in the line, a red tick at
+//! the upper edge, and a note below the plot.
 
 mod axis;
 mod bars;
@@ -19,14 +19,13 @@ pub use bars::{Histogram, StackedBar};
 pub use binned::{Bin, Binned, Zone};
 pub use line::{Band, Level, LinePlot, Look, Marker, Series};
 pub use ranking::{Rank, Ranking};
-pub use thin::{Place, thin};
 
 use crate::page::{inline, prose};
 
-/// How many colors there are before they come again.
+/// Number of colors; color indices wrap around.
 pub const COLORS: usize = 8;
 
-/// A plot with its heading, a note on its scale, the sentence that caption what one sees, and what else belongs to it.
+/// A plot with its title, unit, caption, legend and notes.
 pub(crate) struct Figure<'a> {
     pub id: &'a str,
     pub title: &'a str,
@@ -37,7 +36,7 @@ pub(crate) struct Figure<'a> {
     /// HTML.
     pub drawing: String,
     pub notes: Vec<String>,
-    /// One of several that stand beside each other.
+    /// Draws a small figure, for a grid of several.
     pub small: bool,
 }
 
@@ -64,7 +63,7 @@ impl Figure<'_> {
     }
 }
 
-/// What the lines and areas of a plot are, or of several plots that share them: the classes of a key and its name.
+/// Returns the legend of a plot, or of several that share it, from CSS classes and names.
 pub fn legend(entries: &[(String, &str)]) -> String {
     let entries: String = (entries.iter())
         .map(|(class, name)| format!("<li><i class=\"key {class}\"></i>{}</li>", inline(name)))
@@ -72,13 +71,13 @@ pub fn legend(entries: &[(String, &str)]) -> String {
     format!("<ul class=\"legend\">{entries}</ul>")
 }
 
-/// Figures beside each other, as many as fit.
+/// Returns figures in a grid, as many per row as fit.
 pub fn grid(figures: &[String]) -> String {
     format!("<div class=\"grid\">{}</div>\n", figures.concat())
 }
 
-/// The beginning of a drawing: rules and numbers of the y axis, numbers of the x axis. What is drawn over them follows,
-/// then `</svg></div>`.
+/// Returns the start of a drawing: grid lines and labels of the y axis, labels of the x axis. The caller appends the
+/// content and `</svg></div>`. `x` and `y` come with their number of ticks.
 fn frame(label: &str, x: (&Axis, usize), y: (&Axis, usize), small: bool) -> String {
     let mut svg = format!(
         "<div class=\"plot\"><svg class=\"frame\" role=\"img\" aria-label=\"{}\">",
@@ -92,13 +91,13 @@ fn frame(label: &str, x: (&Axis, usize), y: (&Axis, usize), small: bool) -> Stri
     }
     for tick in x.0.ticks(x.1) {
         let place = at(x.0.position(tick.value).unwrap_or(0.0));
-        let class = if tick.stays || small { "x" } else { "x odd" };
+        let class = if tick.major || small { "x" } else { "x odd" };
         svg += &format!("<text class=\"{class}\" x=\"{place}\" y=\"100%\" dy=\"18\">{}</text>", tick.label);
     }
     svg
 }
 
-/// A share of the whole as an SVG percentage.
+/// Formats a fraction of the width or height as an SVG percentage.
 fn at(share: f64) -> String {
     let text = format!("{:.2}", 100.0 * share);
     format!("{}%", text.trim_end_matches('0').trim_end_matches('.'))

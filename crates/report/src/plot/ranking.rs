@@ -1,45 +1,45 @@
-//! Names in an order, each with a dot where its value is.
+//! Dot plots: one row per name, with a dot at its value.
 
 use super::axis::{Axis, Scale};
 use super::{COLORS, Figure, at};
 use crate::format;
 use crate::page::inline;
 
-/// A name and its value.
+/// A row of a [`Ranking`].
 #[derive(Clone, Debug, Default)]
 pub struct Rank {
-    /// What it is.
+    /// Name.
     pub name: String,
-    /// Where the dot is.
+    /// Value.
     pub value: f64,
-    /// Which of the colors.
+    /// Index of the color.
     pub color: usize,
 }
 
-/// Values by name, one below the other, on one axis.
+/// A dot plot: values by name, one below the other, on a shared axis.
 #[derive(Clone, Debug, Default)]
 pub struct Ranking {
-    /// Anchor within the page.
+    /// HTML id.
     pub id: String,
-    /// Heading.
+    /// Title.
     pub title: String,
-    /// What is measured.
+    /// Measured quantity or unit.
     pub unit: String,
-    /// What one sees, in a sentence.
+    /// Caption: one sentence on what the plot shows.
     pub caption: String,
-    /// From top to bottom.
+    /// Rows from top to bottom.
     pub rows: Vec<Rank>,
-    /// Of the values' axis.
+    /// Scale of the x axis.
     pub scale: Scale,
-    /// Classes and names of the colors, where they mean something.
+    /// Legend: CSS classes and names of the colors.
     pub colors: Vec<(String, String)>,
-    /// A value to compare with, and its name.
+    /// Name and value of a reference line.
     pub level: Option<(String, f64)>,
 }
 
 impl Ranking {
-    /// The figure. A value that is non-finite has a red dot at the right end, one without a place (zero on a log axis) an
-    /// empty one at the left; both are written out beside it.
+    /// Returns the figure as HTML. A non-finite value has a red dot at the right end; a value that cannot be drawn, such
+    /// as zero on a log axis, a hollow dot at the left. Both are written out beside it.
     pub fn html(&self) -> String {
         let level = self.level.iter().map(|level| level.1);
         let x = Axis::padded(self.scale, self.rows.iter().map(|row| row.value).chain(level));
@@ -74,7 +74,7 @@ impl Ranking {
             behind += &format!("<line class=\"level\" x1=\"{place}\" x2=\"{place}\" y2=\"100%\"/>");
         }
         let rows: String = self.rows.iter().map(|row| row.html(x, &behind)).collect();
-        // Names and figures leave little room on a narrow screen: the first and the last number say enough.
+        // Narrow screens have room for the first and the last label only.
         let labels: String = (ticks.iter().enumerate())
             .map(|(index, tick)| {
                 let class = if index == 0 || index + 1 == ticks.len() { "x" } else { "x odd" };

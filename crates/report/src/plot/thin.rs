@@ -1,23 +1,23 @@
-//! Fewer points, the same picture.
+//! Downsampling that keeps the picture.
 //!
-//! Of the points of one pixel column a line shows where it enters, where it leaves, and its extremes. Those four are
-//! kept, so a spike of one step among a hundred thousand stays as high as it was.
+//! Per pixel column, a line shows its first, last, lowest and highest point. Those four are kept, so a spike of one step
+//! among a hundred thousand keeps its height.
 
-/// A place in the unit square, and whether the line is broken before it.
+/// A point in the unit square.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Place {
-    /// From left, 0, to right, 1.
+pub(super) struct Point {
+    /// 0 at the left, 1 at the right.
     pub x: f64,
-    /// From bottom, 0, to top, 1.
+    /// 0 at the bottom, 1 at the top.
     pub y: f64,
-    /// Whether no line leads here from the point before.
+    /// No line leads here from the previous point.
     pub after_gap: bool,
 }
 
-/// Keeps at most four points for each of `columns`. A point without a place is a gap; one within a column cannot be
-/// seen and is passed over. Points that go back, as those of a run that was rolled back, begin a new line.
-pub fn thin(points: impl IntoIterator<Item = Option<(f64, f64)>>, columns: usize) -> Vec<Place> {
-    let mut places = Vec::new();
+/// Keeps at most four points for each of `columns`. `None` is a gap; a gap within a column is not visible and is
+/// dropped. A point that goes back in x, as after a rollback, begins a new line.
+pub(super) fn thin(points: impl IntoIterator<Item = Option<(f64, f64)>>, columns: usize) -> Vec<Point> {
+    let mut kept = Vec::new();
     let mut column = Column::default();
     let mut gap = true;
     let mut last_x = f64::NEG_INFINITY;
@@ -29,26 +29,26 @@ pub fn thin(points: impl IntoIterator<Item = Option<(f64, f64)>>, columns: usize
         let index = (x * columns as f64).floor() as i64;
         let back = x <= last_x;
         if index != column.index || back || column.points.is_empty() {
-            column.empty_into(&mut places);
+            column.empty_into(&mut kept);
             column.index = index;
-            column.points.push(Place { x, y, after_gap: gap || back });
+            column.points.push(Point { x, y, after_gap: gap || back });
         } else {
-            column.points.push(Place { x, y, after_gap: false });
+            column.points.push(Point { x, y, after_gap: false });
         }
         (gap, last_x) = (false, x);
     }
-    column.empty_into(&mut places);
-    places
+    column.empty_into(&mut kept);
+    kept
 }
 
 #[derive(Default)]
 struct Column {
     index: i64,
-    points: Vec<Place>,
+    points: Vec<Point>,
 }
 
 impl Column {
-    fn empty_into(&mut self, places: &mut Vec<Place>) {
+    fn empty_into(&mut self, thinned: &mut Vec<Point>) {
         let by_height = |a: &usize, b: &usize| self.points[*a].y.total_cmp(&self.points[*b].y);
         let all = 0..self.points.len();
         if let (Some(low), Some(high)) = (all.clone().min_by(by_height), all.clone().max_by(by_height)) {
@@ -56,7 +56,7 @@ impl Column {
             kept.sort_unstable();
             let mut before = None;
             for index in kept.into_iter().filter(|index| before.replace(*index) != Some(*index)) {
-                places.push(self.points[index]);
+                thinned.push(self.points[index]);
             }
         }
         self.points.clear();
@@ -77,9 +77,9 @@ mod tests {
         };
         let points: Vec<(f64, f64)> =
             (0..count).map(|index| (index as f64 / count as f64, height(index))).collect();
-        let places = thin(points.iter().copied().map(Some), 500);
-        assert!(places.len() <= 2000);
-        let kept: Vec<(f64, f64)> = places.iter().map(|place| (place.x, place.y)).collect();
+        let kept = thin(points.iter().copied().map(Some), 500);
+        assert!(kept.len() <= 2000);
+        let kept: Vec<(f64, f64)> = kept.iter().map(|point| (point.x, point.y)).collect();
         assert!(kept.contains(&points[31_234]) && kept.contains(&points[77_777]));
         assert!(kept.contains(&points[0]) && kept.contains(&points[count - 1]));
         assert!(kept.windows(2).all(|pair| pair[0].0 < pair[1].0));

@@ -1,4 +1,4 @@
-//! What the records say over the steps, each plot with the sentence that caption what one sees.
+//! Plots of the metrics over the steps, each with a one-sentence caption.
 
 use std::collections::BTreeSet;
 
@@ -7,20 +7,20 @@ use crate::metrics::{Evaluation, MetricsEntry, Step};
 use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, Band, Histogram, Level, LinePlot, Look, Marker, Scale, Series, grid};
 
-/// Fewer steps than this are not smoothed.
+/// Least number of steps for a smoothed curve.
 const SMOOTHED_FROM: usize = 20;
-/// Windows over which the speed's median and spread are taken.
+/// Number of windows for the median and spread of the speed.
 const WINDOWS: usize = 60;
-/// Groups beyond this many have no plot of their own.
+/// Most parameter groups with a plot of their own.
 const GROUPS: usize = 24;
 
-/// A curve's points.
+/// Points of a curve.
 type Points = Vec<(f64, f64)>;
 
-/// The run in a sentence.
+/// Summary of the run in one sentence.
 pub(super) fn lead(report: &Report<'_>) -> String {
     let steps: Vec<&Step> = steps(report).collect();
-    let Some(last) = steps.last() else { return "<p class=\"lead\">No step was run.</p>\n".into() };
+    let Some(last) = steps.last() else { return "<p class=\"lead\">The run has no steps.</p>\n".into() };
     let tokens: u64 = steps.iter().fold(0, |sum, step| sum.saturating_add(step.tokens));
     let seconds: f64 = steps.iter().map(|step| step.seconds).filter(|seconds| seconds.is_finite()).sum();
     let mut caption = format!(
@@ -77,7 +77,7 @@ fn accuracy(report: &Report<'_>) -> String {
         .reduce(|best, found| if found.accuracy > best.accuracy { found } else { best });
     let caption = best.map(|best| {
         format!(
-            "At best {} of the validation tokens were predicted, at step {}",
+            "The best accuracy, {} of the validation tokens, is at step {}",
             format::percent(best.accuracy),
             format::count(best.step)
         )
@@ -95,9 +95,9 @@ fn learning_rate(report: &Report<'_>) -> String {
     let points = points(report, |step| step.learning_rate);
     let caption = extreme(&points, f64::gt).zip(points.last().copied()).map(|(top, last)| {
         format!(
-            "Highest at step {}, {}; {} at the end",
-            format::count(top.0 as u64),
+            "The peak, {}, is at step {}; the last value is {}",
             format::number(top.1),
+            format::count(top.0 as u64),
             format::number(last.1)
         )
     });
@@ -109,7 +109,7 @@ fn learning_rate(report: &Report<'_>) -> String {
     .html()
 }
 
-/// Those that only some models have.
+/// Losses that only some models have.
 fn other_losses(report: &Report<'_>) -> String {
     let indexer = other_loss(report, "indexer-loss", "Indexer loss", |step| step.indexer_loss);
     let balance = other_loss(report, "balance-loss", "Balance loss", |step| step.balance_loss);
@@ -124,14 +124,14 @@ fn other_loss(
     value: impl Fn(&Step) -> Option<f64>,
 ) -> Option<String> {
     let points: Points = steps(report).filter_map(|step| Some((step.step as f64, value(step)?))).collect();
-    let caption = sentence(&[change("It", &points)]);
+    let caption = sentence(&[change(&format!("the {}", title.to_lowercase()), &points)]);
     let scale = Scale::fitting(points.iter().map(|point| point.1));
     let any = !points.is_empty();
     let series = with_smoothed(&title.to_lowercase(), points, scale, 6);
     any.then(|| LinePlot { caption, scale, series, ..plot(report, id, title) }.html())
 }
 
-/// The norm of all gradients, and that of each group on axes they share.
+/// Norm of all gradients, and of each parameter group on shared axes.
 pub(super) fn gradients(report: &Report<'_>) -> String {
     let total = points(report, |step| step.gradient_norm);
     if total.is_empty() {
@@ -183,12 +183,12 @@ fn group_norms(report: &Report<'_>) -> String {
         None => String::new(),
     };
     format!(
-        "<h3>By group of parameters</h3>\n<p class=\"soft\">All on the same axes, log scale.{more}</p>\n{}",
+        "<h3>By parameter group</h3>\n<p class=\"soft\">All plots share their axes; log scale.{more}</p>\n{}",
         grid(&plots)
     )
 }
 
-/// Tokens per second, and how long steps took.
+/// Tokens per second, and step times.
 pub(super) fn speed(report: &Report<'_>) -> String {
     let rate: Points = (steps(report).filter(|step| step.seconds > 0.0 && step.seconds.is_finite()))
         .map(|step| (step.step as f64, step.tokens as f64 / step.seconds))
@@ -227,7 +227,7 @@ pub(super) fn speed(report: &Report<'_>) -> String {
     format!("<h2 id=\"speed\">Speed</h2>\n{}", grid(&[over_time.html(), times.html()]))
 }
 
-/// The process's peak so far beside the plan.
+/// Peak memory so far beside the plan.
 pub(super) fn memory_over_time(report: &Report<'_>) -> String {
     let most = steps(report).map(|step| step.peak_memory).max().unwrap_or(0);
     if most == 0 {
@@ -245,14 +245,14 @@ pub(super) fn memory_over_time(report: &Report<'_>) -> String {
         caption: sentence(&[Some(caption)]),
         series: vec![Series { name: "peak so far".into(), points, look: Look::Line, color: 6 }],
         levels: levels.into_iter().collect(),
-        // From nothing on: the bar of the plan above does the same.
+        // Starts at zero, like the bar of the plan above.
         y_axis: Some(Axis::padded(Scale::Linear, [0.0, most.max(planned) as f64 / unit])),
-        ..plot(report, "memory-over-time", "Peak so far")
+        ..plot(report, "memory-over-time", "Peak memory so far")
     }
     .html()
 }
 
-/// A plot of this run without curves: the steps below, the events as flags.
+/// A plot without curves: steps on the x axis, events as flags.
 fn plot(report: &Report<'_>, id: &str, title: &str) -> LinePlot {
     let markers = (events(report.records).into_iter().enumerate())
         .map(|(index, event)| Marker {
@@ -304,7 +304,7 @@ fn lowest_validation(report: &Report<'_>) -> Option<String> {
     ))
 }
 
-/// From the first to the last value, and where it stopped being finite.
+/// The change from the first to the last finite value, and the step from which on values are non-finite.
 fn change(name: &str, points: &[(f64, f64)]) -> Option<String> {
     let finite = |point: &&(f64, f64)| point.1.is_finite();
     let first = points.iter().find(finite);
@@ -316,7 +316,7 @@ fn change(name: &str, points: &[(f64, f64)]) -> Option<String> {
     let mut caption = match last.1.total_cmp(&first.1) {
         _ if first.0 == last.0 => format!("{name} is {} at step {}", format::number(first.1), first.0),
         std::cmp::Ordering::Equal => {
-            format!("{name} was {} before and after {over}", format::number(first.1))
+            format!("{name} is {}, the same after {over}", format::number(first.1))
         }
         order => format!(
             "{name} {} from {} to {} over {over}",
@@ -332,7 +332,7 @@ fn change(name: &str, points: &[(f64, f64)]) -> Option<String> {
     Some(caption)
 }
 
-/// The finite point whose y is furthest in the direction that `further` caption; the first of equals.
+/// The finite point with the most extreme y by `further`; the first of equals.
 fn extreme(points: &[(f64, f64)], further: fn(&f64, &f64) -> bool) -> Option<(f64, f64)> {
     let finite = points.iter().copied().filter(|point| point.1.is_finite());
     finite.reduce(|best, point| if further(&point.1, &best.1) { point } else { best })
@@ -342,7 +342,7 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     quantiles(values.collect(), [0.5]).map(|[median]| median)
 }
 
-/// Of the finite values, by nearest rank.
+/// Quantiles of the finite values by nearest rank.
 fn quantiles<const N: usize>(mut values: Vec<f64>, shares: [f64; N]) -> Option<[f64; N]> {
     values.retain(|value| value.is_finite());
     values.sort_by(f64::total_cmp);
@@ -350,7 +350,7 @@ fn quantiles<const N: usize>(mut values: Vec<f64>, shares: [f64; N]) -> Option<[
     Some(shares.map(|share| values[(share * last as f64).round() as usize]))
 }
 
-/// 10th and 90th percentile, and median, of neighboring points.
+/// 10th to 90th percentile, and median, over windows of neighboring points.
 fn spread(points: &[(f64, f64)]) -> (Vec<(f64, f64, f64)>, Points) {
     let window = points.len().div_ceil(WINDOWS).max(1);
     (points.chunks(window))
@@ -363,7 +363,7 @@ fn spread(points: &[(f64, f64)]) -> (Vec<(f64, f64, f64)>, Points) {
         .unzip()
 }
 
-/// A noisy curve: its values pale, and smoothed on top where they are many.
+/// A noisy curve: pale raw values, with a smoothed curve on top if they are many.
 fn with_smoothed(name: &str, points: Points, scale: Scale, color: usize) -> Vec<Series> {
     if points.is_empty() {
         return Vec::new();
@@ -377,9 +377,9 @@ fn with_smoothed(name: &str, points: Points, scale: Scale, color: usize) -> Vec<
     series
 }
 
-/// The mean of two moving averages, one from either end, so that the curve lags behind neither. Weights fall by half
-/// over an eightieth of the run. On a log axis logarithms are averaged, or one large value would lift its neighbors.
-/// Gaps stay gaps.
+/// Mean of a forward and a backward exponential moving average, so that the curve does not lag. Weights halve over an
+/// eightieth of the run. On a log axis logarithms are averaged, or one large value would lift its neighbors. Gaps stay
+/// gaps.
 fn smooth(points: &[(f64, f64)], scale: Scale) -> Points {
     let keep = 0.5f64.powf(80.0 / points.len().max(160) as f64);
     let values = points.iter().map(|point| scale.forward(point.1));
@@ -390,7 +390,7 @@ fn smooth(points: &[(f64, f64)], scale: Scale) -> Points {
         .collect()
 }
 
-/// Without the pull of its start.
+/// Exponential moving average with bias correction.
 fn moving_average(values: impl Iterator<Item = f64>, keep: f64) -> Vec<f64> {
     let (mut sum, mut weight) = (0.0, 0.0);
     values

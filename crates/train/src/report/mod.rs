@@ -9,71 +9,71 @@ mod tables;
 use crate::metrics::{Event, MetricsEntry};
 use ballast_report::page::{block, inline, page};
 
-/// Everything a report is made from; no clock and no file is asked besides.
+/// Content of a report. The page depends on nothing else, neither clock nor files.
 #[derive(Clone, Debug, Default)]
 pub struct Report<'a> {
-    /// Heading.
+    /// Title.
     pub title: &'a str,
-    /// Names and values that describe the run: model, data, device, dates, ...
+    /// Facts about the run as names and values: model, data, device, dates, ...
     pub summary: Vec<(String, String)>,
-    /// What the run said about itself, in its order.
+    /// Metrics and events, in order.
     pub records: &'a [MetricsEntry],
-    /// What the ledger knows of each tensor.
+    /// One row per tensor of the ledger.
     pub ledger: Vec<LedgerRow>,
-    /// What memory was planned for.
+    /// The memory plan.
     pub plan: Vec<PlanRow>,
-    /// Most memory that the process had, in bytes; 0 where nobody measured.
+    /// Peak memory of the process in bytes; 0 if it was not measured.
     pub measured_peak: u64,
-    /// What the model wrote.
+    /// Generated samples.
     pub samples: Vec<Sample>,
-    /// The configuration as TOML.
+    /// Run configuration (TOML).
     pub config: &'a str,
 }
 
-/// What the ledger knows of a tensor.
+/// The ledger's record of one tensor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LedgerRow {
-    /// The tensor's name.
+    /// Name of the tensor.
     pub name: String,
-    /// The type it is stored in.
+    /// Storage type.
     pub dtype: String,
-    /// How often it was looked at.
+    /// Number of checks.
     pub checks: u64,
-    /// Of its bytes, at the first look.
+    /// Checksum of its bytes at the first check.
     pub first_checksum: String,
-    /// The same at the last look.
+    /// Checksum at the last check.
     pub last_checksum: String,
-    /// Whether a forward was seen to read exactly these bits.
+    /// A forward was observed to read exactly these bits.
     pub live: bool,
-    /// Whether every look found what should be there.
+    /// All checks passed.
     pub fine: bool,
 }
 
-/// What memory is planned for.
+/// A row of the memory plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlanRow {
-    /// Parameters, gradients, ...
+    /// Name: parameters, gradients, ...
     pub what: String,
-    /// How much of it.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
-/// What the model wrote.
+/// A text that the model generated.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
-    /// After this many steps.
+    /// Steps trained before.
     pub step: u64,
-    /// What it was asked.
+    /// Prompt.
     pub prompt: String,
-    /// What it should have written, where there is one answer.
+    /// Expected answer, if there is only one.
     pub expected: Option<String>,
-    /// What it wrote.
+    /// Generated answer.
     pub answer: String,
-    /// Whether that was right, where it can be said.
+    /// Verdict; `None` if the answer cannot be judged.
     pub right: Option<bool>,
 }
 
-/// The page. The same report gives the same bytes.
+/// Returns the page as HTML. The same report gives the same bytes.
 pub fn html(report: &Report<'_>) -> String {
     let mut body = curves::lead(report);
     if !report.summary.is_empty() {
@@ -98,7 +98,7 @@ pub fn html(report: &Report<'_>) -> String {
     page(report.title, &body)
 }
 
-/// All events, in the order in which they happened.
+/// Returns all events in order.
 fn events(records: &[MetricsEntry]) -> Vec<&Event> {
     (records.iter())
         .filter_map(|record| match record {

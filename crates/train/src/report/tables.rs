@@ -1,4 +1,4 @@
-//! What is not a curve: events, samples, memory, the ledger.
+//! Tables: events, samples, memory, the ledger.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use ballast_report::format;
 use ballast_report::page::{block, inline};
 use ballast_report::plot::StackedBar;
 
-/// Events of one kind beyond this many are counted, not shown.
+/// Most events that are shown; further ones are only counted.
 const EVENTS: usize = 200;
 
 pub(super) fn events(events: &[&Event]) -> String {
@@ -31,19 +31,19 @@ pub(super) fn events(events: &[&Event]) -> String {
         })
         .collect();
     let more = match events.len().checked_sub(EVENTS + 1) {
-        Some(more) => format!("<p class=\"soft\">And {} more.</p>", format::count(more + 1)),
+        Some(more) => format!("<p class=\"soft\">{} more are in metrics.jsonl.</p>", format::count(more + 1)),
         None => String::new(),
     };
     format!(
-        "<h2 id=\"events\">Events</h2>\n<p class=\"soft\">{}: {}. The numbers are those of the flags above the plots.</p>\n\
-         <div class=\"scroll\"><table class=\"events\"><thead><tr><th></th><th class=\"number\">step</th><th>what</th>\
-         <th></th></tr></thead><tbody>{rows}</tbody></table></div>{more}\n",
+        "<h2 id=\"events\">Events</h2>\n<p class=\"soft\">{}: {}. Numbers refer to the flags above the plots.</p>\n\
+         <div class=\"scroll\"><table class=\"events\"><thead><tr><th></th><th class=\"number\">step</th><th>event</th>\
+         <th>details</th></tr></thead><tbody>{rows}</tbody></table></div>{more}\n",
         format::plural(events.len(), "event"),
         inline(&kinds.join(", "))
     )
 }
 
-/// The latest step's samples in the open, earlier ones folded.
+/// Samples by step, the latest first; earlier steps are collapsed.
 pub(super) fn samples(samples: &[Sample]) -> String {
     let mut by_step: BTreeMap<u64, Vec<&Sample>> = BTreeMap::new();
     samples.iter().for_each(|sample| by_step.entry(sample.step).or_default().push(sample));
@@ -52,7 +52,7 @@ pub(super) fn samples(samples: &[Sample]) -> String {
         let cards: String = samples.iter().map(|sample| card(sample)).collect();
         let judged = samples.iter().filter(|sample| sample.right.is_some()).count();
         let right = samples.iter().filter(|sample| sample.right == Some(true)).count();
-        let share = if judged > 0 { format!("{right} of {judged} right") } else { String::new() };
+        let share = if judged > 0 { format!("{right} of {judged} correct") } else { String::new() };
         html += &format!(
             "<details{}><summary>After step {}<span class=\"soft\">{share}</span></summary>\
              <div class=\"samples\">{cards}</div></details>\n",
@@ -65,7 +65,7 @@ pub(super) fn samples(samples: &[Sample]) -> String {
 
 fn card(sample: &Sample) -> String {
     let (class, mark) = match sample.right {
-        Some(true) => (" is-right", " <span class=\"good\">✓ right</span>"),
+        Some(true) => (" is-right", " <span class=\"good\">✓ correct</span>"),
         Some(false) => (" is-wrong", " <span class=\"bad\">✗ wrong</span>"),
         None => ("", ""),
     };
@@ -82,15 +82,15 @@ fn card(sample: &Sample) -> String {
     )
 }
 
-/// The plan beside what was measured, with `plot` below.
+/// The memory plan beside the measured peak, with `plot` below.
 pub(super) fn memory(report: &Report<'_>, plot: &str) -> String {
     let planned: u64 = report.plan.iter().map(|row| row.bytes).sum();
     if planned == 0 && report.measured_peak == 0 {
         return plot.into();
     }
     let caption = match (planned, report.measured_peak) {
-        (0, peak) => format!("The process had at most {}.", format::bytes(peak)),
-        (_, 0) => format!("The plan asks for {}.", format::bytes(planned)),
+        (0, peak) => format!("Peak memory of the process: {}.", format::bytes(peak)),
+        (_, 0) => format!("Planned memory: {}.", format::bytes(planned)),
         (_, peak) => {
             let more = peak as f64 / planned as f64 - 1.0;
             format!(
@@ -133,12 +133,12 @@ fn plan_table(report: &Report<'_>, planned: u64) -> String {
         foot += &row("Measured peak".into(), report.measured_peak);
     }
     format!(
-        "<div class=\"scroll\"><table><thead><tr><th>part</th><th class=\"number\">bytes</th>\
-         <th class=\"number\">of the plan</th></tr></thead><tbody>{rows}</tbody><tfoot>{foot}</tfoot></table></div>\n"
+        "<div class=\"scroll\"><table><thead><tr><th>part</th><th class=\"number\">size</th>\
+         <th class=\"number\">share of plan</th></tr></thead><tbody>{rows}</tbody><tfoot>{foot}</tfoot></table></div>\n"
     )
 }
 
-/// Rows of one pattern and type folded into one line; those with a fault first, and open.
+/// The ledger, one group per name pattern and type; groups with a failed check come first, expanded.
 pub(super) fn ledger(rows: &[LedgerRow]) -> String {
     if rows.is_empty() {
         return String::new();
@@ -159,12 +159,12 @@ pub(super) fn ledger(rows: &[LedgerRow]) -> String {
     let checks: u64 = rows.iter().map(|row| row.checks).sum();
     let wrong = rows.iter().filter(|row| !row.fine).count() as u64;
     let verdict = match wrong {
-        0 => "<span class=\"good\">every check found what it should</span>".to_string(),
-        _ => format!("<span class=\"bad\">{} not what it should be</span>", format::plural(wrong, "tensor")),
+        0 => "<span class=\"good\">all checks passed</span>".to_string(),
+        _ => format!("<span class=\"bad\">{} failed a check</span>", format::plural(wrong, "tensor")),
     };
     format!(
-        "<h2 id=\"ledger\">Ledger of types</h2>\n<p class=\"soft\">{}, {}: {verdict}. For {} of them a forward was \
-         seen to read exactly these bits.</p>\n\
+        "<h2 id=\"ledger\">Protected-tensor ledger</h2>\n<p class=\"soft\">{}, {}: {verdict}. A forward \
+         was observed to read exactly these bits of {}.</p>\n\
          {groups}",
         format::plural(rows.len(), "tensor"),
         format::plural(checks, "check"),

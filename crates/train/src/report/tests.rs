@@ -1,7 +1,7 @@
 use super::*;
 use crate::metrics::{Evaluation, Step};
 
-/// A made-up run: what the loss is at each step is said by `loss`.
+/// A synthetic run; `loss` gives the loss of each step.
 fn run(steps: u64, loss: impl Fn(u64) -> f64) -> Vec<MetricsEntry> {
     let mut records = Vec::new();
     for step in 1..=steps {
@@ -68,7 +68,7 @@ fn falling(step: u64) -> f64 {
     5.55 / step as f64
 }
 
-/// Every plot's outline, without the style, which has words of its own.
+/// The page without its style sheet.
 fn body(html: &str) -> &str {
     html.split("</style>").nth(1).unwrap()
 }
@@ -80,13 +80,13 @@ fn each_plot_says_what_one_sees() {
     for caption in [
         "300 steps on 614,400 tokens in 31.5 s; the last loss is 0.0185, the lowest validation loss 0.0285.",
         "The loss fell from 5.55 to 0.0185 over 299 steps; the lowest validation loss, 0.0285, is at step 300.",
-        "At best 100.0 % of the validation tokens were predicted, at step 300.",
-        "Highest at step 1, 1e-3; 3.33e-6 at the end.",
+        "The best accuracy, 100.0 % of the validation tokens, is at step 300.",
+        "The peak, 1e-3, is at step 1; the last value is 3.33e-6.",
         "The median norm is 1.50; the largest, 1.99, is at step",
         "The measured peak, 1.0 GiB, is 100.0 % above the plan of 512.0 MiB.",
-        "6 tensors, 1,800 checks: <span class=\"bad\">1 tensor not what it should be</span>.",
+        "6 tensors, 1,800 checks: <span class=\"bad\">1 tensor failed a check</span>.",
         "<code>model.layers.*.linear_attn.A_log</code>",
-        "0 of 1 right",
+        "0 of 1 correct",
     ] {
         assert!(html.contains(caption), "{caption}");
     }
@@ -125,7 +125,7 @@ fn a_hundred_thousand_steps_fit_in_two_megabytes_and_the_spike_is_there() {
     assert!(html.len() < 2_000_000, "{}", html.len());
     let calm = run(100_000, |step| 3.0 + (step % 17) as f64 / 100.0);
     assert!(html.contains("to 40.0") && !super::html(&report(&calm)).contains("to 40.0"));
-    // The spike alone reaches this near the upper edge.
+    // Only the spike comes this close to the upper edge.
     let heights = html.split("class=\"line pale c0\" d=\"").nth(1).unwrap().split('"').next().unwrap();
     let heights = heights.split(['M', 'L']).filter_map(|point| point.split(' ').nth(1)?.parse::<u32>().ok());
     assert_eq!(heights.filter(|height| *height < 100).count(), 1);

@@ -3,7 +3,7 @@
 //! q, k = rotate(norm(W_q x)), rotate(norm(W_k x))      v = W_v x, norm(W_v x) or norm(W_k x)
 //! y = W_o (attention(q, k, v) * sigmoid(gate))         gate beside each head's query in W_q x, or none
 //! ```
-//! A layer without keys and values of its own uses those of an earlier one.
+//! A layer without its own keys and values shares those of an earlier layer.
 
 use ballast_kernels::glu::Activation;
 use ballast_kernels::rotary::Heads;
@@ -15,7 +15,7 @@ use crate::reference::layer_run::LayerRun;
 use crate::reference::ops::{self, Gamma};
 use crate::reference::tape::Value;
 
-/// y [tokens, H] from x [tokens, H] and, if they are another layer's, k and v; and the k and v that were used.
+/// Returns y [tokens, H] from x [tokens, H] and, if they are shared, another layer's k and v; and the k and v used.
 pub fn attention(
     pass: &mut LayerRun<'_, '_>,
     x: &Value,
@@ -77,7 +77,7 @@ fn key_values(pass: &mut LayerRun<'_, '_>, x: &Value, shape: &Attention) -> Resu
     Ok(KeyValues { k, v })
 }
 
-/// Normed, if q and k are, and rotated.
+/// Applies the norm, if q and k have one, and the rotary embedding.
 fn normalize_and_rotate(
     pass: &mut LayerRun<'_, '_>,
     x: &Value,

@@ -1,4 +1,4 @@
-//! The dense unit and the mixture of experts:
+//! Gated MLP and mixture of experts:
 //! ```text
 //! mlp(x) = D (act(G x) * U x)
 //! logits = W_r x                       Gemma 4: H^-1/2 W_r (s r / rms(r)), r the residual
@@ -15,7 +15,7 @@ use crate::reference::layer_run::LayerRun;
 use crate::reference::ops::{self, Gamma};
 use crate::reference::tape::Value;
 
-/// y [tokens, H] of the gated unit of this name on x [tokens, H].
+/// Returns y [tokens, H] of the gated MLP of this name on x [tokens, H].
 pub fn mlp(pass: &mut LayerRun<'_, '_>, x: &Value, name: &str, intermediate: usize) -> Result<Value> {
     let (hidden, activation) = (pass.setting.config.hidden, pass.setting.config.activation);
     let gate = pass.linear(x, &format!("{name}.gate_proj"), hidden, intermediate)?;
@@ -24,7 +24,7 @@ pub fn mlp(pass: &mut LayerRun<'_, '_>, x: &Value, name: &str, intermediate: usi
     pass.linear(&inner, &format!("{name}.down_proj"), intermediate, hidden)
 }
 
-/// y [tokens, H] from x [tokens, H] and the residual, which Gemma's router looks at.
+/// Returns y [tokens, H] from x [tokens, H] and the residual, which Gemma's router reads.
 pub fn experts(pass: &mut LayerRun<'_, '_>, x: &Value, residual: &Value, shape: &Experts) -> Result<Value> {
     let Experts { count, top_k, router, .. } = *shape;
     let logits = logits(pass, x, residual, shape)?;
@@ -69,7 +69,7 @@ fn logits(pass: &mut LayerRun<'_, '_>, x: &Value, residual: &Value, shape: &Expe
     Ok(ops::scale(&mut pass.tape, &logits, (hidden as f64).powf(-0.5)))
 }
 
-/// The weighted sum of the chosen experts' outputs, expert by expert.
+/// Returns the weighted sum of the chosen experts' outputs, computed expert by expert.
 fn routed(
     pass: &mut LayerRun<'_, '_>,
     x: &Value,

@@ -1,4 +1,4 @@
-//! The part of a layer that works token by token, with its norms:
+//! Feed-forward part of a layer, with its norms:
 //! ```text
 //! Qwen, DeepSeek   f(norm(x))                                              f the MLP or the experts
 //! Gemma            after(f(norm(x)))
@@ -15,7 +15,7 @@ use crate::reference::layer_run::LayerRun;
 use crate::reference::ops;
 use crate::reference::tape::Value;
 
-/// What is added to x [tokens, H].
+/// Returns the update that is added to x [tokens, H].
 pub fn feed_forward(pass: &mut LayerRun<'_, '_>, x: &Value, shape: &Layer) -> Result<Value> {
     let (hidden, norms_after) = (pass.setting.config.hidden, pass.setting.config.norms_after);
     let before = if norms_after { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };

@@ -1,11 +1,12 @@
-//! The indexer of latent attention: the keys that each query sees.
+//! Indexer of latent attention: chooses the keys that each query sees.
 //!
 //! ```text
 //! q = rotate(W_q q_resid)        k = rotate(LayerNorm(W_k x))        w = heads^-1/2 W_w x
 //! score_u = sum_h w_h relu(q_h.k_u d^-1/2)      the topk highest of the keys u <= t
 //! ```
-//! A choice has no gradient, and the indexer's own loss moves nothing before it: it stands on copies of x and q_resid. A batch
-//! without a sequence longer than topk chooses nothing; its indexer is run for those who look on, and if it is to learn.
+//! The choice has no gradient, and the indexer loss does not reach earlier parts: the indexer works on copies of x and
+//! q_resid. Without a sequence longer than topk there is no choice; the indexer then runs only for an observer or for its
+//! own gradients.
 
 use std::ops::Range;
 
@@ -20,21 +21,21 @@ use crate::reference::ops::{self, Indexer};
 use crate::reference::shows_scores;
 use crate::reference::tape::Value;
 
-/// Of the key's norm.
+/// Epsilon of the key's norm.
 const EPS: f64 = 1e-6;
 
-/// Queries of a task.
+/// Queries per task.
 const QUERIES: usize = 64;
 
-/// What an indexer did.
+/// Result of an indexer.
 pub struct Indexed {
-    /// The keys of every query, in ascending order; `None` where all are seen.
+    /// Keys of every query, ascending; `None` if all are seen.
     pub selected: Option<Vec<Vec<u32>>>,
-    /// It, unless nobody asks for it.
+    /// The indexer's tensors, if its loss is wanted.
     pub indexer: Option<Indexer>,
 }
 
-/// The keys of every query.
+/// Runs the indexer and returns the keys of every query.
 pub fn select(
     pass: &mut LayerRun<'_, '_>,
     x: &Value,

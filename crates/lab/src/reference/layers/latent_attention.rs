@@ -3,7 +3,7 @@
 //! q_resid = norm(W_qa x)                       q = W_qb q_resid, each head nope | rope
 //! c | k_rope = W_kva x                         k_nope | v of each head = W_kvb norm(c)
 //! rope parts rotated                           k = k_nope | k_rope, one k_rope for all heads
-//! y = W_o attention(q, k, v)                   over the keys that the indexer selects
+//! y = W_o attention(q, k, v)                   over the keys that the indexer chooses
 //! ```
 
 use ballast_kernels::rotary::Heads;
@@ -15,10 +15,10 @@ use crate::reference::layer_run::LayerRun;
 use crate::reference::ops;
 use crate::reference::tape::Value;
 
-/// Of the two norms inside, whatever the other norms have.
+/// Epsilon of the two inner norms, independent of the other norms.
 const EPS: f32 = 1e-6;
 
-/// y [tokens, H] from x [tokens, H].
+/// Returns y [tokens, H] from x [tokens, H].
 pub fn latent_attention(pass: &mut LayerRun<'_, '_>, x: &Value, shape: &LatentAttention) -> Result<Value> {
     let hidden = pass.setting.config.hidden;
     let LatentAttention { heads, q_rank, nope_dim, rope_dim, value_dim, bias, .. } = *shape;
@@ -53,7 +53,7 @@ pub fn latent_attention(pass: &mut LayerRun<'_, '_>, x: &Value, shape: &LatentAt
     pass.affine(&o, "self_attn.o_proj", heads * value_dim, hidden, bias)
 }
 
-/// k [tokens, heads, nope + rope] and v [tokens, heads, vd].
+/// Returns k [tokens, heads, nope + rope] and v [tokens, heads, vd].
 fn key_values(pass: &mut LayerRun<'_, '_>, x: &Value, shape: &LatentAttention) -> Result<(Value, Value)> {
     let hidden = pass.setting.config.hidden;
     let LatentAttention { heads, kv_rank, nope_dim, rope_dim, value_dim, bias, .. } = *shape;

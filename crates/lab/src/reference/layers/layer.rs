@@ -2,7 +2,7 @@
 //! ```text
 //! x = x + mixer(norm(x))          Gemma: x + after(mixer(norm(x)))
 //! x = x + feed_forward(x)
-//! Gemma 4:  x = x + after(W_p (gelu(W_g x) * own input)),  then  x = s x
+//! Gemma 4:  x = x + after(W_p (gelu(W_g x) * per-layer input)),  then  x = s x
 //! ```
 
 use ballast_model::config::Mixer;
@@ -17,23 +17,23 @@ use crate::reference::layer_run::LayerRun;
 use crate::reference::ops;
 use crate::reference::tape::Value;
 
-/// Keys and values: [tokens, kv heads, hd] each, rotated and normed.
+/// Keys and values, [tokens, kv heads, hd] each, after norm and rotary embedding.
 #[derive(Clone, Debug)]
 pub struct KeyValues {
     pub k: Value,
     pub v: Value,
 }
 
-/// What comes into a layer beside the residual stream, and out of it.
+/// Inputs and outputs of a layer besides the residual stream.
 #[derive(Clone, Debug, Default)]
 pub struct Links {
-    /// Its own input [tokens, P], where layers have one
+    /// Per-layer input [tokens, P], if the model has them
     pub per_layer_input: Option<Value>,
-    /// Keys and values: another layer's before, those that were used afterwards
+    /// Before: keys and values of the layer to share; after: those that were used
     pub key_values: Option<KeyValues>,
 }
 
-/// The residual stream [tokens, H] after layer `index`.
+/// Returns the residual stream [tokens, H] after layer `index`.
 pub fn layer(pass: &mut LayerRun<'_, '_>, index: usize, x: &Value, links: &mut Links) -> Result<Value> {
     let setting = pass.setting.clone();
     let (config, shape) = (&setting.config, &setting.config.layers[index]);
@@ -60,7 +60,7 @@ pub fn layer(pass: &mut LayerRun<'_, '_>, index: usize, x: &Value, links: &mut L
         out = add_per_layer_input(pass, &out, input, inputs.width)?;
     }
     if config.layer_scalar {
-        // A constant: it is not learned.
+        // A constant, not a trained parameter.
         let scalar = pass.param("layer_scalar", 1)?.at(0);
         out = ops::scale(&mut pass.tape, &out, scalar);
     }

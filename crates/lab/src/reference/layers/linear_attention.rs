@@ -15,7 +15,7 @@ use crate::reference::layer_run::LayerRun;
 use crate::reference::ops::{self, Gamma, RuleInputs};
 use crate::reference::tape::Value;
 
-/// y [tokens, H] from x [tokens, H].
+/// Returns y [tokens, H] from x [tokens, H].
 pub fn linear_attention(pass: &mut LayerRun<'_, '_>, x: &Value, shape: LinearAttention) -> Result<Value> {
     let (hidden, eps) = (pass.setting.config.hidden, pass.setting.config.eps as f64);
     let LinearAttention { key_heads, value_heads, key_dim, value_dim, conv_width } = shape;

@@ -1,4 +1,4 @@
-//! The parts of a layer, each from its input to its output; gradients are the tape's.
+//! Parts of a layer, forward only; the tape computes gradients.
 
 mod attention;
 mod experts;

@@ -1,4 +1,4 @@
-//! Inputs of their own for every layer (Gemma 4). P the width for one layer, L layers, x the embeddings:
+//! Per-layer inputs (Gemma 4), with P their width, L the number of layers, x the embeddings:
 //! ```text
 //! token   = P^1/2 E_p[id]                            [tokens, L, P]
 //! context = norm(H^-1/2 W_c x)                       [tokens, L, P], normed over P
@@ -16,7 +16,7 @@ use crate::reference::layer_run::LayerRun;
 use crate::reference::ops;
 use crate::reference::tape::Value;
 
-/// The inputs of all layers [tokens, L, P] from x [tokens, H].
+/// Returns the inputs of all layers [tokens, L, P] from x [tokens, H].
 pub fn per_layer_inputs(pass: &mut LayerRun<'_, '_>, x: &Value, shape: PerLayerInputs) -> Result<Value> {
     let setting = pass.setting.clone();
     let (hidden, width) = (setting.config.hidden, shape.width);
@@ -33,7 +33,7 @@ pub fn per_layer_inputs(pass: &mut LayerRun<'_, '_>, x: &Value, shape: PerLayerI
     Ok(inputs)
 }
 
-/// x [tokens, H] with what a layer makes of its input [tokens, P].
+/// Returns x [tokens, H] plus the contribution of a layer's input [tokens, P].
 pub fn add_per_layer_input(
     pass: &mut LayerRun<'_, '_>,
     x: &Value,

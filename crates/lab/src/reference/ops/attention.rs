@@ -1,10 +1,10 @@
-//! Softmax attention, some queries of a head at a time:
+//! Softmax attention, computed in blocks of queries of one head:
 //! ```text
 //! x_j = s q.k_j, capped c tanh(x_j / c)      p = softmax over the keys that are seen       o = sum_j p_j v_j
 //! dv_j += p_j do      dx_j = p_j (do.v_j - do.o) (1 - (x_j / c)^2)      dq += s dx_j k_j      dk_j += s dx_j q
 //! ```
-//! Query i sees j <= i; with a window W only i - W < j; with a selection only what is listed, of these. Backward makes p
-//! anew: nothing of tokens x tokens is kept.
+//! Query i sees j <= i; with a window W only i - W < j; with a selection only the listed keys of these. Backward
+//! recomputes p: no tensor of tokens x tokens is kept.
 
 use std::ops::Range;
 
@@ -14,10 +14,10 @@ use rayon::prelude::*;
 use super::{dot, put, take};
 use crate::reference::tape::{Tape, Value, add};
 
-/// Queries of a block.
+/// Queries per block.
 const QUERIES: usize = 64;
 
-/// Heads, widths, and who sees whom.
+/// Dimensions and visibility of keys.
 #[derive(Clone, Debug)]
 pub struct Attention {
     /// Heads of q.
@@ -34,14 +34,14 @@ pub struct Attention {
     pub window: Option<usize>,
     /// c
     pub soft_cap: Option<f64>,
-    /// By token: the keys that it may see, counted from the start of its sequence
+    /// By token: keys that it may see, relative to the start of its sequence
     pub selected: Option<Vec<Vec<u32>>>,
-    /// Where sequences begin and end.
+    /// Boundaries of the sequences.
     pub cu_seqlens: Vec<usize>,
 }
 
 impl Attention {
-    /// Keys that query i of a sequence may see but for a selection.
+    /// Keys that query i of a sequence may see, before a selection.
     fn visible(&self, i: usize) -> Range<usize> {
         self.window.map_or(0, |window| (i + 1).saturating_sub(window))..i + 1
     }
@@ -59,7 +59,7 @@ impl Attention {
     }
 }
 
-/// o [tokens, heads, vd] from q [tokens, heads, hd], k [tokens, kv heads, hd] and v [tokens, kv heads, vd].
+/// Returns o [tokens, heads, vd] from q [tokens, heads, hd], k [tokens, kv heads, hd] and v [tokens, kv heads, vd].
 pub fn attention(tape: &mut Tape<'_>, q: &Value, k: &Value, v: &Value, attention: Attention) -> Value {
     let Attention { heads, kv_heads, head_dim, value_dim, .. } = attention;
     let tasks: Vec<(usize, Range<usize>)> = attention
@@ -106,7 +106,7 @@ pub fn attention(tape: &mut Tape<'_>, q: &Value, k: &Value, v: &Value, attention
     })
 }
 
-/// What some queries of a sequence look at: probabilities summed over the heads, [queries, keys 0..queries.end].
+/// Attention probabilities of some queries of a sequence, summed over heads: [queries, keys 0..queries.end].
 pub fn distribution(
     q: &[f64],
     k: &[f64],
@@ -131,20 +131,20 @@ pub fn distribution(
 /// One head of one sequence: q, k [n, hd], v [n, vd].
 struct Head<'h> {
     attention: &'h Attention,
-    /// The sequence's first token
+    /// First token of the sequence
     begin: usize,
     q: &'h [f64],
     k: &'h [f64],
     v: &'h [f64],
 }
 
-/// Some queries and the keys that they may see.
+/// A block of queries and the keys that they may see.
 struct Block {
     queries: Range<usize>,
     keys: Range<usize>,
-    /// [queries, keys]: probabilities, 0 for keys that are not seen
+    /// Probabilities [queries, keys]; 0 for keys that are not seen
     p: Vec<f64>,
-    /// [queries, keys]: the slope of the cap
+    /// Derivative of the soft cap [queries, keys]
     slopes: Option<Vec<f64>>,
 }
 

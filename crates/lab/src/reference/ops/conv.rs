@@ -1,4 +1,4 @@
-//! Causal convolution of every channel c with its own W taps, tap W-1 on the token itself; before a sequence lie zeros:
+//! Causal depthwise convolution with W taps per channel, tap W-1 on the token itself, zeros before a sequence:
 //! ```text
 //! y_t = sum_j w_j x_{t-(W-1)+j}        dx_t = sum_j w_j dy_{t+(W-1)-j}        dw_j = sum_t dy_t x_{t-(W-1)+j}
 //! ```
@@ -8,13 +8,13 @@ use rayon::prelude::*;
 use super::each_row;
 use crate::reference::tape::{Param, Tape, Value};
 
-/// Channels of a task that sums over the tokens.
+/// Channels per task of a sum over tokens.
 const CHANNELS: usize = 64;
 
-/// y [tokens, channels] from x [tokens, channels] and w [channels, 1, taps].
+/// Returns y [tokens, channels] from x [tokens, channels] and w [channels, 1, taps].
 pub fn conv<'w>(tape: &mut Tape<'w>, x: &Value, w: &Param<'w>, taps: usize, cu_seqlens: &[usize]) -> Value {
     let channels = w.values().len() / taps;
-    // Of every token: where its sequence begins and ends.
+    // Begin and end of every token's sequence.
     let sequences: Vec<(usize, usize)> =
         cu_seqlens.windows(2).flat_map(|ends| vec![(ends[0], ends[1]); ends[1] - ends[0]]).collect();
     let mut y = vec![0.0; x.len()];

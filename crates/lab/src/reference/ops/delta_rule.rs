@@ -1,4 +1,4 @@
-//! The gated delta rule, token by token; q and k are normalised before it.
+//! Gated delta rule, token by token; q and k are normalized before.
 //!
 //! One head, S [dk, dv] its state, s = dk^-1/2:
 //! ```text
@@ -11,7 +11,7 @@
 //! dk = dS (beta error) - Z (beta u)
 //! dS -= k (beta u)^T            dg = <dS, Z>         dS = e^g dS
 //! ```
-//! Only the states that enter every [`SEGMENT`]-th token are kept.
+//! Only the states before every [`SEGMENT`]-th token are kept.
 
 use std::ops::Range;
 
@@ -21,15 +21,15 @@ use rayon::prelude::*;
 use super::{dot, put, take};
 use crate::reference::tape::{Tape, Value};
 
-/// Tokens between two states that are kept.
+/// Tokens between two saved states.
 const SEGMENT: usize = 64;
 
-/// What the rule works on.
+/// Inputs of the delta rule.
 #[derive(Clone)]
 pub struct Inputs {
-    /// [tokens, key heads, dk], normalised
+    /// [tokens, key heads, dk], normalized
     pub q: Value,
-    /// [tokens, key heads, dk], normalised
+    /// [tokens, key heads, dk], normalized
     pub k: Value,
     /// [tokens, value heads, dv]
     pub v: Value,
@@ -39,7 +39,7 @@ pub struct Inputs {
     pub beta: Value,
 }
 
-/// o [tokens, value heads, dv].
+/// Returns o [tokens, value heads, dv].
 pub fn delta_rule(
     tape: &mut Tape<'_>,
     inputs: Inputs,
@@ -134,7 +134,7 @@ impl Rows {
         (self.key_dim as f64).powf(-0.5)
     }
 
-    /// Decays the state; the error of what it then predicts.
+    /// Decays the state and returns its prediction error, v - S^T k.
     fn decay(&self, t: usize, state: &mut [f64]) -> Vec<f64> {
         let decay = self.g[t].exp();
         state.iter_mut().for_each(|x| *x *= decay);
@@ -142,7 +142,7 @@ impl Rows {
         self.v(t).iter().zip(predicted).map(|(v, p)| v - p).collect()
     }
 
-    /// o [n, dv], and the states that enter every segment.
+    /// Returns o [n, dv] and the state before every segment.
     fn forward(&self, keep: bool) -> (Vec<f64>, Vec<Vec<f64>>) {
         let mut state = vec![0.0; self.key_dim * self.value_dim];
         let (mut o, mut states) = (Vec::with_capacity(self.v.len()), Vec::new());
@@ -157,7 +157,7 @@ impl Rows {
         (o, states)
     }
 
-    /// The gradients, from d_o [n, dv].
+    /// Returns the gradients from d_o [n, dv].
     fn backward(&self, d_o: &[f64], states: &[Vec<f64>]) -> Rows {
         let (tokens, dk, dv) = (self.g.len(), self.key_dim, self.value_dim);
         let mut d = Rows {
@@ -187,7 +187,8 @@ impl Rows {
         d
     }
 
-    /// The gradients of token t; `d_state` is that of the state that leaves it, and becomes that of the one that enters it.
+    /// Computes the gradients of token t. `d_state` is the gradient of the state after the token and becomes that of the
+    /// state before it.
     fn step_back(
         &self,
         d: &mut Rows,

@@ -1,4 +1,4 @@
-//! What works element by element, or moves elements.
+//! Elementwise operations, and operations that move elements.
 //!
 //! ```text
 //! silu(x) = x s(x)                       s the sigmoid
@@ -22,7 +22,7 @@ pub fn softplus(x: f64) -> f64 {
     x.max(0.0) + (-x.abs()).exp().ln_1p()
 }
 
-/// The function and its slope.
+/// Value and derivative of an activation function.
 fn function(activation: Activation, x: f64) -> (f64, f64) {
     match activation {
         Activation::Sigmoid => {
@@ -38,7 +38,7 @@ fn function(activation: Activation, x: f64) -> (f64, f64) {
             let c = FRAC_2_PI.sqrt();
             let s = sigmoid(2.0 * c * (x + A * x * x * x));
             let bell = s * (1.0 - s);
-            // Far out the bell is 0 and x^3 may be infinite: their product must be 0.
+            // For large |x| the bell is 0 and x^3 may be infinite; their product must be 0.
             let slope = if bell == 0.0 { 0.0 } else { x * bell * 2.0 * c * (1.0 + 3.0 * A * x * x) };
             (x * s, s + slope)
         }
@@ -79,7 +79,7 @@ pub fn gated(tape: &mut Tape<'_>, gate: &Value, up: &Value, activation: Activati
     })
 }
 
-/// Row t of x [rows, width] times factor t of `factors` `[rows]`.
+/// Multiplies row t of x [rows, width] by factor t of `factors` `[rows]`.
 pub fn mul_rows(tape: &mut Tape<'_>, x: &Value, factors: &Value, width: usize) -> Value {
     let y = map(x.len(), |i| x[i] * factors[i / width]);
     let (x, factors) = (x.clone(), factors.clone());
@@ -110,7 +110,7 @@ pub fn decay<'w>(tape: &mut Tape<'w>, a: &Value, a_log: &Param<'w>, dt_bias: &Pa
     })
 }
 
-/// Some columns of x [rows, width].
+/// Copies some columns of x [rows, width].
 pub fn columns(tape: &mut Tape<'_>, x: &Value, width: usize, range: Range<usize>) -> Value {
     let y = x.chunks(width).flat_map(|row| &row[range.clone()]).copied().collect();
     let x = x.clone();
@@ -120,7 +120,7 @@ pub fn columns(tape: &mut Tape<'_>, x: &Value, width: usize, range: Range<usize>
     })
 }
 
-/// Row i of a [rows, ..] with row i / times of b [rows / times, ..] beside it.
+/// Concatenates row i of a [rows, ..] with row i / times of b [rows / times, ..].
 pub fn beside(tape: &mut Tape<'_>, a: &Value, b: &Value, widths: [usize; 2], times: usize) -> Value {
     let [wa, wb] = widths;
     let rows = a.chunks(wa).enumerate();
@@ -135,7 +135,7 @@ pub fn beside(tape: &mut Tape<'_>, a: &Value, b: &Value, widths: [usize; 2], tim
     })
 }
 
-/// factor times row id of w [vocabulary, width] for every token; the rows that are looked up for `padding` are not learned.
+/// Embedding lookup: factor times row id of w [vocabulary, width] for every token. The row of `padding` gets no gradient.
 pub fn embedding<'w>(
     tape: &mut Tape<'w>,
     w: &Param<'w>,

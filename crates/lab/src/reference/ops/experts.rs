@@ -1,4 +1,4 @@
-//! The choice of experts, their weights, and what is made of their outputs.
+//! Choice of experts, their weights, and the weighted sum of their outputs.
 //!
 //! ```text
 //! softmax   p = softmax(l), the k largest p                 w_i = p_i, or p_i / sum of the chosen
@@ -6,9 +6,9 @@
 //!           then the k largest c in them                    w_i = scaling s_i, or scaling s_i / (sum of the chosen + 1e-20)
 //! y_t = sum over the chosen of w_i out_i
 //! ```
-//! Of equal scores the lowest index. The choice has no gradient; that of the weights:
+//! Of equal scores, the lowest index wins. The choice has no gradient; the weights have:
 //! ```text
-//! softmax   dl_j = w_j (dw_j - sum_i dw_i w_i), over the chosen if normalised, else over all, dw 0 off the chosen
+//! softmax   dl_j = w_j (dw_j - sum_i dw_i w_i), over the chosen if normalized, else over all, dw 0 off the chosen
 //! sigmoid   ds_i = scaling (dw_i - sum_j dw_j s_j / S) / S, S the sum; else scaling dw_i       dl_i = ds_i s_i (1 - s_i)
 //! ```
 
@@ -20,10 +20,10 @@ use ballast_model::config::Router;
 use super::{dot, each_row, elementwise::sigmoid};
 use crate::reference::tape::{Param, Tape, Value};
 
-/// In DeepSeek's sum of the chosen.
+/// Epsilon in DeepSeek's sum over the chosen.
 const TINY: f64 = 1e-20;
 
-/// The experts of every token [tokens, k], best first, from logits [tokens, E]; `bias` `[E]` is for groups alone.
+/// Returns the experts of every token [tokens, k], best first, from logits [tokens, E]; `bias` `[E]` is used with groups only.
 pub fn choose_experts(
     logits: &[f64],
     router: Router,
@@ -55,13 +55,13 @@ pub fn choose_experts(
 fn largest(scores: &[f64], count: usize) -> Vec<usize> {
     let value = |i: usize| if scores[i].is_nan() { f64::NEG_INFINITY } else { scores[i] };
     let mut order: Vec<usize> = (0..scores.len()).collect();
-    // A stable sort leaves equal ones in their order.
+    // The sort is stable: equal scores keep their order.
     order.sort_by(|a, b| value(*b).partial_cmp(&value(*a)).unwrap_or(Ordering::Equal));
     order.truncate(count);
     order
 }
 
-/// The weights [tokens, k] of the chosen, from logits [tokens, E].
+/// Returns the weights [tokens, k] of the chosen experts from logits [tokens, E].
 pub fn expert_weights(
     tape: &mut Tape<'_>,
     logits: &Value,
@@ -106,7 +106,7 @@ fn weigh(logits: &[f64], chosen: &[usize], router: Router) -> Vec<f64> {
     }
 }
 
-/// dl += what dw gives.
+/// Adds the gradient of the logits from dw to dl.
 fn weigh_backward(dl: &mut [f64], dw: &[f64], logits: &[f64], chosen: &[usize], router: Router) {
     let w = weigh(logits, chosen, router);
     match router {
@@ -136,7 +136,7 @@ fn weigh_backward(dl: &mut [f64], dw: &[f64], logits: &[f64], chosen: &[usize], 
     }
 }
 
-/// Weights [tokens, k] times the number that each chosen expert has in `factors` `[E]`.
+/// Multiplies weights [tokens, k] by the chosen expert's entry of `factors` `[E]`.
 pub fn scale_chosen<'w>(
     tape: &mut Tape<'w>,
     weights: &Value,
@@ -157,7 +157,7 @@ pub fn scale_chosen<'w>(
     })
 }
 
-/// The rows of x [tokens, width] that have these numbers.
+/// Copies rows of x [tokens, width] by index.
 pub fn rows(tape: &mut Tape<'_>, x: &Value, tokens: Vec<usize>, width: usize) -> Value {
     let y = tokens.iter().flat_map(|t| &x[t * width..][..width]).copied().collect();
     let x = x.clone();

@@ -1,4 +1,4 @@
-//! An indexer's scores, and the loss that teaches it what the attention looks at. Query t, heads h of width d, keys u <= t:
+//! Indexer scores, and the loss that trains the indexer to match the attention. Query t, heads h of width d, keys u <= t:
 //! ```text
 //! x_hu = d^-1/2 q_h.k_u      score_u = sum_h w_h relu(x_hu)
 //! p = a / (sum a + eps)      a: the attention's probabilities, summed over its heads        s = softmax(score)
@@ -7,8 +7,8 @@
 //! dw_h = sum_u dscore_u relu(x_hu)       dx_hu = dscore_u w_h where x_hu > 0
 //! dq_h = d^-1/2 sum_u dx_hu k_u          dk_u = d^-1/2 sum_h,t dx_hu q_h
 //! ```
-//! p is a constant of it. Scores and p exist for a block of queries, which makes its part of the gradients at once: nothing of
-//! tokens x tokens is kept, or made twice.
+//! p is treated as a constant. Scores and p exist for one block of queries, which computes its part of the gradients at once:
+//! no tensor of tokens x tokens is kept or recomputed.
 
 use std::ops::Range;
 
@@ -20,13 +20,13 @@ use super::attention::{Attention, distribution, softmax};
 use super::dot;
 use crate::reference::tape::{Tape, Value, add};
 
-/// Queries of a block.
+/// Queries per block.
 const QUERIES: usize = 64;
 
 /// Blocks whose parts of dk exist at a time.
 const BLOCKS: usize = 8;
 
-/// Its three tensors.
+/// Tensors of an indexer.
 #[derive(Clone, Debug)]
 pub struct Indexer {
     /// Heads of q and w; k has one.
@@ -41,7 +41,7 @@ pub struct Indexer {
     pub w: Value,
 }
 
-/// Some queries of a sequence, counted from its start.
+/// A block of queries, relative to the start of their sequence.
 #[derive(Clone, Debug)]
 struct Block {
     sequence: Range<usize>,
@@ -49,7 +49,7 @@ struct Block {
 }
 
 impl Indexer {
-    /// q of a head, and all keys of these queries.
+    /// Returns q of a head, and all keys of these queries.
     fn operands(&self, h: usize, sequence: &Range<usize>, queries: &Range<usize>) -> [Mat<'_, f64>; 2] {
         let Indexer { heads, dim, .. } = *self;
         let first = sequence.start + queries.start;
@@ -72,7 +72,7 @@ impl Indexer {
         self.w[token * self.heads + h]
     }
 
-    /// Of some queries of a sequence, counted from its start: the scores of the keys that each sees.
+    /// Scores of the keys that each query of a block sees.
     pub fn scores(&self, sequence: &Range<usize>, queries: Range<usize>) -> Vec<Vec<f64>> {
         let mut rows: Vec<Vec<f64>> = queries.clone().map(|t| vec![0.0; t + 1]).collect();
         for h in 0..self.heads {
@@ -85,7 +85,7 @@ impl Indexer {
         rows
     }
 
-    /// The losses of a block's queries, added up, and dscore [queries, keys] before the division by tokens.
+    /// Returns the sum of the losses of a block, and dscore [queries, keys] before the division by tokens.
     fn compare(&self, block: &Block, q: &[f64], k: &[f64], attention: &Attention) -> (f64, Vec<f64>) {
         let Block { sequence, queries } = block;
         let looked = distribution(q, k, attention, sequence, queries);
@@ -106,7 +106,7 @@ impl Indexer {
         (loss, dscores)
     }
 
-    /// dq of a block's queries, dk of the keys that they see, dw; from dscore [queries, keys].
+    /// Returns dq, dk and dw of a block from dscore [queries, keys].
     fn backward(&self, block: &Block, dscores: &[f64]) -> [Vec<f64>; 3] {
         let Indexer { heads, dim, .. } = *self;
         let Block { sequence, queries } = block;
@@ -129,13 +129,13 @@ impl Indexer {
     }
 }
 
-/// Not `max`, which would hide a NaN.
+/// ReLU; `max` would hide a NaN.
 fn relu(x: f64) -> f64 {
     if x < 0.0 { 0.0 } else { x }
 }
 
-/// The loss of an indexer beside the attention that it serves, of which q [tokens, heads, hd] and k [tokens, kv heads, hd] are
-/// given: one value. To be asked for only where its gradient is.
+/// Returns the loss of an indexer (one value), given q [tokens, heads, hd] and k [tokens, kv heads, hd] of its attention. Call
+/// it only if its gradient is wanted.
 pub fn indexer_loss(
     tape: &mut Tape<'_>,
     indexer: &Indexer,

@@ -1,3 +1,4 @@
+//! Linear layers:
 //! ```text
 //! y = x W^T        dx = dy W        dW = dy^T x
 //! y = x + b        dx = dy          db = sum of dy over the rows
@@ -6,7 +7,7 @@
 use crate::reference::product::{add_outer, add_times, times_transposed};
 use crate::reference::tape::{Param, Tape, Value, add};
 
-/// y [tokens, outputs] from x [tokens, inputs] and w [outputs, inputs].
+/// Returns y [tokens, outputs] from x [tokens, inputs] and w [outputs, inputs].
 pub fn linear<'w>(tape: &mut Tape<'w>, x: &Value, w: &Param<'w>, inputs: usize) -> Value {
     let outputs = w.values().len() / inputs;
     let y = times_transposed(x, w.values(), inputs, outputs);
@@ -17,7 +18,7 @@ pub fn linear<'w>(tape: &mut Tape<'w>, x: &Value, w: &Param<'w>, inputs: usize) 
     })
 }
 
-/// y [tokens, outputs] = x + b, b `[outputs]`.
+/// Returns y [tokens, outputs] = x + b, b `[outputs]`.
 pub fn add_bias<'w>(tape: &mut Tape<'w>, x: &Value, b: &Param<'w>) -> Value {
     let width = b.values().len();
     let y = x.chunks(width).flat_map(|row| row.iter().zip(b.values()).map(|(x, b)| x + *b as f64)).collect();

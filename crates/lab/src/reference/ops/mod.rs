@@ -1,4 +1,4 @@
-//! The operations of the decoder on a tape: forward, and beside it what the gradient does.
+//! Operations of the decoder on a tape: forward, with its gradient beside it.
 //!
 //! Tensors are row-major, [tokens, ...]; work is divided by shape alone, so that results are the same on any pool.
 
@@ -26,10 +26,10 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-/// Elements of a task.
+/// Elements per task.
 const ELEMENTS: usize = 1 << 13;
 
-/// n values, each by its index.
+/// Computes n values from their indices.
 fn map(n: usize, f: impl Fn(usize) -> f64 + Sync) -> Vec<f64> {
     (0..n).into_par_iter().with_min_len(ELEMENTS).map(&f).collect()
 }
@@ -45,19 +45,19 @@ fn each_row(x: &mut [f64], width: usize, f: impl Fn(usize, &mut [f64]) + Sync) {
     x.par_chunks_mut(width).with_min_len(each).enumerate().for_each(|(row, x)| f(row, x));
 }
 
-/// The rows of one head of x [tokens, heads, width].
+/// Copies the rows of one head of x [tokens, heads, width].
 fn take(x: &[f64], tokens: &Range<usize>, head: usize, heads: usize, width: usize) -> Vec<f64> {
     tokens.clone().flat_map(|t| &x[(t * heads + head) * width..][..width]).copied().collect()
 }
 
-/// Adds them to a sum [tokens, heads, width].
+/// Adds the rows of one head to a sum [tokens, heads, width].
 fn put(sum: &mut [f64], rows: &[f64], tokens: &Range<usize>, head: usize, heads: usize, width: usize) {
     for (t, row) in tokens.clone().zip(rows.chunks(width)) {
         super::tape::add(&mut sum[(t * heads + head) * width..][..width], row);
     }
 }
 
-/// Sum of a_i b_i, in lanes that vectorise.
+/// Dot product, summed in lanes that vectorize.
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
     let mut lanes = [0.0; 8];

@@ -8,7 +8,7 @@
 use super::{dot, each_row};
 use crate::reference::tape::{Param, Tape, Value};
 
-/// What the normalised row is multiplied by.
+/// Scale of a normalized row.
 #[derive(Clone, Debug)]
 pub enum Gamma<'w> {
     /// 1 + w
@@ -36,7 +36,7 @@ impl<'w> Gamma<'w> {
     }
 }
 
-/// y [rows, width] from x [rows, width] and gamma `[width]`.
+/// Returns y [rows, width] from x [rows, width] and gamma `[width]`.
 pub fn rms_norm<'w>(tape: &mut Tape<'w>, x: &Value, gamma: Gamma<'w>, eps: f64, width: usize) -> Value {
     let rstd: Vec<f64> = x.chunks(width).map(|x| (dot(x, x) / width as f64 + eps).powf(-0.5)).collect();
     let weights: Vec<f64> = (0..width).map(|i| gamma.at(i)).collect();
@@ -66,7 +66,7 @@ pub fn rms_norm<'w>(tape: &mut Tape<'w>, x: &Value, gamma: Gamma<'w>, eps: f64, 
     })
 }
 
-/// y [rows, width] from x [rows, width].
+/// Returns y [rows, width] from x [rows, width].
 pub fn l2_norm(tape: &mut Tape<'_>, x: &Value, eps: f64, width: usize) -> Value {
     let rstd: Vec<f64> = x.chunks(width).map(|x| (dot(x, x) + eps).powf(-0.5)).collect();
     let y = super::map(x.len(), |i| rstd[i / width] * x[i]);
@@ -82,7 +82,7 @@ pub fn l2_norm(tape: &mut Tape<'_>, x: &Value, eps: f64, width: usize) -> Value 
     })
 }
 
-/// y [rows, width] from x [rows, width], w and b `[width]`.
+/// Returns y [rows, width] from x [rows, width], w and b `[width]`.
 pub fn layer_norm<'w>(tape: &mut Tape<'w>, x: &Value, w: &Param<'w>, b: &Param<'w>, eps: f64) -> Value {
     let width = w.values().len();
     let statistics = |x: &[f64]| -> [f64; 2] {

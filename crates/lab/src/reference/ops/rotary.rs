@@ -1,9 +1,9 @@
-//! The rotation of q and k:
+//! Rotary embedding of q and k:
 //! ```text
 //! (x, y) -> m (x cos a - y sin a,  x sin a + y cos a)       a = position f_i       gradient: the same with -a
 //! ```
-//! The frequencies f_i and the factor m are the model's, which are f32 numbers; angle, sine and cosine are f64. The
-//! model rounds its angles to f32.
+//! The frequencies f_i and the factor m are f32 numbers of the model; angle, sine and cosine are f64. The model rounds its
+//! angles to f32.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::each_row;
 use crate::Result;
 use crate::reference::tape::{self, Tape, Value};
 
-/// Cosines and sines of a batch, m included.
+/// Cosines and sines of a batch, times m.
 #[derive(Debug)]
 pub struct Rotation {
     /// [tokens, pairs] of (cos, sin)
@@ -24,7 +24,7 @@ pub struct Rotation {
 }
 
 impl Rotation {
-    /// For these positions.
+    /// Computes the tables for these positions.
     pub fn new(rope: &Rope, positions: &[u32]) -> Result<Rotation> {
         let rotary = rope.rotary()?;
         let m = rotary.attention_factor() as f64;
@@ -37,7 +37,7 @@ impl Rotation {
         Ok(Rotation { turns, pairs: rotary.inv_freq().len(), layout: rope.layout })
     }
 
-    /// x [tokens, heads, width] rotated, by the opposite angles if `back`.
+    /// Rotates x [tokens, heads, width], by the opposite angles if `back`.
     pub fn rotate(&self, x: &mut [f64], heads: Heads, back: bool) {
         let Heads { heads, width, offset } = heads;
         each_row(x, width, |row, head| {
@@ -55,7 +55,7 @@ impl Rotation {
     }
 }
 
-/// x [tokens, heads, width] rotated.
+/// Rotates x [tokens, heads, width].
 pub fn rotary(tape: &mut Tape<'_>, x: &Value, rotation: &Arc<Rotation>, heads: Heads) -> Value {
     let mut y = x.to_vec();
     rotation.rotate(&mut y, heads, false);

@@ -1,4 +1,4 @@
-//! The larger operations beside the kernels' own twins, and gradients beside differences.
+//! Larger operations against the kernels' plain versions, and gradients against finite differences.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use ballast_model::config::{LinearAttention, Router};
 use super::*;
 use crate::reference::tape::{Param, Tape, Value};
 
-/// n made-up values in [-by, by].
+/// n pseudo-random values in [-by, by].
 fn values(n: usize, seed: u64, by: f64) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -35,7 +35,7 @@ fn assert_close(name: &str, got: &[f64], expected: &[f64]) {
 fn the_delta_rule_is_that_of_the_kernels_twin() {
     let shape = LinearAttention { key_heads: 2, value_heads: 4, key_dim: 6, value_dim: 5, conv_width: 4 };
     let dims = gdn::Dims { key_heads: 2, value_heads: 4, key_dim: 6, value_dim: 5 };
-    // More than two segments, one exactly, an empty sequence.
+    // Sequences of more than two segments, of exactly one, and an empty one.
     let cu_seqlens = vec![0, 5, 5, 155, 219];
     let tokens = 219;
     let twin = gdn::reference::Reference {
@@ -68,7 +68,7 @@ fn the_delta_rule_is_that_of_the_kernels_twin() {
 
 const SEQUENCES: [usize; 5] = [0, 3, 3, 140, 150];
 
-/// Of every query some keys, of which some lie ahead.
+/// Some keys for every query; some lie in the future.
 fn lists() -> Vec<Vec<u32>> {
     (0..150u32).map(|t| vec![0, t % 3 + 1, t % 50 + 4, 200]).collect()
 }
@@ -237,7 +237,7 @@ fn experts_come_from_the_best_groups_and_of_equal_ones_the_first_is_taken() {
     // The best single expert is in the first group, the best two together are the second.
     let logits = [5.0, -5.0, 1.0, 1.0];
     assert_eq!(choose_experts(&logits, router, None, 4, 2), [2, 3]);
-    // The bias chooses, and may be below zero.
+    // The bias affects the choice, and may be negative.
     assert_eq!(choose_experts(&logits, router, Some(&[-0.1, 0.0, -2.0, -2.0]), 4, 2), [0, 1]);
     let equal = [1.0, 3.0, 3.0, f64::NAN];
     assert_eq!(choose_experts(&equal, Router::Normed, None, 4, 3), [1, 2, 0]);
