@@ -1,5 +1,5 @@
-//! Arbitrary lines as a run's metrics.jsonl: a record that is read is written and read again as the same, and any
-//! records make a report.
+//! Parses arbitrary lines as a run's metrics.jsonl. Every record survives a round trip, and any records give
+//! a report.
 
 #![no_main]
 
@@ -8,7 +8,8 @@ use ballast_train::report::{Report, html};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &str| {
-    let records: Vec<MetricsEntry> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let records: Vec<MetricsEntry> =
+        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     for record in &records {
         let written = serde_json::to_string(record).expect("every float has a form");
         let again: MetricsEntry = serde_json::from_str(&written).expect("what was written can be read");
