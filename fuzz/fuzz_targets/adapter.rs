@@ -1,5 +1,5 @@
-//! Arbitrary bytes as adapter_config.json. What is accepted has only keys that are honored or known to be harmless, and
-//! numbers that can be computed with.
+//! Parses arbitrary bytes as adapter_config.json. Accepted files have only keys that are supported or known
+//! to be harmless, and usable numbers.
 
 #![no_main]
 
@@ -9,7 +9,8 @@ use ballast_model::AdapterSettings;
 use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
 
-/// Keys that may have any value: the reader honors them, or they change nothing. Not the reader's own list.
+/// Keys that may have any value because they are supported or have no effect; independent of the parser's own
+/// list.
 const FREE: &str = "r lora_alpha lora_dropout auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config \
     exclude_modules inference_mode layers_pattern layers_to_transform loftq_config lora_ga_config megatron_core merge_weights \
     peft_version qalora_group_size revision runtime_config target_modules task_type unsloth_fixed unsloth_version";

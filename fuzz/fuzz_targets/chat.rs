@@ -1,5 +1,5 @@
-//! Arbitrary text as a conversation, written by templates in the style of ChatML and Gemma; and as a template, which is
-//! read and not run: what a template may do to memory is its author's.
+//! Parses arbitrary text as a conversation and renders it with templates like ChatML's and Gemma's. Also
+//! parses it as a template, which is not run: the memory that a template uses is up to its author.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! Arbitrary bytes as config.json. What parses has layers, and numbers that can be computed with.
+//! Parses arbitrary bytes as config.json. Accepted files have layers and usable numbers.
 
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! Changes to the configurations of real models. Every field that matters to the mathematics must have an effect on what is
-//! parsed, be refused, or be named as a key without effect: none is ignored without a word.
+//! Changes the configurations of real models. Every field that affects the computation must change the parsed
+//! configuration, be rejected, or be reported as a key without effect; none is ignored silently.
 
 #![no_main]
 
@@ -11,7 +11,7 @@ use ballast_model::config::Mixer;
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Map, Value, json};
 
-/// Configurations that changes start from.
+/// Configurations to change.
 const SEEDS: [&str; 10] = [
     include_str!("../../fixtures/models/qwen3_next/config.json"),
     include_str!("../../fixtures/models/qwen3_5/config.json"),
@@ -25,7 +25,7 @@ const SEEDS: [&str; 10] = [
     include_str!("../seeds/config/gemma4_padded_keys"),
 ];
 
-/// Fields that matter to the mathematics, at any depth.
+/// Fields that affect the computation, at any depth.
 const RELEVANT: [&str; 81] = [
     "attention_bias",
     "attention_factor",
@@ -110,7 +110,7 @@ const RELEVANT: [&str; 81] = [
     "vocab_size",
 ];
 
-/// Objects that a field can be put into.
+/// Objects that can contain a field.
 const PLACES: [&[&str]; 9] = [
     &[],
     &["rope_parameters"],
@@ -134,7 +134,7 @@ static VALUES: LazyLock<Vec<Value>> = LazyLock::new(|| {
 fuzz_target!(|bytes: &[u8]| {
     let Some((seed, changes)) = bytes.split_first() else { return };
     let mut config: Value = serde_json::from_str(SEEDS[*seed as usize % SEEDS.len()]).expect("it is JSON");
-    // The first byte after the seed chooses the field that is looked at, the others change the configuration.
+    // The first byte after the seed selects the field to check, the others change the configuration.
     let (choice, changes) = changes.split_first().map_or((0, changes), |(choice, rest)| (*choice, rest));
     for change in changes.chunks_exact(3).take(8) {
         apply(text_part(&mut config), change);
@@ -175,12 +175,12 @@ fn parse(config: &Value) -> Option<Config> {
 
 fn names(config: &Value, path: &str) -> bool {
     let unknown = Config::unknown_keys(config, Path::new("config.json")).unwrap_or_default();
-    // An object that nobody opened is named as a whole.
+    // An object that the parser did not read is reported as a whole.
     unknown.iter().any(|key| key == path || path.strip_prefix(key).is_some_and(|rest| rest.starts_with('.')))
 }
 
-/// A relevant field of a configuration that can be used: with another value it is another configuration, or refused, or the
-/// field is named.
+/// Checks a relevant field of a valid configuration: another value must give another configuration, an error,
+/// or a report of the field.
 fn check(config: &Value, choice: usize) {
     let mut fields = Vec::new();
     collect(config, &mut Vec::new(), &mut fields);
@@ -199,7 +199,7 @@ fn check(config: &Value, choice: usize) {
     assert!(seen, "`{name}` is {value}, and has no effect and is not named: {config}");
 }
 
-/// The paths of all relevant fields that have a value.
+/// Returns the paths of all relevant fields that have a value.
 fn collect(value: &Value, path: &mut Vec<String>, fields: &mut Vec<Vec<String>>) {
     let Some(object) = value.as_object() else { return };
     for (key, value) in object.iter().filter(|(key, _)| *key != "vision_config") {
@@ -212,7 +212,7 @@ fn collect(value: &Value, path: &mut Vec<String>, fields: &mut Vec<Vec<String>>)
     }
 }
 
-/// Other values of the same kind.
+/// Returns other values of the same kind.
 fn others(value: &Value) -> Vec<Value> {
     match value {
         Value::Bool(flag) => vec![json!(!flag)],
@@ -229,7 +229,8 @@ fn others(value: &Value) -> Vec<Value> {
     }
 }
 
-/// Fields of a part that the model does not have, and fields that others in the same file replace.
+/// Returns true for fields of a part that the model does not have, and fields that others in the same file
+/// override.
 fn has_no_effect(config: &Value, parsed: &Config, path: &[String]) -> bool {
     let text = config.get("text_config").unwrap_or(config);
     let says = |field: &str| text.get(field).is_some_and(|value| !value.is_null());

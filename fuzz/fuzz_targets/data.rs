@@ -1,5 +1,5 @@
-//! Arbitrary text as a line of a data file. Where a conversation is written by a template, what is trained on lies inside
-//! the text, in order, and begins and ends with whole characters.
+//! Parses arbitrary text as a line of a data file. In a conversation formatted by a template, the trained
+//! ranges must lie inside the text, in order, at character boundaries.
 
 #![no_main]
 
@@ -10,7 +10,8 @@ use ballast_model::text::ChatTemplate;
 use ballast_train::data::{Record, render};
 use libfuzzer_sys::fuzz_target;
 
-/// Leaves reasoning out of all but the last message, and trims: not every message can be found by its begin.
+/// Template that drops reasoning from all but the last message and trims, so that not every message can be
+/// found by its start.
 const TEMPLATE: &str = r#"{%- for message in messages %}
     {%- set content = message.content if message.content is string else '' %}
     {%- if '</think>' in content and not loop.last %}{% set content = content.split('</think>')[-1] %}{% endif %}

@@ -1,5 +1,5 @@
-//! Arbitrary bytes as a safetensors file. What parses covers its data exactly, and survives being written
-//! and read again.
+//! Parses arbitrary bytes as a safetensors file. Accepted tensors cover the data exactly, and the header
+//! survives a round trip.
 
 #![no_main]
 
@@ -15,7 +15,7 @@ fn parse(file: &[u8]) -> Option<(Header, u64)> {
     Some((header, 8 + length as u64))
 }
 
-/// The header with its tensors' places counted from the start of the data, as it is written.
+/// Returns the header with offsets relative to the start of the data, as it is written.
 fn relative(header: &Header, data_start: u64) -> Header {
     let tensors = header.tensors.iter();
     let tensors = tensors.map(|t| TensorInfo { begin: t.begin - data_start, ..t.clone() }).collect();

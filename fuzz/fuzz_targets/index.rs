@@ -1,5 +1,5 @@
-//! Arbitrary bytes as an index. What parses names only files beside it, and survives being written and read
-//! again.
+//! Parses arbitrary bytes as an index. Accepted indexes name only files in their own folder and survive a
+//! round trip.
 
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! Arbitrary lines as a run's metrics.jsonl: a record that is read is written and read again as the same, and any
-//! records make a report.
+//! Parses arbitrary lines as a run's metrics.jsonl. Every record survives a round trip, and any records give
+//! a report.
 
 #![no_main]
 

@@ -1,5 +1,6 @@
-//! Arbitrary text as a policy file, its lines as tensor names and patterns. A policy that parses protects bare
-//! and routed names alike; the holder is put in and taken out again without a trace.
+//! Parses arbitrary text as a policy file, and its lines as tensor names and patterns. An accepted policy
+//! protects bare and routed names alike; routing a name into the holder and stripping it again gives the
+//! name.
 
 #![no_main]
 
@@ -9,7 +10,7 @@ use ballast_contract::holder::{
 use ballast_contract::{Architecture, Registry, Role, pattern};
 use libfuzzer_sys::fuzz_target;
 
-/// Lines of the input that are used as names: all pairs of them are tried.
+/// Number of lines used as names; all pairs are tried.
 const NAMES: usize = 16;
 
 fn check_holder(key: &str) {
@@ -31,7 +32,7 @@ fuzz_target!(|text: &str| {
         for pattern in &names {
             pattern::matches(pattern, name);
         }
-        // A name without stars is a pattern for itself alone.
+        // A name without stars matches only itself.
         if !name.split('.').any(|segment| segment.contains('*')) {
             assert!(pattern::matches(name, name));
         }

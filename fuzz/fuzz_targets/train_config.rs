@@ -1,5 +1,5 @@
-//! Arbitrary text as the configuration of a run. What is accepted is written as TOML and read back the same; its schedule has
-//! finite learning rates; and its memory is planned without running anything, or refused.
+//! Parses arbitrary text as the configuration of a run. Accepted ones survive a round trip through TOML and
+//! have finite learning rates; their memory is planned without running anything, or rejected.
 
 #![no_main]
 
@@ -11,12 +11,12 @@ use ballast_train::schedule::learning_rate;
 use ballast_train::{TrainConfig, setup};
 use libfuzzer_sys::fuzz_target;
 
-/// An embedded architecture: what is planned for. Files that a configuration names are not read.
+/// Plans with an embedded architecture; files that a configuration names are not read.
 static MODEL: LazyLock<Model> =
     LazyLock::new(|| setup::model(&TrainConfig::default()).expect("the embedded model"));
 
 fuzz_target!(|text: &str| {
-    // The lines after `---` are settings, as --set takes them.
+    // Lines after `---` are settings, as for --set.
     let (file, settings) = text.split_once("\n---\n").unwrap_or((text, ""));
     let settings: Vec<String> = settings.lines().map(String::from).collect();
     let Ok(table) = file.parse() else { return };

@@ -1,7 +1,7 @@
-//! Does a checkpoint keep the precision contract, and is it sound?
+//! Audit of a checkpoint: the precision contract, its headers and index, and its values.
 //!
-//! Every header, index and name is checked, and every value is read once. Findings are grouped: one row
-//! per kind and rule, with the first offender and a way out.
+//! Every header, index and name is checked, and every value is read once. Findings are grouped by kind and
+//! rule, each with its tensors and a fix.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -17,7 +17,7 @@ use crate::layout::{Layout, Naming, metadata};
 use crate::open::{Checkpoint, StoredTensor};
 use crate::tied;
 
-/// How bad a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -26,76 +26,76 @@ pub enum Severity {
     Warning,
 }
 
-/// One kind of finding, with everything it was found in.
+/// A finding: one kind of problem and the tensors that have it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
     /// Stable name of the kind.
     pub kind: &'static str,
-    /// How bad it is.
+    /// Severity.
     pub severity: Severity,
-    /// The rule concerned.
+    /// Rule, if the finding is about one.
     pub rule: Option<String>,
-    /// The dtype that the rule demands.
+    /// dtype that the rule requires.
     pub required: Option<Dtype>,
-    /// The dtype found.
+    /// dtype that is stored.
     pub stored: Option<Dtype>,
-    /// Where.
+    /// Tensors with this problem.
     pub tensors: Vec<String>,
-    /// What it means.
+    /// Explanation.
     pub reason: String,
-    /// What to do.
+    /// Fix.
     pub fix: String,
 }
 
-/// What storing A_log in bf16 costs: the relative error of the decay rate exp(A_log).
+/// The cost of storing A_log in bf16: the relative error of the decay rate exp(A_log).
 #[derive(Clone, Debug, Serialize)]
 pub struct DecayCost {
-    /// `would` for tensors that still carry f32, `has` for those already rounded.
+    /// `would` for tensors with full f32 precision, `has` for those already rounded.
     pub tense: &'static str,
-    /// Tensors and heads looked at.
+    /// Number of tensors.
     pub tensors: usize,
-    /// Heads, over all tensors.
+    /// Number of heads over all tensors.
     pub heads: u64,
-    /// Mean relative error of exp(A_log): measured (`would`), or expected of a rounding (`has`).
+    /// Mean relative error of exp(A_log): measured (`would`), or expected from rounding (`has`).
     pub mean: f64,
     /// Worst relative error of exp(A_log): measured, or the bound.
     pub worst: f64,
 }
 
-/// The whole audit.
+/// The result of an audit.
 #[derive(Clone, Debug, Serialize)]
 pub struct AuditReport {
-    /// What the checkpoint is.
+    /// Architecture.
     pub architecture: Architecture,
-    /// The policy it was held against.
+    /// Policy of the audit.
     pub policy: String,
-    /// Its layout.
+    /// Layout.
     pub layout: Layout,
-    /// Tensors and bytes read.
+    /// Number of tensors read.
     pub tensors: usize,
-    /// Bytes read.
+    /// Number of bytes read.
     pub bytes: u64,
-    /// Protected tensors, all told.
+    /// Number of protected tensors.
     pub protected: usize,
-    /// Violations first.
+    /// Findings, violations first.
     pub findings: Vec<Finding>,
-    /// What bf16 costs A_log here.
+    /// Cost of storing A_log in bf16.
     pub decay: Vec<DecayCost>,
-    /// Remarks.
+    /// Notes.
     pub notes: Vec<String>,
-    /// Whether there is no violation.
+    /// True if there is no violation.
     pub passed: bool,
 }
 
-/// What one pass over a tensor's values tells.
+/// Statistics of a tensor's values.
 #[derive(Clone, Copy)]
 struct Scan {
     non_finite: u64,
-    /// Values of -inf.
+    /// Number of values that are -inf.
     negative_infinite: u64,
-    /// Values that bf16 cannot hold (protected F32 tensors only).
+    /// Number of values that bf16 cannot represent (protected tensors only).
     beyond_bf16: u64,
-    /// Smallest and largest value (protected F32 tensors only).
+    /// Smallest and largest value (protected tensors only).
     range: (f32, f32),
     decay: DecaySum,
 }
@@ -107,7 +107,7 @@ struct DecaySum {
     worst: f64,
 }
 
-/// Audits `checkpoint` against `policy`, which is reduced to the architecture here.
+/// Audits `checkpoint` against the rules of `policy` for its architecture.
 pub fn audit(
     checkpoint: &Checkpoint,
     registry: &Registry,
@@ -126,12 +126,15 @@ pub fn audit(
     let mut notes = Vec::new();
     if architecture.families.is_empty() {
         notes.push(match &architecture.name {
-            Some(name) => format!("no rule of the registry knows {name}: only general checks were made"),
-            None => "the architecture is unknown (no config.json, no familiar names): only general checks were made".into(),
+            Some(name) => format!("no rules for {name}: only general checks were made"),
+            None => {
+                "unknown architecture (no config.json, no known tensor names): only general checks were made"
+                    .into()
+            }
         });
     } else if checkpoint.config.is_none() {
         notes.push(format!(
-            "no config.json: taken for {} by its tensor names",
+            "no config.json: identified as {} by its tensor names",
             architecture.families.join(", ")
         ));
     }
@@ -155,7 +158,7 @@ pub fn audit(
     })
 }
 
-/// A kind of finding: its stable name, how bad it is, what it means, what to do.
+/// A kind of finding: its stable name, severity, explanation and fix.
 struct Kind {
     name: &'static str,
     severity: Severity,
@@ -167,65 +170,65 @@ const fn violation(name: &'static str, reason: &'static str, fix: &'static str) 
     Kind { name, severity: Severity::Violation, reason, fix }
 }
 
-/// The rule gives the reason.
+/// The rule states the reason.
 const NOT_F32: Kind = violation(
     "not-f32",
     "",
-    "ballast repair CKPT DST --original ORIG; without the original ballast convert SRC DST, which makes it F32 in name only",
+    "ballast repair CKPT DST --original ORIG; without the original, ballast convert SRC DST, which makes it F32 in name only",
 );
 const F64_NOT_F32: Kind = violation("not-f32", "", "ballast convert SRC DST --narrow-f64");
 const MISSING: Kind = violation(
     "missing",
-    "the layer is there, its protected tensor is not",
-    "take it from the original checkpoint",
+    "the layer exists, but its protected tensor is missing",
+    "copy it from the original checkpoint",
 );
 const BARE_AND_ROUTED: Kind = violation(
     "bare-and-routed",
-    "one tensor under two names, bare and under _fp32_params: which one a loader takes is luck",
+    "one tensor under two names, bare and under _fp32_params: loaders may read either one",
     "remove one of the two",
 );
 const HOLDER_LEAKED: Kind = violation(
     "holder-leaked",
-    "the run-time holder _fp32_params is in the saved names: other tools will not find the tensor",
+    "the run-time holder _fp32_params is part of the saved name: other tools will not find the tensor",
     "ballast convert SRC DST --layout hf",
 );
 const INDEX: Kind = violation(
     "index",
-    "index and shards disagree: loaders will miss tensors or take the wrong one",
-    "write the checkpoint again, or mend the index",
+    "index and shards disagree: loaders will miss tensors or read the wrong one",
+    "write the checkpoint again, or fix the index",
 );
 const DEAD_HEAD: Kind = violation(
     "dead-head",
-    "A_log = -inf: A was drawn or rounded to exactly 0; that head never decays and never learns",
-    "take the tensor from the original, or draw A anew in f32",
+    "A_log = -inf: A was initialized or rounded to exactly 0; the head never decays and gets no gradient",
+    "copy the tensor from the original, or initialize A again in f32",
 );
 const NON_FINITE: Kind = violation(
     "non-finite",
-    "NaN or infinite values: the model's output will not be finite",
-    "go back to a checkpoint from before the values went bad",
+    "NaN or infinite values: the model's output will be non-finite",
+    "go back to an earlier checkpoint",
 );
 const HEAD_DIFFERS: Kind = violation(
     "tied-head-differs",
     "config.json ties the output head to the embedding, but both are stored with different values: transformers unties \
-     them, other programs take one of the two",
-    "set \"tie_word_embeddings\": false in config.json, or remove the head if the embedding is meant",
+     them, other programs use one of the two",
+    "set \"tie_word_embeddings\": false in config.json, or remove the head to use the embedding",
 );
 const HEAD_COPY: Kind = Kind {
     name: "tied-head-copy",
     severity: Severity::Warning,
-    reason: "config.json ties the output head to the embedding, and the head is stored as well, with the same values: \
-             a program that trains one of them leaves the other behind",
-    fix: "remove the head from the file; what ballast train and ballast merge write has one tensor",
+    reason: "config.json ties the output head to the embedding, but the head is also stored, with the same values: \
+             training only one of them makes them differ",
+    fix: "remove the head from the file; ballast train and ballast merge write one tensor",
 };
 const IN_NAME_ONLY: Kind = Kind {
     name: "in-name-only",
     severity: Severity::Warning,
-    reason: "F32 in name only: every value is exactly a bf16 value, so it was rounded before it was stored (a \
-             whole-model cast, or a source that kept it in BF16)",
+    reason: "F32 in name only: every value is a bf16 value, so it was rounded before it was stored (by a cast of the whole \
+             model, or in a BF16 source)",
     fix: "ballast repair CKPT DST --original ORIG",
 };
 
-/// Findings, one for each kind, rule and stored dtype.
+/// Findings, one per kind, rule and stored dtype.
 #[derive(Default)]
 struct Findings(Vec<Finding>);
 
@@ -281,8 +284,8 @@ fn header_findings(
             }
         }
         let names: HashSet<&str> = of_rank().map(|t| t.name.as_str()).collect();
-        // Our own nemo files say what they are; anyone else's holder key in a file is a leak.
-        let meant =
+        // Ballast marks its own nemo files; in any other file a holder key is a leak.
+        let is_intended =
             layout.naming == Naming::Nemo && checkpoint.metadata_value(metadata::LAYOUT) == Some("nemo");
         for t in of_rank() {
             let stripped = strip_fp32_holder_key(&t.name);
@@ -291,7 +294,7 @@ fn header_findings(
             }
             if names.contains(&*stripped) {
                 findings.add(&BARE_AND_ROUTED, None, Some(t.dtype), stripped.into_owned());
-            } else if !meant {
+            } else if !is_intended {
                 findings.add(&HOLDER_LEAKED, None, Some(t.dtype), t.name.clone());
             }
         }
@@ -301,7 +304,7 @@ fn header_findings(
     }
 }
 
-/// A stored output head where config.json says that it is the embedding.
+/// Finds an output head that is stored although config.json ties it to the embedding.
 fn head_findings(checkpoint: &Checkpoint, findings: &mut Findings) -> Result<()> {
     if checkpoint.config.as_ref().is_some_and(tied::is_tied)
         && let Some(head) = tied::stored_head(checkpoint)?
@@ -312,7 +315,7 @@ fn head_findings(checkpoint: &Checkpoint, findings: &mut Findings) -> Result<()>
     Ok(())
 }
 
-/// One pass over all values, in parallel.
+/// Reads all values once, in parallel.
 fn scan_values(
     checkpoint: &Checkpoint,
     rules: &[Option<&Rule>],
@@ -364,7 +367,7 @@ fn scan(data: &[u8], t: &StoredTensor, rule: Option<&Rule>) -> Scan {
     if rule.is_none() || !t.dtype.widens_exactly_to(Dtype::F32) {
         return scan;
     }
-    // Protected tensors are small: plain code will do.
+    // Protected tensors are small: simple code is fast enough.
     let mut wide = cast::Buffer::default();
     let elements = data.len() as u64 / t.dtype.bytes().unwrap_or(1);
     cast::convert(data, t.dtype, wide.resize(elements as usize * 4), Dtype::F32);
@@ -377,7 +380,7 @@ fn scan(data: &[u8], t: &StoredTensor, rule: Option<&Rule>) -> Scan {
                 // exp(rounded)/exp(x) - 1
                 ((cast::bf16_round(x) as f64 - x as f64).exp() - 1.0).abs()
             } else {
-                // Rounded already: half a step of bf16 is the bound, a quarter the expectation.
+                // Already rounded: the error is at most half a bf16 step; see `value_findings` for the mean.
                 (half_bf16_step(x)).exp() - 1.0
             };
             scan.decay.heads += 1;
@@ -392,7 +395,7 @@ fn is_a_log(name: &str) -> bool {
     name.rsplit('.').next() == Some("A_log")
 }
 
-/// Half the distance between neighbouring bf16 values around `x`.
+/// Returns half the distance between adjacent bf16 values at `x`.
 fn half_bf16_step(x: f32) -> f64 {
     let exponent = ((x.to_bits() >> 23) & 0xff).max(1) as i32 - 127;
     2f64.powi(exponent - 8)
@@ -416,7 +419,7 @@ fn value_findings(
         }
         let Some(rule) = rule else { continue };
         let rounded = scan.beyond_bf16 == 0 && t.elements() > 0;
-        // A constant (all ones, all zeros) is a starting value and says nothing about rounding.
+        // A constant tensor (all ones, all zeros) is an initial value and proves no rounding.
         let constant = scan.range.0 == scan.range.1;
         if t.dtype == Dtype::F32 && rounded && !constant {
             findings.add(&IN_NAME_ONLY, Some(rule), Some(t.dtype), t.name.clone());

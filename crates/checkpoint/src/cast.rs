@@ -1,7 +1,7 @@
-//! Conversions between the plain float types, over raw little-endian bytes.
+//! Conversions between plain float types, on raw little-endian bytes.
 //!
-//! Widening is exact. Narrowing rounds once, to nearest, ties to even, and counts the finite values that
-//! became infinite: the caller decides that this is an error.
+//! Widening is exact. Narrowing rounds once, to nearest even, and counts the finite values that became
+//! infinite, which the caller treats as an error.
 
 use ballast_contract::Dtype;
 use half::{bf16, f16};
@@ -17,7 +17,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Makes the buffer `bytes` long; the content is unspecified.
+    /// Resizes the buffer to `bytes`; the content is unspecified.
     pub fn resize(&mut self, bytes: usize) -> &mut [u8] {
         let words = bytes.div_ceil(8);
         if self.words.len() < words {
@@ -40,7 +40,7 @@ impl AsMut<[u8]> for Buffer {
     }
 }
 
-/// f32 bits to bf16 bits, to nearest, ties to even; a NaN stays a NaN.
+/// Rounds f32 bits to bf16 bits, to nearest even; a NaN stays a NaN.
 #[inline(always)]
 pub fn bf16_bits(bits: u32) -> u16 {
     let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
@@ -48,22 +48,22 @@ pub fn bf16_bits(bits: u32) -> u16 {
     if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded }
 }
 
-/// The value that bf16 storage would leave of `x`.
+/// Rounds `x` to bf16.
 #[inline(always)]
 pub fn bf16_round(x: f32) -> f32 {
     f32::from_bits((bf16_bits(x.to_bits()) as u32) << 16)
 }
 
-/// Whether `from` can be converted to `to` here.
+/// Returns true if [`convert`] supports the pair.
 pub fn supported(from: Dtype, to: Dtype) -> bool {
     from == to || from.is_plain_float() && to.is_plain_float()
 }
 
-/// Converts all of `source` into `target`; both aligned as in a [`Buffer`], `target` exactly long enough.
-/// Returns how many finite values became infinite.
+/// Converts all of `source` into `target`, which has exactly the needed length; both are aligned as in a
+/// [`Buffer`]. Returns the number of finite values that became infinite.
 ///
 /// # Panics
-/// When the pair is not [`supported`], or the lengths do not fit.
+/// If the pair is not [`supported`], or the lengths do not match.
 pub fn convert(source: &[u8], from: Dtype, target: &mut [u8], to: Dtype) -> u64 {
     use Dtype::{Bf16, F16, F32, F64};
     fn each<A: bytemuck::AnyBitPattern, B: bytemuck::Pod>(
@@ -100,8 +100,8 @@ pub fn convert(source: &[u8], from: Dtype, target: &mut [u8], to: Dtype) -> u64 
     count_infinite(target, to) - count_infinite(source, from)
 }
 
-/// f64 to f32 rounded to odd, so that a second rounding to half precision lands where one would have.
-/// (The `half` crate drops the low 32 bits of an f64 before it rounds.)
+/// Rounds f64 to f32 to odd, so that a second rounding to 16 bits gives the result of a single one. (The
+/// `half` crate drops the low 32 bits of an f64 before it rounds.)
 fn to_odd_f32(x: f64) -> f32 {
     let near = x as f32;
     if near as f64 == x || x.is_nan() || near.is_infinite() {
@@ -113,7 +113,7 @@ fn to_odd_f32(x: f64) -> f32 {
     f32::from_bits(truncated | 1)
 }
 
-/// How many elements are plus or minus infinity.
+/// Returns the number of infinite elements.
 pub fn count_infinite(data: &[u8], dtype: Dtype) -> u64 {
     match dtype {
         Dtype::Bf16 => count(data, |x: u16| x & 0x7fff == 0x7f80),
@@ -124,7 +124,7 @@ pub fn count_infinite(data: &[u8], dtype: Dtype) -> u64 {
     }
 }
 
-/// How many elements are infinite or NaN; 0 for types that have neither.
+/// Returns the number of infinite or NaN elements; 0 for types that have neither.
 pub fn count_non_finite(data: &[u8], dtype: Dtype) -> u64 {
     match dtype {
         Dtype::Bf16 => count(data, |x: u16| x & 0x7f80 == 0x7f80),
@@ -211,7 +211,8 @@ mod tests {
 
     #[test]
     fn f64_is_rounded_once() {
-        // 1 + 2^-8 + 2^-40 lies just above a bf16 tie: rounding through f32 would land on the tie and go down.
+        // 1 + 2^-8 + 2^-40 lies just above a bf16 tie: rounding through f32 would land on the tie and go
+        // down.
         let x = 1.0 + 2f64.powi(-8) + 2f64.powi(-40);
         let (bytes, _) = run(&x.to_le_bytes(), Dtype::F64, Dtype::Bf16);
         assert_eq!(bf16::from_le_bytes([bytes[0], bytes[1]]).to_f64(), 1.0 + 2f64.powi(-7));

@@ -1,4 +1,4 @@
-//! From one checkpoint to another: layout, dtype, shards; then read back and compared with the source.
+//! Conversion of a checkpoint: layout, dtype, shards. The result is read back and compared with the source.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -20,25 +20,25 @@ use crate::verify::{self, Verification};
 use crate::view::View;
 use crate::write::{DEFAULT_SHARD_BYTES, Output, WritePlan};
 
-/// What a conversion is asked to do.
+/// Options of a conversion.
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {
-    /// The layout to write.
+    /// Layout to write.
     pub layout: LayoutRequest,
-    /// The dtype of ordinary float tensors; `None` keeps each as it is.
+    /// dtype of float tensors that are not protected; `None` keeps each dtype.
     pub dtype: Option<Dtype>,
-    /// Which tensors are F32 whatever `dtype` says, reduced to the checkpoint's architecture.
+    /// Policy that keeps tensors in F32 regardless of `dtype`, reduced to the checkpoint's architecture.
     pub policy: Policy,
-    /// Allow F64 to become F32 where the policy demands F32.
+    /// Allow protected F64 tensors to become F32.
     pub narrow_f64: bool,
-    /// The size at which a new shard begins.
+    /// Largest size of a shard in bytes.
     pub max_shard_bytes: u64,
     /// Replace an existing checkpoint at the destination.
     pub force: bool,
 }
 
 impl ConvertOptions {
-    /// Keep everything, protect by `policy`.
+    /// Creates options that change nothing but protect tensors by `policy`.
     pub fn new(policy: Policy) -> ConvertOptions {
         let layout = LayoutRequest::default();
         let max_shard_bytes = DEFAULT_SHARD_BYTES;
@@ -46,63 +46,63 @@ impl ConvertOptions {
     }
 }
 
-/// Tensors that change dtype in the same way for the same reason.
+/// Tensors with the same change of dtype for the same reason.
 #[derive(Clone, Debug, Serialize)]
 pub struct DtypeChange {
-    /// Stored in the source as.
+    /// dtype in the source.
     pub from: Dtype,
-    /// Stored in the destination as.
+    /// dtype in the destination.
     pub to: Dtype,
-    /// Why.
+    /// Reason.
     pub reason: String,
-    /// Whether bits can be lost.
+    /// True if the change can lose bits.
     pub lossy: bool,
-    /// The destination's names.
+    /// Names in the destination.
     pub tensors: Vec<String>,
 }
 
-/// What a conversion does, known before it starts.
+/// The plan of a conversion.
 #[derive(Serialize)]
 pub struct ConvertPlan {
     /// Layout of the source.
     pub from: Layout,
     /// Layout of the destination.
     pub to: Layout,
-    /// Tensors in the destination (over all ranks).
+    /// Number of tensors in the destination, over all ranks.
     pub tensors: usize,
-    /// Their bytes.
+    /// Number of bytes of these tensors.
     pub bytes: u64,
     /// Tensors that the policy keeps in F32.
     pub protected: Vec<String>,
-    /// Every change of dtype.
+    /// Changes of dtype.
     pub dtype_changes: Vec<DtypeChange>,
-    /// Tensors whose values are shifted by one in f32 (Megatron's zero-centred gamma).
+    /// Tensors shifted by one in f32 (Megatron's zero-centered gamma).
     pub shifted: Vec<String>,
-    /// Tensors that the change of layout does not know, or does not touch: carried under their own names.
+    /// Tensors that the change of layout does not affect; copied under their own names.
     pub carried: Vec<String>,
-    /// Tensors that keep their dtype although another was asked for, and why.
+    /// Tensors that keep their dtype although another was requested, by reason.
     pub left_alone: BTreeMap<&'static str, Vec<String>>,
-    /// Remarks for the user.
+    /// Notes for the user.
     pub notes: Vec<String>,
     #[serde(skip)]
     outputs: Vec<Vec<Output>>,
 }
 
-/// What a conversion did.
+/// The result of a conversion.
 #[derive(Serialize)]
 pub struct ConvertReport {
-    /// The plan that was carried out.
+    /// Plan of the conversion.
     #[serde(flatten)]
     pub plan: ConvertPlan,
-    /// Safetensors files written.
+    /// Number of safetensors files written.
     pub files: usize,
-    /// Files that travelled along.
+    /// Number of other files copied.
     pub sidecars: usize,
-    /// How the destination compares with the source.
+    /// Comparison of the destination with the source.
     pub verification: Verification,
 }
 
-/// Decides everything about a conversion without writing anything.
+/// Plans a conversion without writing anything.
 pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<ConvertPlan> {
     let mut from = Layout::detect(source);
     if let (Naming::Megatron, Some(zero_centered)) = (from.naming, options.layout.zero_centered_gamma) {
@@ -151,7 +151,7 @@ pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<Conver
     Ok(plan)
 }
 
-/// The dtype of a tensor in the destination, and why when it is not the view's own.
+/// Returns the dtype of a tensor in the destination, and the reason if it is not the view's own.
 fn decide_dtype(
     view: &View,
     options: &ConvertOptions,
@@ -160,15 +160,12 @@ fn decide_dtype(
 ) -> Result<(Dtype, String)> {
     if let Some(rule) = options.policy.rule_for(&view.name) {
         if view.dtype == Dtype::F64 && !options.narrow_f64 {
-            let problem =
-                "it is protected and stored in F64: F32 would lose bits; add --narrow-f64 if that is meant";
+            let problem = "protected and stored in F64: F32 would lose bits; use --narrow-f64 to allow that";
             return Err(Error::tensor(&view.name, problem));
         }
         if view.dtype.is_scaled_float() {
-            let problem = format!(
-                "it is protected, but stored in {}, which means nothing without its scale",
-                view.dtype
-            );
+            let problem =
+                format!("protected, but stored in {}, which cannot be cast without its scale", view.dtype);
             return Err(Error::tensor(&view.name, problem));
         }
         if view.dtype.is_plain_float() {
@@ -188,17 +185,17 @@ fn decide_dtype(
     if view.dtype == dtype {
         Ok((dtype, String::new()))
     } else if view.dtype.is_scaled_float() {
-        leave("a quantised float is not cast without its scale")
+        leave("quantized floats are not cast without their scale")
     } else if !view.dtype.is_plain_float() {
         leave("not a float")
     } else if has_scaled && last.contains("scale") {
-        leave("the scale of quantised weights")
+        leave("scale of quantized weights")
     } else {
         Ok((dtype, format!("--dtype {}", dtype.name().to_lowercase())))
     }
 }
 
-/// Records how each stored part of `view` changes its dtype.
+/// Records the changes of dtype of the stored parts of `view`.
 fn note_changes(changes: &mut Vec<DtypeChange>, view: &View, to: Dtype, reason: String) {
     let mut from: Vec<Dtype> = view.sources().iter().map(|t| t.dtype).collect();
     from.sort();
@@ -209,7 +206,7 @@ fn note_changes(changes: &mut Vec<DtypeChange>, view: &View, to: Dtype, reason: 
         } else if view.shift != 0 {
             "shifted by one in f32".to_string()
         } else {
-            "joined with a wider part".to_string()
+            "concatenated with a wider part".to_string()
         };
         match changes.iter_mut().find(|c| (c.from, c.to, &c.reason) == (from, to, &reason)) {
             Some(change) => change.tensors.push(view.name.clone()),
@@ -221,7 +218,7 @@ fn note_changes(changes: &mut Vec<DtypeChange>, view: &View, to: Dtype, reason: 
     }
 }
 
-/// What a user of the destination should know about its form.
+/// Returns notes about the form of the destination.
 fn form_notes(source: &Checkpoint, plan: &ConvertPlan) -> Vec<String> {
     let (to, mut notes) = (&plan.to, Vec::new());
     let model_type = source.config.as_ref().and_then(|c| {
@@ -237,7 +234,7 @@ fn form_notes(source: &Checkpoint, plan: &ConvertPlan) -> Vec<String> {
     {
         let form = if expected == Form::Fused { "fused" } else { "split" };
         notes.push(format!(
-            "transformers expects {form} projections for {}; this form is for other tools",
+            "transformers expects {form} projections for {}; this form is for other tools only",
             model_type.unwrap_or_default()
         ));
     }
@@ -256,7 +253,7 @@ fn form_notes(source: &Checkpoint, plan: &ConvertPlan) -> Vec<String> {
     notes
 }
 
-/// Carries the plan out: stage, write, read back and compare, commit.
+/// Executes a plan: stage, write, read back and compare, commit.
 pub fn execute(
     source: &Arc<Checkpoint>,
     mut plan: ConvertPlan,
@@ -267,7 +264,7 @@ pub fn execute(
     let single_file = destination.extension().is_some_and(|e| e == "safetensors");
     if single_file && plan.to.ranks > 1 {
         return Err(Error::Refused(
-            "several ranks do not fit into one file; give a folder as destination".into(),
+            "several ranks cannot be written to one file; use a folder as destination".into(),
         ));
     }
     let staging = Staging::new(destination, single_file, options.force, &source.paths())?;
@@ -299,7 +296,7 @@ pub fn execute(
     Ok(ConvertReport { plan, files: count, sidecars, verification })
 }
 
-/// Copies the files that travel with the weights; config.json is told the new dtype.
+/// Copies the files beside the weights and updates the dtype in config.json.
 pub(crate) fn copy_sidecars(source: &Checkpoint, folder: &Path, dtype: Option<Dtype>) -> Result<usize> {
     for name in &source.sidecars {
         let (from, to) = (source.root.join(name), folder.join(name));
@@ -320,7 +317,7 @@ pub(crate) fn copy_sidecars(source: &Checkpoint, folder: &Path, dtype: Option<Dt
     Ok(source.sidecars.len())
 }
 
-/// config.json that names `dtype` wherever it names one.
+/// Replaces every dtype in a config.json by `dtype`.
 pub fn config_with_dtype(mut config: Value, dtype: Dtype) -> Value {
     let name = match dtype {
         Dtype::Bf16 => "bfloat16",

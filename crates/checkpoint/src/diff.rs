@@ -1,4 +1,4 @@
-//! Two checkpoints compared tensor by tensor, across layouts and dtypes.
+//! Comparison of two checkpoints, tensor by tensor, across layouts and dtypes.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,32 +14,32 @@ use crate::layout::{Form, Layout, Naming, relayout};
 use crate::open::Checkpoint;
 use crate::view::View;
 
-/// How a tensor of A compares with its counterpart in B.
+/// The result of comparing a tensor of A with its counterpart in B.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "verdict", rename_all = "kebab-case")]
 pub enum Verdict {
-    /// The same dtype and the same bits.
+    /// Same dtype and bits.
     SameBits,
-    /// The same values in another dtype.
+    /// Same values in another dtype.
     SameValues,
-    /// One is exactly the rounding of the other to its own, narrower dtype.
+    /// One is the rounding of the other to its narrower dtype.
     SameAfterRounding(Measure),
-    /// Other values.
+    /// Different values.
     Different(Measure),
-    /// Another shape.
+    /// Different shapes.
     OtherShape,
-    /// Not in B.
+    /// Missing in B.
     OnlyInA,
-    /// Not in A.
+    /// Missing in A.
     OnlyInB,
 }
 
-/// How far apart two tensors are.
+/// The difference between two tensors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Measure {
-    /// Elements that differ.
+    /// Number of elements that differ.
     pub differing: u64,
-    /// Largest absolute difference; infinite where only one is finite.
+    /// Largest absolute difference; infinite if only one value is finite.
     pub max_abs: f64,
     /// Largest difference in units in the last place of the coarser dtype.
     pub max_ulp: u64,
@@ -50,36 +50,36 @@ pub struct Measure {
 /// One tensor of a comparison.
 #[derive(Clone, Debug, Serialize)]
 pub struct TensorDiff {
-    /// Name, in the layout in which both were compared.
+    /// Name in the layout of the comparison.
     pub tensor: String,
-    /// Tensor-parallel rank, when both are compared by rank.
+    /// Tensor-parallel rank, if both are compared by rank.
     pub rank: usize,
-    /// What it is for.
+    /// Role.
     pub role: Role,
     /// dtype in A.
     pub a: Option<Dtype>,
     /// dtype in B.
     pub b: Option<Dtype>,
-    /// How they compare.
+    /// Result.
     #[serde(flatten)]
     pub verdict: Verdict,
 }
 
-/// A whole comparison.
+/// The result of a comparison.
 #[derive(Clone, Debug, Serialize)]
 pub struct DiffReport {
     /// Layout of A.
     pub a: Layout,
     /// Layout of B.
     pub b: Layout,
-    /// Elements compared.
+    /// Number of elements compared.
     pub elements: u64,
-    /// All tensors of both.
+    /// All tensors of A and B.
     pub tensors: Vec<TensorDiff>,
 }
 
 impl TensorDiff {
-    /// Whether the tensor counts as different at this tolerance of the relative RMS.
+    /// Returns true if the tensor counts as different at this tolerance of the relative RMS.
     pub fn differs(&self, tolerance: f64, strict_dtype: bool) -> bool {
         match &self.verdict {
             Verdict::SameBits => false,
@@ -133,7 +133,8 @@ pub fn diff(a: &Arc<Checkpoint>, b: &Arc<Checkpoint>, observer: &dyn Observer) -
 
 type RankedViews = Vec<(usize, View)>;
 
-/// Both checkpoints in one layout: their own if they share it, else hf; the prefix of nested names goes.
+/// Returns the tensors of both in one layout: their own if they share it, else hf. Prefixes of nested models
+/// are removed.
 fn common_views(
     a: &Arc<Checkpoint>,
     la: &Layout,
@@ -168,14 +169,14 @@ fn common_views(
     Ok((views(a, la)?, views(b, lb)?))
 }
 
-/// What a comparison adds up, chunk by chunk.
+/// Sums over the chunks of a comparison.
 #[derive(Clone, Copy, Default)]
 struct Tally {
-    /// Elements whose values differ.
+    /// Number of elements whose values differ.
     differing: u64,
-    /// Elements that differ even when both are rounded to the coarser dtype.
+    /// Number of elements that differ even if both are rounded to the coarser dtype.
     differing_rounded: u64,
-    /// Elements whose bits differ although dtype and value are the same (signs of zero, NaN payloads).
+    /// Number of elements with equal values but different bits (signs of zero, NaN payloads).
     other_bits: u64,
     max_abs: f64,
     max_ulp: u64,
@@ -268,7 +269,7 @@ fn tally_values(a: &[u8], dtype_a: Dtype, b: &[u8], dtype_b: Dtype) -> Tally {
             ..tally
         };
     }
-    // F16 and BF16 are equally wide; BF16 has the coarser steps.
+    // F16 and BF16 have the same width; BF16 is coarser.
     let coarse = if (dtype_a.bits(), dtype_a != Dtype::Bf16) <= (dtype_b.bits(), dtype_b != Dtype::Bf16) {
         dtype_a
     } else {
@@ -305,7 +306,7 @@ fn value(bytes: &[u8], dtype: Dtype) -> f64 {
     }
 }
 
-/// The position of `x`, rounded to `dtype`, on the number line of that dtype: neighbours differ by 1.
+/// Returns the index of `x`, rounded to `dtype`, among the values of that dtype: adjacent values differ by 1.
 fn ordered(x: f64, dtype: Dtype) -> i64 {
     let (magnitude, negative) = match dtype {
         Dtype::Bf16 => {

@@ -1,14 +1,14 @@
-//! The byte-order mark that some editors put at the begin of a UTF-8 file. It is no part of the text.
+//! The byte-order mark that some editors write at the start of a UTF-8 file. It is not part of the text.
 
 /// The mark in UTF-8.
 pub const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// The bytes of a file without a mark at their begin.
+/// Removes a mark from the start of a file.
 pub fn without_mark(bytes: &[u8]) -> &[u8] {
     bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes)
 }
 
-/// The text of a file without a mark at its begin.
+/// Removes a mark from the start of a text.
 pub fn text_without_mark(text: &str) -> &str {
     text.strip_prefix('\u{feff}').unwrap_or(text)
 }

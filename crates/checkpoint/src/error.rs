@@ -1,4 +1,4 @@
-//! The one error type of this crate.
+//! The error type of this crate.
 
 use std::fmt;
 use std::io;
@@ -6,20 +6,20 @@ use std::path::{Path, PathBuf};
 
 use crate::index::IndexIssue;
 
-/// Shorthand for results of this crate.
+/// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, where, and what to do about it.
+/// An error: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The operating system refused.
+    /// A system call failed.
     #[error("{}: cannot {action}: {cause}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What was tried.
+        /// Action that failed.
         action: &'static str,
-        /// The system's answer.
+        /// Error of the system.
         cause: io::Error,
     },
     /// A safetensors file is malformed.
@@ -27,9 +27,9 @@ pub enum Error {
     Header {
         /// The file.
         file: PathBuf,
-        /// The tensor and byte concerned.
+        /// Tensor and byte.
         place: Place,
-        /// What is wrong with it.
+        /// Problem.
         problem: String,
     },
     /// An index file is malformed, or names a file that cannot be used.
@@ -37,7 +37,7 @@ pub enum Error {
     Index {
         /// The index file.
         file: PathBuf,
-        /// What is wrong with it.
+        /// Problem.
         problem: String,
     },
     /// Index and shards disagree.
@@ -58,7 +58,7 @@ pub enum Error {
     Config {
         /// The config file.
         file: PathBuf,
-        /// What is wrong with it.
+        /// Problem.
         problem: String,
     },
     /// There is no checkpoint at the path.
@@ -66,20 +66,20 @@ pub enum Error {
     NoCheckpoint {
         /// The path.
         path: PathBuf,
-        /// What was found instead.
+        /// Problem.
         problem: String,
     },
     /// A tensor cannot be used as asked: missing, misshapen, or of a dtype that must not be cast.
     #[error("{}tensor {tensor:?}: {problem}", in_front(checkpoint))]
     Tensor {
-        /// The checkpoint, where it is known.
+        /// Checkpoint, if known.
         checkpoint: Option<PathBuf>,
         /// The tensor.
         tensor: String,
-        /// What is wrong with it.
+        /// Problem.
         problem: String,
     },
-    /// The request itself makes no sense, or is refused for safety.
+    /// The request is invalid, or refused for safety.
     #[error("{0}")]
     Refused(String),
     /// The destination's disk is too small.
@@ -92,20 +92,20 @@ pub enum Error {
         /// Bytes available.
         available: u64,
     },
-    /// What was written does not read back as what was meant.
-    #[error("verification failed, nothing was kept: {0}")]
+    /// The written data differs from the planned data when it is read back.
+    #[error("verification failed, the output was discarded: {0}")]
     Verification(String),
     /// The user asked to stop.
     #[error("interrupted; nothing was left behind")]
     Interrupted,
 }
 
-/// Where in a safetensors file: prints as `, tensor "x", byte 8`, or nothing.
+/// A place in a safetensors file; displayed as `, tensor "x", byte 8`, or as nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Place {
-    /// The tensor concerned.
+    /// Tensor.
     pub tensor: Option<String>,
-    /// The byte concerned, from the start of the file.
+    /// Byte, from the start of the file.
     pub byte: Option<u64>,
 }
 
@@ -125,23 +125,23 @@ fn in_front(checkpoint: &Option<PathBuf>) -> String {
     checkpoint.as_ref().map(|root| format!("{}, ", root.display())).unwrap_or_default()
 }
 
-/// What kind of failure an error is: the caller's exit code depends on it.
+/// The kind of an error, from which the exit code follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
     /// A check failed.
     Check,
-    /// The request was wrong.
+    /// The request is invalid.
     Usage,
     /// The input is missing or malformed.
     Input,
-    /// It does not fit.
+    /// Not enough disk space.
     Space,
     /// The user asked to stop.
     Interrupted,
 }
 
 impl Error {
-    /// What a failed operation on a file becomes.
+    /// Returns a closure that wraps the error of an operation on a file.
     pub fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Error {
         let path = path.to_path_buf();
         move |cause| Error::Io { path, action, cause }
@@ -151,7 +151,7 @@ impl Error {
         Error::Tensor { checkpoint: None, tensor: tensor.into(), problem: problem.into() }
     }
 
-    /// The same error; one about a tensor says that the tensor is of the checkpoint at `root`.
+    /// Adds the checkpoint at `root` to an error about a tensor.
     pub(crate) fn of(self, root: &Path) -> Error {
         match self {
             Error::Tensor { checkpoint: None, tensor, problem } => {
@@ -161,7 +161,7 @@ impl Error {
         }
     }
 
-    /// What kind of failure this is.
+    /// Returns the kind of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Verification(_) => ErrorKind::Check,

@@ -4,9 +4,9 @@
 //! u64 LE header length N | N bytes of JSON, padded with spaces to a multiple of 8 | data
 //! ```
 //!
-//! A header is valid when its tensors cover the data exactly: no hole, no overlap, nothing behind the
-//! last tensor, and every span is as long as shape and dtype say. The `safetensors` crate is not used
-//! to parse because it takes the last of two equal keys and does not say where in the file it stopped.
+//! A header is valid if its tensors cover the data exactly: no gap, no overlap, nothing after the last
+//! tensor, and every span has the size of its shape and dtype. The `safetensors` crate is not used to parse
+//! because it accepts duplicate keys and does not report the byte of an error.
 
 use std::fmt;
 use std::path::Path;
@@ -17,10 +17,10 @@ use serde::de::{self, MapAccess, Visitor};
 
 use crate::error::{Error, Place, Result};
 
-/// The longest header that the format allows.
+/// Largest header that the format allows.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Bytes of the length field in front of the JSON.
+/// Size of the length field before the JSON.
 const LENGTH_BYTES: u64 = 8;
 
 /// One tensor of a header.
@@ -43,20 +43,20 @@ pub struct TensorInfo {
 pub struct Header {
     /// `__metadata__`, in the file's order.
     pub metadata: Vec<(String, String)>,
-    /// The tensors, in the order of their data.
+    /// Tensors in the order of their data.
     pub tensors: Vec<TensorInfo>,
 }
 
-/// The number of elements of a shape; `None` when it overflows.
+/// Returns the number of elements of a shape; `None` if it overflows.
 pub fn elements(shape: &[u64]) -> Option<u64> {
-    // A zero anywhere makes the tensor empty, however large the rest.
+    // A tensor with a zero dimension is empty, even if the other dimensions overflow.
     if shape.contains(&0) {
         return Some(0);
     }
     shape.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim))
 }
 
-/// From the first 8 bytes of a file of `file_bytes` bytes: how long its JSON is.
+/// Returns the length of the JSON, given the first 8 bytes of a file of `file_bytes` bytes.
 pub fn json_bytes(file: &Path, file_bytes: u64, first: &[u8]) -> Result<u64> {
     let fail =
         |problem| Error::Header { file: file.into(), place: Place { tensor: None, byte: Some(0) }, problem };
@@ -99,8 +99,8 @@ impl Header {
         Ok(Header { metadata: raw.metadata, tensors })
     }
 
-    /// The bytes of length field and JSON for these tensors. `begin` is taken as relative to the data;
-    /// the tensors stand in the order given, which must be the order of their data.
+    /// Returns the bytes of the length field and the JSON. `begin` is relative to the data, and the tensors
+    /// must be in the order of their data.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut map = serde_json::Map::new();
         if !self.metadata.is_empty() {
@@ -119,7 +119,7 @@ impl Header {
     }
 }
 
-/// Checks every span against its shape, and that the spans cover the data exactly.
+/// Checks that every span has the size of its shape, and that the spans cover the data exactly.
 fn validate(
     file: &Path,
     data_start: u64,
@@ -176,7 +176,7 @@ fn validate(
             return Err(fail(
                 &t.name,
                 expected,
-                format!("{} bytes in front of it belong to no tensor", t.begin - expected),
+                format!("{} bytes before it belong to no tensor", t.begin - expected),
             ));
         }
         expected = t.begin + t.bytes;
@@ -186,13 +186,13 @@ fn validate(
         return Err(Error::Header {
             file: file.into(),
             place: Place { tensor: None, byte: Some(data_start + expected) },
-            problem: format!("{} bytes behind the last tensor", data_bytes - expected),
+            problem: format!("{} bytes after the last tensor", data_bytes - expected),
         });
     }
     Ok(tensors)
 }
 
-/// The byte in `text` that a line and column of serde_json mean.
+/// Returns the byte in `text` at a line and column of serde_json.
 fn byte_of(text: &str, line: usize, column: usize) -> u64 {
     let before: usize = text.split_inclusive('\n').take(line.saturating_sub(1)).map(str::len).sum();
     (before + column.saturating_sub(1)).min(text.len()) as u64
@@ -230,7 +230,7 @@ impl<'de> Deserialize<'de> for RawHeader {
                 let mut raw = RawHeader { metadata: Vec::new(), tensors: Vec::new() };
                 while let Some(name) = map.next_key::<String>()? {
                     if !seen.insert(name.clone()) {
-                        return Err(de::Error::custom(format!("the key {name:?} stands there twice")));
+                        return Err(de::Error::custom(format!("the key {name:?} occurs twice")));
                     }
                     let place = |e| de::Error::custom(format!("tensor {name:?}: {e}"));
                     if name == "__metadata__" {
@@ -247,7 +247,7 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-/// A map of strings to strings, in order, in which no key stands twice.
+/// An ordered map of strings to strings without duplicate keys.
 pub(crate) struct UniqueMap(pub(crate) Vec<(String, String)>);
 
 impl<'de> Deserialize<'de> for UniqueMap {
@@ -265,7 +265,7 @@ impl<'de> Deserialize<'de> for UniqueMap {
                 let mut entries = Vec::new();
                 while let Some((key, value)) = map.next_entry::<String, String>()? {
                     if !seen.insert(key.clone()) {
-                        return Err(de::Error::custom(format!("the key {key:?} stands there twice")));
+                        return Err(de::Error::custom(format!("the key {key:?} occurs twice")));
                     }
                     entries.push((key, value));
                 }

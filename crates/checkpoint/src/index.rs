@@ -1,4 +1,4 @@
-//! `model.safetensors.index.json`: which shard holds which tensor.
+//! The index `model.safetensors.index.json`: the shard of every tensor.
 
 use std::fmt;
 use std::path::Path;
@@ -8,15 +8,15 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::header::UniqueMap;
 
-/// The end of an index file's name.
+/// Suffix of the name of an index file.
 pub const INDEX_SUFFIX: &str = ".safetensors.index.json";
 
 /// A parsed index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Index {
-    /// `metadata.total_size`, if given.
+    /// `metadata.total_size`, if present.
     pub total_size: Option<u64>,
-    /// Tensor and shard, in the file's order.
+    /// Tensors and their shards, in the file's order.
     pub weight_map: Vec<(String, String)>,
 }
 
@@ -49,9 +49,9 @@ pub enum IndexIssue {
     },
     /// `total_size` is not the sum of the tensors' bytes.
     TotalSize {
-        /// What the index says.
+        /// Value in the index.
         stated: u64,
-        /// What the shards hold.
+        /// Sum over the shards.
         actual: u64,
     },
 }
@@ -90,11 +90,11 @@ impl Index {
             serde_json::from_slice(text).map_err(|e| fail(format!("not a valid index: {e}")))?;
         if let Some((tensor, shard)) = raw.weight_map.0.iter().find(|(_, shard)| !is_plain_file_name(shard)) {
             return Err(fail(format!(
-                "the shard {shard:?} (tensor {tensor:?}) is not a plain file name; shards must lie beside their index"
+                "the shard {shard:?} (tensor {tensor:?}) is not a plain file name; shards must be in the folder of the index"
             )));
         }
         if raw.weight_map.0.is_empty() {
-            return Err(fail("its weight_map is empty".into()));
+            return Err(fail("weight_map is empty".into()));
         }
         let total_size = match raw.metadata.as_ref().and_then(|m| m.get("total_size")) {
             // Some writers store it as a float.
@@ -106,7 +106,7 @@ impl Index {
         Ok(Index { total_size, weight_map: raw.weight_map.0 })
     }
 
-    /// The text of the index file.
+    /// Returns the text of the index file.
     pub fn to_text(&self) -> String {
         let weight_map: serde_json::Map<_, _> =
             self.weight_map.iter().map(|(tensor, shard)| (tensor.clone(), shard.clone().into())).collect();
@@ -118,7 +118,7 @@ impl Index {
         format!("{index:#}\n")
     }
 
-    /// The shards' names, each once, sorted.
+    /// Returns the names of the shards, sorted, without duplicates.
     pub fn shards(&self) -> Vec<&str> {
         let mut shards: Vec<&str> = self.weight_map.iter().map(|(_, shard)| shard.as_str()).collect();
         shards.sort_unstable();

@@ -1,4 +1,4 @@
-//! What a checkpoint consists of.
+//! Summary of a checkpoint from its headers.
 
 use std::collections::BTreeMap;
 
@@ -9,14 +9,14 @@ use crate::error::Result;
 use crate::layout::Layout;
 use crate::open::Checkpoint;
 
-/// Tensors, parameters and bytes of something.
+/// Number of tensors, parameters and bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Amount {
-    /// Tensors.
+    /// Number of tensors.
     pub tensors: u64,
-    /// Elements.
+    /// Number of elements.
     pub parameters: u64,
-    /// Bytes.
+    /// Number of bytes.
     pub bytes: u64,
 }
 
@@ -25,9 +25,9 @@ pub struct Amount {
 pub struct FileSummary {
     /// Path relative to the checkpoint.
     pub file: String,
-    /// Bytes on disk.
+    /// Size on disk in bytes.
     pub bytes: u64,
-    /// Tensors in it.
+    /// Number of tensors.
     pub tensors: usize,
 }
 
@@ -40,13 +40,13 @@ pub struct TensorSummary {
     pub dtype: Dtype,
     /// Shape.
     pub shape: Vec<u64>,
-    /// Bytes.
+    /// Number of bytes.
     pub bytes: u64,
     /// Role.
     pub role: Role,
     /// File that holds it.
     pub file: String,
-    /// The rule that protects it.
+    /// Rule that protects it.
     pub rule: Option<String>,
 }
 
@@ -55,13 +55,13 @@ pub struct TensorSummary {
 pub struct ProtectedSummary {
     /// The rule.
     pub rule: String,
-    /// How many tensors of each dtype.
+    /// Number of tensors by dtype.
     pub stored: BTreeMap<Dtype, u64>,
-    /// The first of them.
+    /// First tensor.
     pub first: String,
 }
 
-/// What a checkpoint consists of.
+/// The summary of a checkpoint.
 #[derive(Clone, Debug, Serialize)]
 pub struct InspectReport {
     /// Architecture.
@@ -70,25 +70,25 @@ pub struct InspectReport {
     pub layout: Layout,
     /// Files.
     pub files: Vec<FileSummary>,
-    /// Everything.
+    /// Total.
     pub total: Amount,
-    /// By dtype.
+    /// Amounts by dtype.
     pub by_dtype: BTreeMap<Dtype, Amount>,
-    /// By role and dtype.
+    /// Amounts by role and dtype.
     pub by_role: Vec<(Role, Dtype, Amount)>,
-    /// The protected tensors, by rule.
+    /// Protected tensors by rule.
     pub protected: Vec<ProtectedSummary>,
     /// `__metadata__`.
     pub metadata: BTreeMap<String, String>,
-    /// Files that travel along.
+    /// Other files of the checkpoint.
     pub sidecars: Vec<String>,
-    /// Disagreements of index and shards.
+    /// Disagreements between index and shards.
     pub issues: Vec<String>,
     /// All tensors.
     pub tensors: Vec<TensorSummary>,
 }
 
-/// Looks at headers only.
+/// Summarizes a checkpoint; reads headers only.
 pub fn inspect(checkpoint: &Checkpoint, registry: &Registry, policy: &Policy) -> Result<InspectReport> {
     let architecture = checkpoint.architecture(registry)?;
     let policy = policy.for_architecture(&architecture);

@@ -1,4 +1,4 @@
-//! Streaming work over tensors in parallel: jobs of bounded size, results in order, progress, interruption.
+//! Parallel streaming over tensors: jobs of bounded size, ordered results, progress, cancellation.
 
 use std::ops::Range;
 
@@ -7,41 +7,42 @@ use rayon::prelude::*;
 use crate::cast::Buffer;
 use crate::error::{Error, Result};
 
-/// Bytes that one job reads at a time: fits the second-level cache, so that scanning what was just read
-/// costs no memory traffic.
+/// Number of bytes that a job reads at once: fits in the L2 cache, so that processing them costs no memory
+/// traffic.
 pub const CHUNK_BYTES: u64 = 1 << 20;
 
-/// Watches long work, and can stop it.
+/// Observes long work and can cancel it.
 pub trait Observer: Sync {
-    /// A phase of `bytes` bytes begins.
+    /// Starts a phase of `bytes` bytes.
     fn phase(&self, _name: &'static str, _bytes: u64) {}
-    /// A phase of `steps` steps of any kind begins.
+    /// Starts a phase of `steps` steps.
     fn steps(&self, _name: &'static str, _steps: u64) {}
-    /// `bytes` (or steps) more are done.
+    /// Reports that `bytes` (or steps) more are done.
     fn advance(&self, _bytes: u64) {}
-    /// Whether the user asked to stop.
+    /// Returns true if the work should stop.
     fn cancelled(&self) -> bool {
         false
     }
 }
 
-/// Watches nothing.
+/// An observer that does nothing.
 pub struct Silent;
 
 impl Observer for Silent {}
 
-/// The buffers of one worker; they grow to a few chunks and stay.
+/// The buffers of one worker; they grow to a few chunks and are reused.
 #[derive(Default)]
 pub struct Workspace {
-    /// What is read first.
+    /// First input.
     pub a: Buffer,
-    /// What is read second, or converted to.
+    /// Second input, or the converted data.
     pub b: Buffer,
-    /// For [`crate::view::View::read`].
+    /// Scratch of [`crate::view::View::read`].
     pub scratch: Buffer,
 }
 
-/// Runs `work` on every job, on all threads of the current rayon pool; results come in the jobs' order.
+/// Runs `work` on every job, on all threads of the current rayon pool. Returns the results in the order of
+/// the jobs.
 pub fn run<J: Sync, R: Send>(
     jobs: &[J],
     observer: &dyn Observer,
@@ -61,7 +62,8 @@ pub fn run<J: Sync, R: Send>(
         .collect()
 }
 
-/// `units` units of `unit_bytes` bytes in pieces of at most `chunk` bytes; one empty piece for none.
+/// Divides `units` units of `unit_bytes` bytes into pieces of at most `chunk` bytes; yields one empty piece
+/// for 0 units.
 pub fn pieces(units: u64, unit_bytes: u64, chunk: u64) -> impl Iterator<Item = Range<u64>> {
     let step = (chunk / unit_bytes).max(1);
     let count = units.div_ceil(step).max(1);

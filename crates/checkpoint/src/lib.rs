@@ -1,4 +1,5 @@
-//! Checkpoints as sets of safetensors files: open, stream, write atomically; layouts; audit, convert, diff.
+//! Safetensors checkpoints, single files or sharded sets: open, stream, write atomically, convert, audit,
+//! compare, repair.
 
 #![forbid(unsafe_code)]
 

@@ -1,8 +1,8 @@
 //! A checkpoint on disk: one safetensors file, a folder with or without an index, or a folder of
 //! tensor-parallel ranks.
 //!
-//! Tensors are read by position, never mapped: a mapped file that shrinks kills the process with a
-//! signal, a positional read returns an error. A checkpoint is never held in memory.
+//! Tensors are read by position, not memory-mapped: a mapped file that shrinks kills the process with a
+//! signal, a positional read returns an error. A checkpoint is never loaded into memory as a whole.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
@@ -18,7 +18,7 @@ use crate::error::{Error, Place, Result};
 use crate::header::{self, Header};
 use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
 
-/// The folder of tensor-parallel rank `rank`.
+/// Returns the name of the folder of tensor-parallel rank `rank`.
 pub fn rank_folder(rank: usize) -> String {
     format!("mp_rank_{rank:02}")
 }
@@ -26,22 +26,22 @@ pub fn rank_folder(rank: usize) -> String {
 /// One safetensors file of a checkpoint.
 #[derive(Debug)]
 pub struct ShardFile {
-    /// Where it is.
+    /// Path.
     pub path: PathBuf,
-    /// Its size when it was opened.
+    /// Size in bytes when it was opened.
     pub bytes: u64,
     modified: Option<SystemTime>,
     data: Data,
 }
 
-/// Where the bytes of a shard are.
+/// The bytes of a shard.
 #[derive(Debug)]
 enum Data {
     File(File),
     Memory(Vec<u8>),
 }
 
-/// A tensor that is not in a file, but is to be treated as one that is.
+/// A tensor in memory that is treated like one in a file.
 #[derive(Clone, Debug)]
 pub struct MemoryTensor {
     /// Name.
@@ -50,7 +50,7 @@ pub struct MemoryTensor {
     pub dtype: Dtype,
     /// Shape.
     pub shape: Vec<u64>,
-    /// The elements as a file would have them.
+    /// Elements as stored in a file.
     pub data: Vec<u8>,
 }
 
@@ -72,7 +72,7 @@ impl ShardFile {
                 file: self.path.clone(),
                 place: Place { tensor: None, byte: Some(at) },
                 problem: format!(
-                    "the file ended while {} bytes were read here; it had {} bytes when it was opened: has it been changed?",
+                    "the file ended while {} bytes were read; it had {} bytes when it was opened: has it been changed?",
                     buffer.len(),
                     self.bytes
                 ),
@@ -81,7 +81,7 @@ impl ShardFile {
         })
     }
 
-    /// The open file, for copies inside the kernel; none for tensors in memory.
+    /// Returns the open file, for copies inside the kernel; `None` for tensors in memory.
     pub(crate) fn handle(&self) -> Option<&File> {
         match &self.data {
             Data::File(file) => Some(file),
@@ -89,7 +89,7 @@ impl ShardFile {
         }
     }
 
-    /// An error when the file is no longer what was opened.
+    /// Returns an error if the file was changed since it was opened.
     pub fn check_unchanged(&self) -> Result<()> {
         if self.handle().is_none() {
             return Ok(());
@@ -99,14 +99,14 @@ impl ShardFile {
             return Err(Error::Header {
                 file: self.path.clone(),
                 place: Place::default(),
-                problem: "the file was changed while it was read; nothing was kept".into(),
+                problem: "the file was changed while it was read; the output was discarded".into(),
             });
         }
         Ok(())
     }
 }
 
-/// One tensor as it lies in a file.
+/// A tensor in a file.
 #[derive(Clone, Debug)]
 pub struct StoredTensor {
     /// Name.
@@ -121,7 +121,7 @@ pub struct StoredTensor {
     pub begin: u64,
     /// Length in bytes.
     pub bytes: u64,
-    /// Tensor-parallel rank, 0 where there are none.
+    /// Tensor-parallel rank; 0 without ranks.
     pub rank: usize,
 }
 
@@ -135,29 +135,29 @@ impl StoredTensor {
 /// An opened checkpoint.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// The file or folder that was opened.
+    /// Path of the file or folder.
     pub root: PathBuf,
-    /// The safetensors files.
+    /// Safetensors files.
     pub files: Vec<ShardFile>,
     /// All tensors, file by file in the order of their data.
     pub tensors: Vec<StoredTensor>,
     /// `__metadata__` of the files, merged.
     pub metadata: Vec<(String, String)>,
-    /// config.json, when there is one.
+    /// Content of config.json, if there is one.
     pub config: Option<Value>,
     /// Files beside the weights that belong to the checkpoint, relative to `root`.
     pub sidecars: Vec<PathBuf>,
     /// Safetensors files in the folder that are not part of the checkpoint.
     pub ignored: Vec<PathBuf>,
-    /// Tensor-parallel ranks, 1 for an ordinary checkpoint.
+    /// Number of tensor-parallel ranks; 1 for an ordinary checkpoint.
     pub ranks: usize,
-    /// What the indexes and shards disagree about.
+    /// Disagreements between indexes and shards.
     pub issues: Vec<IndexIssue>,
 }
 
 impl Checkpoint {
-    /// Opens `path` and validates every header. Disagreements between index and shards do not fail the
-    /// call: they are in [`Checkpoint::issues`].
+    /// Opens `path` and validates every header. Disagreements between index and shards are not an error; they
+    /// are in [`Checkpoint::issues`].
     pub fn open(path: &Path) -> Result<Checkpoint> {
         let kind = fs::metadata(path).map_err(Error::io(path, "open"))?;
         let mut checkpoint = Checkpoint {
@@ -198,7 +198,8 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Nothing but a config.json: what [`Checkpoint::in_memory`] takes the place of where no file came before.
+    /// Creates a checkpoint with a config.json and no tensors, as the template of [`Checkpoint::in_memory`]
+    /// for a new model.
     pub fn blank(config: Value) -> Checkpoint {
         Checkpoint {
             root: PathBuf::new(),
@@ -213,8 +214,8 @@ impl Checkpoint {
         }
     }
 
-    /// Tensors in memory as a checkpoint that takes the place of `like`: its config, its metadata, the files beside its
-    /// weights, and those of its own tensors that `carried` names.
+    /// Creates a checkpoint of tensors in memory that takes config, metadata and other files from `like`, and
+    /// those of its tensors that `carried` names.
     pub fn in_memory(like: &Checkpoint, tensors: Vec<MemoryTensor>, carried: &[&str]) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint {
             root: like.root.clone(),
@@ -232,7 +233,7 @@ impl Checkpoint {
             let expected = header::elements(&shape).and_then(|elements| dtype.bytes_for(elements));
             let bytes = data.len() as u64;
             if expected != Some(bytes) {
-                let problem = format!("{bytes} bytes are not {dtype} of shape {shape:?}");
+                let problem = format!("data of {bytes} bytes does not match {dtype} of shape {shape:?}");
                 return Err(Error::tensor(name, problem));
             }
             let path = like.root.join(format!("{name} (in memory)"));
@@ -255,7 +256,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// [`Checkpoint::open`], with disagreements between index and shards as an error.
+    /// Opens `path` like [`Checkpoint::open`]; disagreements between index and shards are an error.
     pub fn open_consistent(path: &Path) -> Result<Checkpoint> {
         let checkpoint = Checkpoint::open(path)?;
         if checkpoint.issues.is_empty() {
@@ -265,17 +266,18 @@ impl Checkpoint {
         }
     }
 
-    /// Whether the checkpoint is one bare file, without a folder around it.
+    /// Returns true if the checkpoint was opened as a single file, not as a folder.
     pub fn is_single_file(&self) -> bool {
         self.files.len() == 1 && self.files[0].path == self.root
     }
 
-    /// Whether some of its tensors are in memory; config.json is then what [`Checkpoint::config`] says, not a file.
+    /// Returns true if tensors are in memory; [`Checkpoint::config`] then takes precedence over config.json
+    /// on disk.
     pub fn is_in_memory(&self) -> bool {
         self.files.iter().any(|file| file.handle().is_none())
     }
 
-    /// The root and every file on disk; a file may be a link to elsewhere.
+    /// Returns the root and every file on disk; a file may be a link to elsewhere.
     pub fn paths(&self) -> Vec<PathBuf> {
         if self.root.as_os_str().is_empty() {
             return Vec::new();
@@ -285,17 +287,17 @@ impl Checkpoint {
         std::iter::once(self.root.clone()).chain(files).chain(sidecars).collect()
     }
 
-    /// Sum of all tensors' bytes.
+    /// Returns the number of bytes of all tensors.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensors.iter().map(|t| t.bytes).sum()
     }
 
-    /// Bytes of the files that travel along.
+    /// Returns the number of bytes of the other files.
     pub fn sidecar_bytes(&self) -> u64 {
         self.sidecars.iter().filter_map(|name| fs::metadata(self.root.join(name)).ok()).map(|m| m.len()).sum()
     }
 
-    /// The architecture, by config.json, or by the tensors' names when there is none.
+    /// Returns the architecture by config.json, or by tensor names if there is none.
     pub fn architecture(&self, registry: &Registry) -> Result<Architecture> {
         let Some(config) = &self.config else {
             return Ok(Architecture::from_names(
@@ -305,14 +307,13 @@ impl Checkpoint {
         };
         Architecture::from_config(config, &registry.families).ok_or_else(|| Error::Config {
             file: self.config_path(),
-            problem:
-                "it names no `architectures` and no `model_type`, so nothing says which tensors must be \
-                      f32; add \"architectures\": [...] as the model's authors publish it"
-                    .into(),
+            problem: "no `architectures` and no `model_type`: the tensors that must be f32 are unknown; add \
+                      \"architectures\": [...] as published with the model"
+                .into(),
         })
     }
 
-    /// Where config.json is, or would be.
+    /// Returns the path of config.json, whether it exists or not.
     pub fn config_path(&self) -> PathBuf {
         if self.is_single_file() {
             self.root.with_file_name("config.json")
@@ -321,7 +322,7 @@ impl Checkpoint {
         }
     }
 
-    /// A `__metadata__` value.
+    /// Returns a `__metadata__` value.
     pub fn metadata_value(&self, key: &str) -> Option<&str> {
         self.metadata.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
     }
@@ -346,8 +347,7 @@ impl Checkpoint {
             several => {
                 let names: Vec<_> =
                     several.iter().filter_map(|p| p.file_name()).map(|n| n.to_string_lossy()).collect();
-                let problem =
-                    format!("several indexes ({}): give the path of the one you mean", names.join(", "));
+                let problem = format!("several indexes ({}); give the path of one of them", names.join(", "));
                 return Err(Error::NoCheckpoint { path: folder.into(), problem });
             }
         };
@@ -374,7 +374,7 @@ impl Checkpoint {
         if let Some(missing) = paths.iter().find(|p| !p.exists()) {
             let count = paths.iter().filter(|p| !p.exists()).count();
             let problem = format!(
-                "it names the shard {:?}, which is not there ({count} of {} shards are missing)",
+                "shard {:?} not found ({count} of {} shards are missing)",
                 missing.file_name().unwrap_or_default(),
                 paths.len()
             );
@@ -452,7 +452,8 @@ fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
     Ok((file, header))
 }
 
-/// An error unless `path` is a plain file. Asked before it is opened: opening a pipe waits for its writer.
+/// Returns an error unless `path` is a regular file. Called before opening, because opening a pipe waits for
+/// its writer.
 fn require_file(path: &Path) -> Result<()> {
     if fs::metadata(path).map_err(Error::io(path, "open"))?.is_file() {
         return Ok(());
@@ -460,7 +461,7 @@ fn require_file(path: &Path) -> Result<()> {
     Err(Error::NoCheckpoint { path: path.into(), problem: "not a file".into() })
 }
 
-/// `mp_rank_00`, `mp_rank_01`, ... of `folder`; empty when it has none.
+/// Returns the folders `mp_rank_00`, `mp_rank_01`, ... of `folder`, if any.
 fn rank_folders(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut folders = Vec::new();
     while folder.join(rank_folder(folders.len())).is_dir() {
@@ -482,7 +483,7 @@ fn rank_folders(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(folders)
 }
 
-/// The names of the files in `folder`, sorted.
+/// Returns the names of the files in `folder`, sorted.
 fn folder_files(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries = fs::read_dir(folder).map_err(Error::io(folder, "list"))?;
     let mut names = Vec::new();
@@ -496,10 +497,10 @@ fn folder_files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(names)
 }
 
-/// What travels with the weights: every file that is not a safetensors file or an index, nor hidden, nor
-/// weights in another format.
+/// Returns the files to copy with the weights: all but safetensors files, indexes, hidden files and weights
+/// in other formats.
 fn sidecars(folder: &Path) -> Result<Vec<PathBuf>> {
-    let travels = |name: &PathBuf| {
+    let is_sidecar = |name: &PathBuf| {
         let name = name.to_string_lossy();
         let weights = [
             ".safetensors",
@@ -514,7 +515,7 @@ fn sidecars(folder: &Path) -> Result<Vec<PathBuf>> {
         ];
         !name.starts_with('.') && !weights.iter().any(|suffix| name.ends_with(suffix))
     };
-    Ok(folder_files(folder)?.into_iter().filter(travels).collect())
+    Ok(folder_files(folder)?.into_iter().filter(is_sidecar).collect())
 }
 
 fn read_config(path: &Path) -> Result<Option<Value>> {

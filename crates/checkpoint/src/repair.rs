@@ -1,8 +1,7 @@
-//! Puts the f32 bits of protected tensors back, from the checkpoint they were rounded from.
+//! Restores the f32 bits of protected tensors from the checkpoint they were rounded from.
 //!
-//! A protected tensor that is, value for value, the bf16 rounding of the original's has only been
-//! rounded: the original's bits are the truth. One that differs in any other way was trained since, and is
-//! kept.
+//! A protected tensor that equals the bf16 rounding of the original's, value for value, was only rounded and
+//! is restored. A tensor that differs in any other way was trained since and is kept.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -24,17 +23,17 @@ use crate::verify::{self, Verification};
 use crate::view::View;
 use crate::write::{DEFAULT_SHARD_BYTES, Output, WritePlan};
 
-/// What became of a protected tensor.
+/// The outcome for a protected tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// It was rounded; the original's bits are back.
+    /// Was rounded; has the original's bits again.
     Restored,
-    /// It has the original's values already.
+    /// Already has the original's values.
     Intact,
-    /// It was trained since; kept.
+    /// Was trained since; kept.
     Trained,
-    /// The original does not have it, or not in F32.
+    /// Missing in the original, or not F32 there.
     NoOriginal,
 }
 
@@ -43,27 +42,27 @@ pub enum Outcome {
 pub struct RepairedTensor {
     /// Name in the checkpoint.
     pub tensor: String,
-    /// dtype it was stored in.
+    /// dtype before the repair.
     pub was: Dtype,
-    /// What became of it.
+    /// Outcome.
     pub outcome: Outcome,
-    /// Values that are not the rounding of the original's.
+    /// Number of values that are not the rounding of the original's.
     pub trained_values: u64,
-    /// Values in all.
+    /// Number of values.
     pub elements: u64,
 }
 
-/// What a repair did.
+/// The result of a repair.
 #[derive(Clone, Debug, Serialize)]
 pub struct RepairReport {
-    /// Every protected tensor.
+    /// Protected tensors.
     pub tensors: Vec<RepairedTensor>,
-    /// How the destination compares with what was meant to be written.
+    /// Comparison of the destination with the planned content.
     pub verification: Verification,
 }
 
-/// Decides what becomes of every protected tensor of `checkpoint`, and writes the result to `destination`.
-/// With no destination nothing is written.
+/// Repairs the protected tensors of `checkpoint` and writes the result to `destination`; without one, nothing
+/// is written.
 pub fn repair(
     checkpoint: &Arc<Checkpoint>,
     original: &Arc<Checkpoint>,
@@ -103,7 +102,7 @@ pub fn repair(
     Ok(RepairReport { tensors, verification })
 }
 
-/// The original's tensors in the layout of the checkpoint, by rank and plain name.
+/// Returns the original's tensors in the layout of the checkpoint, by rank and plain name.
 fn original_views(original: &Arc<Checkpoint>, layout: &Layout) -> Result<HashMap<(usize, String), View>> {
     let own = Layout::detect(original);
     let wanted = Layout { prefix: own.prefix.clone(), ..layout.clone() };
@@ -113,7 +112,7 @@ fn original_views(original: &Arc<Checkpoint>, layout: &Layout) -> Result<HashMap
         .collect())
 }
 
-/// The name without holder and without the prefix of nested models, which may differ between the two.
+/// Removes the holder and the prefix of nested models, which may differ between the two.
 fn plain_name(name: &str) -> String {
     let name = strip_fp32_holder_key(name);
     name.strip_prefix("model.language_model.")
@@ -125,15 +124,17 @@ fn judge(view: &View, original: Option<&View>) -> Result<(Outcome, u64)> {
         return Ok((Outcome::NoOriginal, 0));
     };
     if original.shape != view.shape {
-        let problem =
-            format!("shape {:?}, but the original has {:?}: another model?", view.shape, original.shape);
+        let problem = format!(
+            "shape {:?} does not match the original's {:?}; is it another model?",
+            view.shape, original.shape
+        );
         return Err(Error::tensor(&view.name, problem));
     }
     let (have, truth) = (read_f32(view)?, read_f32(original)?);
     if have == truth && view.dtype == Dtype::F32 {
         return Ok((Outcome::Intact, 0));
     }
-    // A gamma that is shifted here may have been rounded in its other form, before the shift.
+    // A shifted gamma may have been rounded before the shift.
     let shift = original.shift as f32;
     let unshifted = read_f32(&original.clone().shifted(-original.shift))?;
     let differing = |expected: &dyn Fn(usize) -> u32| {
@@ -146,7 +147,7 @@ fn judge(view: &View, original: Option<&View>) -> Result<(Outcome, u64)> {
     Ok((if trained == 0 { Outcome::Restored } else { Outcome::Trained }, trained))
 }
 
-/// All values in f32, as bits.
+/// Reads all values in f32, as bits.
 fn read_f32(view: &View) -> Result<Vec<u32>> {
     let mut values = Buffer::default();
     view.clone().widened(Dtype::F32).read(0..view.units(), &mut values, &mut Buffer::default())?;
@@ -164,7 +165,7 @@ fn write(
     let single_file = destination.extension().is_some_and(|e| e == "safetensors");
     let staging =
         Staging::new(destination, single_file, force, &[checkpoint.paths(), original.paths()].concat())?;
-    let meant: Vec<Vec<View>> = ranks.iter().map(|o| o.iter().map(|o| o.view.clone()).collect()).collect();
+    let planned: Vec<Vec<View>> = ranks.iter().map(|o| o.iter().map(|o| o.view.clone()).collect()).collect();
     let file_name = staging.file_name();
     let files =
         WritePlan::new(staging.folder(), file_name, ranks, &checkpoint.metadata, DEFAULT_SHARD_BYTES)?;
@@ -172,7 +173,7 @@ fn write(
     if !single_file {
         copy_sidecars(checkpoint, staging.folder(), None)?;
     }
-    let pairs = || verify::pairs_with_meant(meant.clone(), &staging.staged());
+    let pairs = || verify::pairs_with_planned(planned.clone(), &staging.staged());
     let verification = write_verified(&files, Prepare::Early, pairs, observer)?;
     for file in checkpoint.files.iter().chain(&original.files) {
         file.check_unchanged()?;

@@ -1,8 +1,9 @@
-//! Checkpoints made up on the spot: for the demonstration, the tests and the benchmarks.
+//! Synthetic checkpoints for the demo, the tests and the benchmarks.
 //!
-//! A Qwen3.5-type hybrid (three linear layers, then a full one) in the hf layout, with the names and shapes
-//! of a released model, protected tensors in F32, and reproducible values. Large matrices repeat a block of
-//! random values: reading, comparing and converting them costs what real ones cost.
+//! A Qwen3.5-style hybrid (three linear-attention layers, then one with full attention) in the hf layout,
+//! with the names and shapes of a released model, protected tensors in F32, and reproducible values. Large
+//! matrices repeat a block of random values; reading, comparing and converting them costs as much as for real
+//! ones.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -16,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::header::{Header, TensorInfo, elements};
 use crate::index::Index;
 
-/// The shape of a made-up hybrid.
+/// The shape of a synthetic hybrid.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)] // the fields are named as in config.json
 pub struct SyntheticModel {
@@ -30,14 +31,14 @@ pub struct SyntheticModel {
     pub linear_key_heads: u64,
     pub linear_value_heads: u64,
     pub linear_head_dim: u64,
-    /// dtype of everything that is not protected: F32 or BF16.
+    /// dtype of tensors that are not protected: F32 or BF16.
     pub dtype: Dtype,
-    /// Start of the random numbers.
+    /// Random seed.
     pub seed: u64,
 }
 
 impl SyntheticModel {
-    /// A few hundred kilobytes.
+    /// Returns a model of a few hundred kilobytes.
     pub fn tiny() -> SyntheticModel {
         SyntheticModel {
             layers: 4,
@@ -85,7 +86,7 @@ impl SyntheticModel {
         !(layer + 1).is_multiple_of(4)
     }
 
-    /// Every tensor: name, dtype, shape.
+    /// Returns name, dtype and shape of every tensor.
     fn tensors(&self) -> Vec<(String, Dtype, Vec<u64>)> {
         let (h, i) = (self.hidden_size, self.intermediate_size);
         let (kd, vd) =
@@ -196,8 +197,8 @@ impl SyntheticModel {
     }
 }
 
-/// As a model is initialised: A in U(0.01, 16), steps in log-uniform (0.001, 0.1), gammas around their
-/// neutral value, matrices small.
+/// Returns initial values: A in U(0.01, 16), steps log-uniform in (0.001, 0.1), gammas around their neutral
+/// value, small matrices.
 fn value_for(name: &str, random: &mut Random) -> f32 {
     let u = random.uniform();
     if name.ends_with("A_log") {
@@ -214,7 +215,7 @@ fn value_for(name: &str, random: &mut Random) -> f32 {
     }
 }
 
-/// splitmix64: enough for made-up weights.
+/// Generates random numbers by splitmix64, which is good enough for synthetic weights.
 struct Random(u64);
 
 impl Random {

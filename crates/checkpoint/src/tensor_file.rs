@@ -1,5 +1,4 @@
-//! One safetensors file as a bag of named arrays: for commands that take inputs and give results, not for
-//! checkpoints.
+//! A safetensors file as a set of named arrays, for inputs and results of commands.
 
 use std::fs::File;
 use std::io::Write;
@@ -35,32 +34,32 @@ impl TensorFile {
         Ok(TensorFile { path: path.into(), file: Checkpoint::open(path)? })
     }
 
-    /// Whether there is a tensor called `name`.
+    /// Returns true if there is a tensor called `name`.
     pub fn has(&self, name: &str) -> bool {
         self.file.tensors.iter().any(|t| t.name == name)
     }
 
-    /// The names of all tensors.
+    /// Returns the names of all tensors.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.file.tensors.iter().map(|t| t.name.as_str())
     }
 
-    /// A `__metadata__` value.
+    /// Returns a `__metadata__` value.
     pub fn metadata(&self, key: &str) -> Option<&str> {
         self.file.metadata_value(key)
     }
 
-    /// An error about the tensor `name` of this file.
+    /// Creates an error about the tensor `name` of this file.
     pub fn error(&self, name: &str, problem: impl Into<String>) -> Error {
         let place = Place { tensor: Some(name.into()), byte: None };
         Error::Header { file: self.path.clone(), place, problem: problem.into() }
     }
 
-    /// A float tensor, widened or rounded to f32.
+    /// Reads a float tensor, widened or rounded to f32.
     pub fn f32(&self, name: &str) -> Result<Array<f32>> {
         let (dtype, shape, mut data) = self.raw(name)?;
         if !dtype.is_plain_float() {
-            return Err(self.error(name, format!("a float tensor was expected, found {dtype}")));
+            return Err(self.error(name, format!("must be a float tensor, got {dtype}")));
         }
         let elements = data.as_ref().len() / dtype.bytes().unwrap_or(1) as usize;
         let mut wide = Buffer::default();
@@ -68,13 +67,13 @@ impl TensorFile {
         Ok(Array { shape, values: bytemuck::cast_slice(wide.as_ref()).to_vec() })
     }
 
-    /// An I32 or I64 tensor.
+    /// Reads an I32 or I64 tensor.
     pub fn integers(&self, name: &str) -> Result<Array<i64>> {
         let (dtype, shape, data) = self.raw(name)?;
         let values = match dtype {
             Dtype::I64 => bytemuck::cast_slice(data.as_ref()).to_vec(),
             Dtype::I32 => bytemuck::cast_slice::<u8, i32>(data.as_ref()).iter().map(|x| *x as i64).collect(),
-            _ => return Err(self.error(name, format!("an I32 or I64 tensor was expected, found {dtype}"))),
+            _ => return Err(self.error(name, format!("must be I32 or I64, got {dtype}"))),
         };
         Ok(Array { shape, values })
     }
@@ -84,7 +83,7 @@ impl TensorFile {
             let mut names: Vec<&str> = self.names().collect();
             names.sort_unstable();
             names.truncate(20);
-            return Err(self.error(name, format!("it is not in the file, which holds: {}", names.join(", "))));
+            return Err(self.error(name, format!("not found; the file holds: {}", names.join(", "))));
         };
         let mut data = Buffer::default();
         self.file.files[t.file].read_at(data.resize(t.bytes as usize), t.begin)?;
@@ -95,7 +94,7 @@ impl TensorFile {
 /// A tensor to be written: name, shape, values.
 pub type Named<'a, T = f32> = (&'a str, &'a [usize], &'a [T]);
 
-/// Writes F32 tensors into the new file `path`: whole, or not at all.
+/// Writes F32 tensors into the new file `path`, atomically.
 pub fn write_f32(
     path: &Path,
     tensors: &[Named<'_>],
@@ -105,7 +104,7 @@ pub fn write_f32(
     write(path, &raw(tensors, Dtype::F32), metadata, force)
 }
 
-/// Writes I64 tensors into the new file `path`: whole, or not at all.
+/// Writes I64 tensors into the new file `path`, atomically.
 pub fn write_integers(path: &Path, tensors: &[Named<'_, i64>]) -> Result<()> {
     write(path, &raw(tensors, Dtype::I64), &[], false)
 }

@@ -1,7 +1,8 @@
-//! Checkpoints that store the output head although it is the embedding.
+//! Checkpoints that store an output head although config.json ties it to the embedding.
 //!
-//! transformers (5.22) compares the two when `tie_word_embeddings` is true: equal ones become one tensor, different ones
-//! stay two, with a warning. A program that takes one of them without a look at the other runs another model.
+//! transformers (5.22) compares the two if `tie_word_embeddings` is true: equal ones become one tensor,
+//! different ones stay two, with a warning. A program that uses one of them without comparing runs another
+//! model.
 
 use ballast_contract::Dtype;
 use serde_json::Value;
@@ -15,15 +16,15 @@ use crate::open::{Checkpoint, StoredTensor};
 /// An output head that is stored beside the embedding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredHead {
-    /// The name of the head.
+    /// Name of the head.
     pub head: String,
-    /// The name of the embedding.
+    /// Name of the embedding.
     pub embedding: String,
-    /// Whether both have the same values. A NaN equals nothing.
+    /// True if both have the same values. A NaN equals nothing.
     pub equal: bool,
 }
 
-/// Returns true if a config.json ties the output head to the embedding. Gemma does so unless it says otherwise.
+/// Returns true if a config.json ties the output head to the embedding. This is the default of Gemma.
 pub fn is_tied(config: &Value) -> bool {
     let text = config.get("text_config").filter(|text| text.is_object()).unwrap_or(config);
     let said = |config: &Value| config.get("tie_word_embeddings").and_then(Value::as_bool);
@@ -32,7 +33,8 @@ pub fn is_tied(config: &Value) -> bool {
     said(text).or(said(config)).unwrap_or_else(default)
 }
 
-/// The output head of a checkpoint in any layout, where it stores one beside the embedding; both are read.
+/// Returns the output head of a checkpoint, in any layout, if it is stored beside the embedding. Reads and
+/// compares both.
 pub fn stored_head(checkpoint: &Checkpoint) -> Result<Option<StoredHead>> {
     let mut found: Option<StoredHead> = None;
     for rank in 0..checkpoint.ranks {
@@ -52,7 +54,7 @@ pub fn stored_head(checkpoint: &Checkpoint) -> Result<Option<StoredHead>> {
     Ok(found)
 }
 
-/// `lm_head` stands at the top or beside `model`; a multi-token-prediction layer may have heads of its own.
+/// Returns true for the model's output head; multi-token-prediction layers may have heads of their own.
 fn is_head(name: &str) -> bool {
     ["lm_head.weight", "language_model.lm_head.weight", "output_layer.weight"].contains(&name)
 }
@@ -62,7 +64,7 @@ fn is_embedding(name: &str) -> bool {
         || name.strip_suffix("embed_tokens.weight").is_some_and(|front| !front.contains("layers."))
 }
 
-/// Compares values as floats; what f32 cannot hold is compared by its bytes.
+/// Compares values as floats, or bytes if f32 cannot represent the dtype.
 fn same_values(checkpoint: &Checkpoint, a: &StoredTensor, b: &StoredTensor) -> Result<bool> {
     let wide = [a, b].iter().all(|t| t.dtype.widens_exactly_to(Dtype::F32));
     if a.shape != b.shape || !wide && a.dtype != b.dtype {

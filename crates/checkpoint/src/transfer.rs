@@ -1,7 +1,7 @@
-//! Writes a planned checkpoint, flushes it, and compares it with what was meant: all at the same time.
+//! Writes a planned checkpoint, flushes it, and compares it with the plan, all at the same time.
 //!
-//! Shard by shard: while one shard is written, the tensors of the finished ones are read back and compared, and
-//! the disk flushes them. A copy alone leaves a core idle, so the comparison costs little time.
+//! While one shard is written, the tensors of the finished shards are read back and compared, and the disk
+//! flushes them. A copy alone leaves a core idle, so the comparison costs little time.
 
 use std::fs::File;
 use std::path::Path;
@@ -11,12 +11,12 @@ use crate::jobs::{self, Observer};
 use crate::verify::{Chunk, Moved, Pair, Verification, Verifier};
 use crate::write::{Job, WritePlan};
 
-/// When the pairs to compare can be found.
+/// The time at which the pairs to compare are known.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Prepare {
-    /// From the headers alone.
+    /// Before the data is written, from the headers alone.
     Early,
-    /// Only when all data is there (ranks: their replicas are compared while they are joined).
+    /// After all data is written (the replicas of ranks are compared while ranks are joined).
     Late,
 }
 
@@ -25,7 +25,7 @@ enum Work {
     Check(Chunk),
 }
 
-/// Carries out `plan`; `pairs` opens the result and says what to compare with what.
+/// Executes `plan`; `pairs` opens the result and returns the pairs to compare.
 pub(crate) fn write_verified(
     plan: &WritePlan,
     prepare: Prepare,
@@ -42,7 +42,7 @@ pub(crate) fn write_verified(
     let mut results = Vec::new();
     let verdict = std::thread::scope(|scope| {
         let mut flushes = Vec::new();
-        // Pairs by the last shard that they need.
+        // Pairs by the last shard they depend on.
         let mut waiting = verifier.as_ref().map_or(Vec::new(), |v| pairs_by_shard(plan, v));
         for shard in 0..plan.file_count() {
             let mut work: Vec<Work> = plan.jobs(shard).into_iter().map(Work::Write).collect();
@@ -73,7 +73,7 @@ pub(crate) fn write_verified(
     Ok(verdict?.finish(&results))
 }
 
-/// The pairs that can be compared as soon as shard number i is written, for every i.
+/// Returns, for every shard, the pairs that can be compared once it is written.
 fn pairs_by_shard(plan: &WritePlan, verifier: &Verifier) -> Vec<Vec<usize>> {
     let number = |path: &Path| {
         (0..plan.file_count()).find(|&i| plan.shard_path(i) == path).unwrap_or(plan.file_count() - 1)

@@ -1,8 +1,8 @@
 //! Reads a written checkpoint back through the inverse mapping and compares it with its source.
 //!
-//! Every source tensor must come back as its own bits; where the dtype was changed, as its own rounding to
-//! the new dtype; where a gamma was shifted by one, to within the rounding of that shift, and those that
-//! moved are counted.
+//! Every source tensor must read back with the same bits; after a change of dtype, as its rounding to the new
+//! dtype; after a shift of gamma by one, within the rounding of the shift, and the changed values are
+//! counted.
 
 use std::ops::Range;
 use std::path::Path;
@@ -18,40 +18,40 @@ use crate::layout::{Layout, relayout, stored_by_name};
 use crate::open::Checkpoint;
 use crate::view::View;
 
-/// What the comparison found; an outright difference is an error instead.
+/// The result of a verification; any other difference is an error.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Verification {
-    /// Source tensors that came back with the same bits.
+    /// Number of source tensors with the same bits.
     pub same_bits: usize,
-    /// Source tensors that came back as their exact value in a wider dtype.
+    /// Number of source tensors with the same values in a wider dtype.
     pub same_values: usize,
-    /// Source tensors that came back as their rounding to the narrower dtype that was asked for.
+    /// Number of source tensors rounded to the requested dtype.
     pub rounded: usize,
-    /// Shifted tensors in which values moved, and how many of how many.
+    /// Shifted tensors with changed values.
     pub moved: Vec<MovedValues>,
 }
 
-/// Values that the shift to zero-centred gamma moved.
+/// Values that the shift to zero-centered gamma changed.
 #[derive(Clone, Debug, Serialize)]
 pub struct MovedValues {
-    /// The tensor.
+    /// Tensor.
     pub tensor: String,
-    /// How many values moved.
+    /// Number of changed values.
     pub values: u64,
-    /// Of how many.
+    /// Number of values.
     pub elements: u64,
-    /// The largest move.
+    /// Largest change.
     pub max_abs: f32,
 }
 
-/// A tensor as it was meant, and as it reads back.
+/// A tensor as planned, and as it reads back.
 pub(crate) struct Pair {
     pub(crate) source: View,
     pub(crate) back: View,
 }
 
-/// Pairs every tensor of `source`, which is in layout `from`, with itself as it reads back from the checkpoint at
-/// `staged`, which is in layout `to`.
+/// Pairs every tensor of `source` (in layout `from`) with its counterpart in the checkpoint at `staged` (in
+/// layout `to`).
 pub(crate) fn pairs_with_source(
     source: &Arc<Checkpoint>,
     from: &Layout,
@@ -61,7 +61,7 @@ pub(crate) fn pairs_with_source(
     let written = Arc::new(Checkpoint::open_consistent(staged)?);
     let detected = Layout::detect(&written);
     if detected.naming != to.naming {
-        let problem = format!("the layout reads back as {}, not as {}", detected.naming, to.naming);
+        let problem = format!("layout reads back as {}, expected {}", detected.naming, to.naming);
         return Err(Error::Verification(problem));
     }
     let back = relayout(&written, to, from)?;
@@ -71,30 +71,30 @@ pub(crate) fn pairs_with_source(
         for back in views {
             let Some(source) = expected.remove(&(rank, back.name.clone())) else {
                 return Err(Error::Verification(format!(
-                    "{} is in the destination, but not in the source",
+                    "{} is in the destination but not in the source",
                     back.name
                 )));
             };
             if source.shape != back.shape {
                 let message =
-                    format!("{}: shape {:?} came back as {:?}", back.name, source.shape, back.shape);
+                    format!("{}: shape {:?} reads back as {:?}", back.name, source.shape, back.shape);
                 return Err(Error::Verification(message));
             }
             pairs.push(Pair { source, back });
         }
     }
     if let Some((_, name)) = expected.keys().next() {
-        return Err(Error::Verification(format!("{name} is in the source, but not in the destination")));
+        return Err(Error::Verification(format!("{name} is in the source but not in the destination")));
     }
     Ok(pairs)
 }
 
-/// Pairs every tensor that was meant to be written, by rank, with itself as it reads back from `staged`.
-pub(crate) fn pairs_with_meant(meant: Vec<Vec<View>>, staged: &Path) -> Result<Vec<Pair>> {
+/// Pairs every planned tensor, by rank, with its counterpart in `staged`.
+pub(crate) fn pairs_with_planned(planned: Vec<Vec<View>>, staged: &Path) -> Result<Vec<Pair>> {
     let written = Arc::new(Checkpoint::open_consistent(staged)?);
     let mut back = stored_by_name(&written);
     let mut pairs = Vec::new();
-    for (rank, views) in meant.into_iter().enumerate() {
+    for (rank, views) in planned.into_iter().enumerate() {
         for source in views {
             let Some(back) = back.remove(&(rank, source.name.clone())) else {
                 return Err(Error::Verification(format!("{} is not in the destination", source.name)));
@@ -111,7 +111,7 @@ pub(crate) struct Chunk {
     range: Range<u64>,
 }
 
-/// How many values of a chunk moved, and by how much at most.
+/// The number of changed values of a chunk, and the largest change.
 pub(crate) struct Moved {
     pair: usize,
     values: u64,
@@ -128,12 +128,12 @@ impl Verifier {
         Verifier { pairs }
     }
 
-    /// Bytes of all source tensors.
+    /// Returns the number of bytes of all source tensors.
     pub(crate) fn bytes(&self) -> u64 {
         self.pairs.iter().map(|p| p.source.bytes()).sum()
     }
 
-    /// The files of the destination that hold pair number `pair`.
+    /// Returns the destination's files with the tensor of pair `pair`.
     pub(crate) fn files(&self, pair: usize) -> Vec<&Path> {
         self.pairs[pair].back.source_files()
     }
@@ -142,14 +142,14 @@ impl Verifier {
         self.pairs.len()
     }
 
-    /// The chunks of pair number `pair`.
+    /// Returns the chunks of pair `pair`.
     pub(crate) fn chunks(&self, pair: usize) -> impl Iterator<Item = Chunk> {
         let Pair { source, back } = &self.pairs[pair];
         let widest = source.unit_bytes().max(back.unit_bytes());
         jobs::pieces(source.units(), widest, CHUNK_BYTES).map(move |range| Chunk { pair, range })
     }
 
-    /// Source bytes of a chunk.
+    /// Returns the number of source bytes of a chunk.
     pub(crate) fn chunk_bytes(&self, chunk: &Chunk) -> u64 {
         (chunk.range.end - chunk.range.start) * self.pairs[chunk.pair].source.unit_bytes()
     }
@@ -171,11 +171,11 @@ impl Verifier {
         // Only a shifted gamma may differ, and only by the rounding of the shift.
         match moved_values(back, expected, &w.b) {
             Some((values, max_abs)) => Ok(Moved { pair: *pair, values, max_abs }),
-            None => Err(Error::Verification(format!("{} does not read back as it was", source.name))),
+            None => Err(Error::Verification(format!("{} reads back with different values", source.name))),
         }
     }
 
-    /// The verdict, from the results of all chunks.
+    /// Combines the results of all chunks.
     pub(crate) fn finish(self, results: &[Moved]) -> Verification {
         let mut counts = vec![(0, 0f32); self.pairs.len()];
         for moved in results {
@@ -199,15 +199,15 @@ impl Verifier {
     }
 }
 
-/// How many values of a shifted tensor moved and by how much at most; `None` when that is not the
-/// rounding of the shift.
+/// Returns the number of changed values of a shifted tensor and the largest change; `None` if a change
+/// exceeds the rounding of the shift.
 fn moved_values(back: &View, expected: &Buffer, got: &Buffer) -> Option<(u64, f32)> {
     if back.shift == 0 {
         return None;
     }
     let (expected, got): (&[f32], &[f32]) =
         (bytemuck::cast_slice(expected.as_ref()), bytemuck::cast_slice(got.as_ref()));
-    // What the shift is stored in decides its resolution.
+    // The stored dtype of the shifted tensor decides the resolution.
     let narrowest = back.sources().iter().map(|t| t.dtype).min()?;
     let resolution = match narrowest {
         Dtype::F32 => f32::EPSILON,

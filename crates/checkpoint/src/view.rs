@@ -1,12 +1,12 @@
-//! A tensor that need not exist in any file: slices and concatenations of stored tensors.
+//! Views: tensors made of slices and concatenations of stored tensors.
 //!
-//! Every change of layout (split or fused projections, experts, tensor-parallel ranks) is a rearrangement
-//! of blocks, so a destination tensor is described by a small tree over stored tensors and streamed from
-//! it; nothing is ever assembled in memory. The tree simplifies itself as it is built: splitting what was
-//! just fused gives the stored tensor back, so an unnecessary detour costs nothing.
+//! Every change of layout (split or fused projections, experts, tensor-parallel ranks) rearranges blocks, so
+//! a destination tensor is a small tree over stored tensors and is streamed from it, never assembled in
+//! memory. The tree is simplified as it is built: splitting a fused tensor gives the stored tensor again, so
+//! a detour costs nothing.
 //!
-//! In a node's terms a tensor is a matrix [outer, width] of elements: slicing along dimension d of a
-//! shape takes columns of the matrix [prod(shape[..d]), prod(shape[d..])].
+//! A node treats a tensor as a matrix [outer, width] of elements: a slice along dimension d of a shape takes
+//! columns of the matrix [prod(shape[..d]), prod(shape[d..])].
 
 use std::ops::Range;
 use std::path::Path;
@@ -21,58 +21,58 @@ use crate::open::{Checkpoint, StoredTensor};
 
 #[derive(Clone, Debug)]
 enum Node {
-    /// All of one stored tensor.
+    /// A whole stored tensor.
     Stored { checkpoint: Arc<Checkpoint>, tensor: usize },
     /// Columns `from..from + take` of `of` as [outer, width].
     Slice { of: Arc<Node>, outer: u64, width: u64, from: u64, take: u64 },
-    /// The parts side by side, each [outer, its width].
+    /// Parts side by side, each [outer, its width].
     Concat { outer: u64, parts: Vec<(Arc<Node>, u64)> },
 }
 
-/// Bytes of one of a checkpoint's files.
+/// A range of bytes in a file of a checkpoint.
 pub(crate) struct FileRun {
     pub(crate) checkpoint: Arc<Checkpoint>,
     pub(crate) file: usize,
     pub(crate) bytes: Range<u64>,
 }
 
-/// A named tensor made of stored ones.
+/// A named tensor made of stored tensors.
 #[derive(Clone, Debug)]
 pub struct View {
     /// Name.
     pub name: String,
-    /// Element type; parts that are stored narrower are widened exactly.
+    /// Element type; parts in a narrower type are widened exactly.
     pub dtype: Dtype,
     /// Shape.
     pub shape: Vec<u64>,
-    /// Added to every element in f32: -1, 0 or +1, for a norm whose gamma is stored around zero.
+    /// Value added to every element in f32: -1, 0 or +1, for zero-centered gammas.
     pub shift: i8,
     node: Arc<Node>,
 }
 
 impl View {
-    /// A stored tensor under its own name.
+    /// Creates a view of a stored tensor.
     pub fn stored(checkpoint: &Arc<Checkpoint>, tensor: usize) -> View {
         let t = &checkpoint.tensors[tensor];
         let node = Arc::new(Node::Stored { checkpoint: checkpoint.clone(), tensor });
         View { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone(), shift: 0, node }
     }
 
-    /// The same tensor under another name.
+    /// Renames the tensor.
     pub fn renamed(self, name: impl Into<String>) -> View {
         View { name: name.into(), ..self }
     }
 
-    /// The same elements in another shape.
+    /// Changes the shape; the number of elements must stay the same.
     pub fn reshaped(self, shape: &[u64]) -> Result<View> {
         if elements(shape) != elements(&self.shape) {
-            let problem = format!("shape {:?} cannot be seen as {shape:?}", self.shape);
+            let problem = format!("shape {:?} cannot be reshaped to {shape:?}", self.shape);
             return Err(Error::tensor(self.name, problem));
         }
         Ok(View { shape: shape.to_vec(), ..self })
     }
 
-    /// The same tensor with `by` more added to every element.
+    /// Adds `by` to every element.
     pub fn shifted(self, by: i8) -> View {
         View { shift: self.shift + by, ..self }
     }
@@ -82,21 +82,24 @@ impl View {
         elements(&self.shape).expect("checked when the header was parsed")
     }
 
-    /// Bytes in the view's own dtype.
+    /// Number of bytes in the view's dtype.
     pub fn bytes(&self) -> u64 {
         self.dtype.bytes_for(self.elements()).expect("checked when the header was parsed")
     }
 
-    /// An error when there are no elements: only where there are some does the file's size bound the shape.
+    /// Returns an error for an empty tensor, whose shape the size of the file does not bound.
     pub(crate) fn require_elements(&self) -> Result<()> {
         if self.elements() > 0 {
             return Ok(());
         }
-        let problem = format!("shape {:?} has no elements, so it cannot be cut up or joined", self.shape);
+        let problem = format!(
+            "shape {:?} has no elements; an empty tensor cannot be sliced or concatenated",
+            self.shape
+        );
         Err(Error::tensor(&self.name, problem))
     }
 
-    /// `range` of dimension `dim`.
+    /// Slices dimension `dim` to `range`.
     pub fn slice(&self, dim: usize, range: Range<u64>) -> Result<View> {
         let refuse = |problem: String| Err(Error::tensor(&self.name, problem));
         let Some(&size) = self.shape.get(dim) else {
@@ -104,16 +107,16 @@ impl View {
         };
         if range.end > size || range.start > range.end {
             return refuse(format!(
-                "rows {range:?} of dimension {dim} were expected, but its shape is {:?}",
+                "cannot slice rows {range:?} of dimension {dim} from shape {:?}",
                 self.shape
             ));
         }
         if !is_countable(&self.shape) {
-            return refuse(format!("shape {:?} is too large to be cut up", self.shape));
+            return refuse(format!("shape {:?} is too large to be sliced", self.shape));
         }
         if self.dtype.bytes().is_none() || self.dtype.is_scaled_float() {
             return refuse(format!(
-                "{} tensors are tied to a scale and cannot be cut up or joined",
+                "{} tensors depend on a scale and cannot be sliced or concatenated",
                 self.dtype
             ));
         }
@@ -125,11 +128,11 @@ impl View {
         Ok(View { shape, node, ..self.clone() })
     }
 
-    /// `parts` joined along dimension `dim`, called `name`.
+    /// Concatenates `parts` along dimension `dim` under the name `name`.
     pub fn concat(name: impl Into<String>, dim: usize, parts: &[View]) -> Result<View> {
         let name = name.into();
         let Some(first) = parts.first() else {
-            return Err(Error::tensor(name, "nothing to join"));
+            return Err(Error::tensor(name, "no parts to concatenate"));
         };
         let mut shape = first.shape.clone();
         let mut dtype = first.dtype;
@@ -140,7 +143,7 @@ impl View {
             let joined = shape.get(dim).and_then(|size| size.checked_add(*part.shape.get(dim)?));
             let (true, Some(joined)) = (fits, joined) else {
                 let problem = format!(
-                    "{:?} ({}) cannot be joined with {:?} ({}) along dimension {dim}",
+                    "{:?} ({}) cannot be concatenated with {:?} ({}) along dimension {dim}",
                     part.shape, part.name, shape, first.name
                 );
                 return Err(Error::tensor(name, problem));
@@ -151,17 +154,17 @@ impl View {
                 None if dtype == part.dtype => dtype,
                 None => {
                     let problem =
-                        format!("parts of {dtype} and {} ({}) cannot be joined", part.dtype, part.name);
+                        format!("parts of {dtype} and {} ({}) cannot be concatenated", part.dtype, part.name);
                     return Err(Error::tensor(name, problem));
                 }
             };
         }
         if parts.len() > 1 && (dtype.bytes().is_none() || dtype.is_scaled_float()) {
-            let problem = format!("{dtype} tensors are tied to a scale and cannot be cut up or joined");
+            let problem = format!("{dtype} tensors depend on a scale and cannot be sliced or concatenated");
             return Err(Error::tensor(name, problem));
         }
         if !is_countable(&shape) {
-            return Err(Error::tensor(name, format!("shape {shape:?} is too large to be joined")));
+            return Err(Error::tensor(name, format!("shape {shape:?} is too large to be concatenated")));
         }
         let outer: u64 = shape[..dim].iter().product();
         let inner: u64 = shape[dim + 1..].iter().product();
@@ -169,12 +172,12 @@ impl View {
         Ok(View { name, dtype, shape, shift: first.shift, node: concat(outer, widths) })
     }
 
-    /// The stored tensors behind the view, in order, each as often as it is used.
+    /// Returns the stored tensors of the view in order, repeated if used repeatedly.
     pub fn sources(&self) -> Vec<&StoredTensor> {
         self.leaves().into_iter().map(|(checkpoint, tensor)| &checkpoint.tensors[tensor]).collect()
     }
 
-    /// The files that hold them.
+    /// Returns the files of these tensors.
     pub(crate) fn source_files(&self) -> Vec<&Path> {
         let file = |c: &Checkpoint, tensor: usize| c.tensors[tensor].file;
         self.leaves().into_iter().map(|(c, tensor)| c.files[file(c, tensor)].path.as_path()).collect()
@@ -193,8 +196,7 @@ impl View {
         found
     }
 
-    /// The pieces of files that are the view's bytes, when it is a plain copy of few of them: file,
-    /// first byte, length.
+    /// Returns the ranges of files that make up the view's bytes, if it is a plain copy of a few of them.
     pub(crate) fn plain_runs(&self) -> Option<Vec<FileRun>> {
         fn flat(node: &Node) -> bool {
             match node {
@@ -218,12 +220,12 @@ impl View {
         done.ok().map(|()| runs)
     }
 
-    /// How many pieces the view can be read in: its elements, or its bytes for types below 8 bits.
+    /// Returns the number of units to read: elements, or bytes for types narrower than 8 bits.
     pub fn units(&self) -> u64 {
         if self.dtype.bytes().is_some() { self.elements() } else { self.bytes() }
     }
 
-    /// Bytes of one unit in the view's own dtype.
+    /// Returns the number of bytes of a unit in the view's dtype.
     pub fn unit_bytes(&self) -> u64 {
         unit_bytes(self.dtype)
     }
@@ -244,7 +246,7 @@ impl View {
             if t.dtype == self.dtype {
                 return file.read_at(piece, begin);
             }
-            // A part stored narrower than the view: exact, through an aligned copy of the piece.
+            // A part in a narrower dtype is widened exactly, through an aligned copy.
             let narrow = scratch.resize((count * stored_unit) as usize);
             file.read_at(narrow, begin)?;
             let mut wide = Buffer::default();
@@ -259,7 +261,7 @@ impl View {
     }
 }
 
-/// x + by, computed in f32 and stored back; views with a shift are F32 (see [`crate::layout`]).
+/// Adds `by` in f32; views with a shift are F32 (see [`crate::layout`]).
 fn shift_in_f32(data: &mut [u8], dtype: Dtype, by: f32) {
     assert_eq!(dtype, Dtype::F32, "a shifted view is widened to F32 first");
     for x in bytemuck::cast_slice_mut::<u8, f32>(data) {
@@ -268,15 +270,14 @@ fn shift_in_f32(data: &mut [u8], dtype: Dtype, by: f32) {
 }
 
 impl View {
-    /// The view with its elements widened exactly to `dtype`.
+    /// Widens the elements exactly to `dtype`.
     pub fn widened(self, dtype: Dtype) -> View {
         debug_assert!(self.dtype.widens_exactly_to(dtype));
         View { dtype, ..self }
     }
 }
 
-/// Whether every product of some of the dimensions fits. The elements of an empty tensor always do; its
-/// other dimensions need not.
+/// Returns true if no product of dimensions overflows, even in an empty tensor.
 fn is_countable(shape: &[u64]) -> bool {
     shape.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim.max(1))).is_some()
 }
@@ -297,7 +298,7 @@ fn same(a: &Arc<Node>, b: &Arc<Node>) -> bool {
     }
 }
 
-/// Columns `from..from + take` of `node` as [outer, width], in the simplest form.
+/// Returns columns `from..from + take` of `node` as [outer, width], simplified.
 fn slice(node: &Arc<Node>, outer: u64, width: u64, from: u64, take: u64) -> Arc<Node> {
     if from == 0 && take == width {
         return node.clone();
@@ -322,7 +323,7 @@ fn slice(node: &Arc<Node>, outer: u64, width: u64, from: u64, take: u64) -> Arc<
     }
 }
 
-/// The parts side by side, in the simplest form.
+/// Returns the parts side by side, simplified.
 fn concat(outer: u64, parts: Vec<(Arc<Node>, u64)>) -> Arc<Node> {
     let mut flat: Vec<(Arc<Node>, u64)> = Vec::new();
     let push = |flat: &mut Vec<(Arc<Node>, u64)>, node: Arc<Node>, width: u64| {
@@ -336,7 +337,7 @@ fn concat(outer: u64, parts: Vec<(Arc<Node>, u64)>) -> Arc<Node> {
             && same(a, b)
             && fa + ta == *fb
         {
-            // Neighbouring columns of one tensor are one slice again.
+            // Adjacent columns of one tensor become one slice.
             (*last, *last_width) = (slice(a, outer, *wa, *fa, ta + tb), *last_width + width);
             return;
         }
@@ -358,10 +359,10 @@ fn concat(outer: u64, parts: Vec<(Arc<Node>, u64)>) -> Arc<Node> {
     }
 }
 
-/// Gets a checkpoint, a tensor of it, and a range of that tensor's elements.
+/// Callback for a checkpoint, a tensor of it, and a range of that tensor's elements.
 type RunVisitor<'a> = &'a mut dyn FnMut(&Arc<Checkpoint>, usize, Range<u64>) -> Result<()>;
 
-/// Calls `f` with the stored pieces that make up elements `range` of the node, in order.
+/// Calls `f` with the stored pieces of elements `range` of the node, in order.
 fn each_run(node: &Node, range: Range<u64>, f: RunVisitor<'_>) -> Result<()> {
     if range.is_empty() {
         return Ok(());

@@ -1,9 +1,9 @@
-//! Writing a checkpoint: shards of bounded size, index, files that travel along.
+//! Writing a checkpoint: shards of bounded size, and an index.
 //!
-//! A shard's header is known before its data, so every piece of data has its place from the start and
-//! pieces are written in any order by all threads: unchanged bytes are copied inside the kernel, the rest
-//! is read, converted and written in chunks. Inside a shard, tensors stand by descending width of their
-//! elements, then by name, as the format's own writer puts them: that keeps every tensor aligned.
+//! The header of a shard is known before its data, so the position of every byte is known, and all threads
+//! write pieces in any order: unchanged bytes are copied inside the kernel, the rest is read, converted and
+//! written in chunks. Tensors of a shard are sorted by descending width of their elements, then by name, as
+//! the `safetensors` crate does: this keeps every tensor aligned.
 
 use std::fs::{self, File};
 use std::ops::Range;
@@ -21,23 +21,23 @@ use crate::jobs::{self, CHUNK_BYTES, Workspace};
 use crate::open::{Checkpoint, ShardFile, rank_folder};
 use crate::view::View;
 
-/// The size of a shard unless another is asked for.
+/// Default size of a shard in bytes.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
-/// Bytes that one in-kernel copy moves: large enough to be free of overhead, small enough to share out.
+/// Number of bytes of one in-kernel copy: large enough for low overhead, small enough to balance threads.
 const COPY_BYTES: u64 = 16 << 20;
 
-/// A tensor to write: a view, and the dtype it gets in the file.
+/// A tensor to write.
 #[derive(Clone, Debug)]
 pub struct Output {
-    /// Where its elements come from.
+    /// Source of the elements.
     pub view: View,
-    /// The dtype to store.
+    /// dtype in the file.
     pub dtype: Dtype,
 }
 
 impl Output {
-    /// Bytes in the file.
+    /// Returns the number of bytes in the file.
     pub fn bytes(&self) -> u64 {
         if self.dtype == self.view.dtype {
             self.view.bytes()
@@ -60,17 +60,17 @@ impl Shard {
     }
 }
 
-/// Everything that will be written, with every byte's place decided.
+/// The plan of a write: the position of every byte.
 pub struct WritePlan {
     shards: Vec<Shard>,
     /// Index text by path.
     indexes: Vec<(PathBuf, String)>,
-    /// Bytes of all tensors.
+    /// Number of bytes of all tensors.
     pub tensor_bytes: u64,
 }
 
 impl WritePlan {
-    /// Plans the files below `folder` (or the one file `single_file` in it) for these tensors by rank.
+    /// Plans the files in `folder` (or the single file `single_file` in it) for these tensors, by rank.
     pub fn new(
         folder: &Path,
         single_file: Option<&str>,
@@ -87,7 +87,7 @@ impl WritePlan {
             if let Some(twice) = outputs.iter().find(|o| !names.insert(&o.view.name)) {
                 return Err(Error::tensor(
                     &twice.view.name,
-                    "two tensors of the destination would have this name",
+                    "two tensors would have this name in the destination",
                 ));
             }
             let limit = if single_file.is_some() { u64::MAX } else { max_shard_bytes };
@@ -113,12 +113,12 @@ impl WritePlan {
         Ok(plan)
     }
 
-    /// Number of safetensors files.
+    /// Returns the number of safetensors files.
     pub fn file_count(&self) -> usize {
         self.shards.len()
     }
 
-    /// Bytes of all files, headers and indexes included.
+    /// Returns the number of bytes of all files, with headers and indexes.
     pub fn file_bytes(&self) -> u64 {
         let shards: u64 = self.shards.iter().map(|s| s.header.len() as u64 + s.data_bytes()).sum();
         shards + self.indexes.iter().map(|(_, text)| text.len() as u64).sum::<u64>()
@@ -143,12 +143,12 @@ impl WritePlan {
         Ok(files)
     }
 
-    /// Where shard number `shard` is written.
+    /// Returns the path of shard `shard`.
     pub(crate) fn shard_path(&self, shard: usize) -> &Path {
         &self.shards[shard].path
     }
 
-    /// Does one job; `file` is the job's shard.
+    /// Executes a job; `file` is the job's shard.
     pub(crate) fn do_job(&self, job: &Job, file: &File, workspace: &mut Workspace) -> Result<()> {
         let shard = &self.shards[job.shard];
         let write = |data: &[u8]| file.write_all_at(data, job.at).map_err(Error::io(&shard.path, "write"));
@@ -170,7 +170,7 @@ impl WritePlan {
         let overflowed = cast::convert(workspace.a.as_ref(), output.view.dtype, target, output.dtype);
         if overflowed > 0 {
             let problem = format!(
-                "{overflowed} or more values lie outside the range of {} and would become infinite; choose another dtype",
+                "values exceed the range of {} and would become infinite ({overflowed} or more); choose another dtype",
                 output.dtype
             );
             return Err(Error::tensor(&output.view.name, problem));
@@ -178,7 +178,7 @@ impl WritePlan {
         write(target)
     }
 
-    /// The jobs that fill shard number `index` with data.
+    /// Returns the jobs that write the data of shard `index`.
     pub(crate) fn jobs(&self, index: usize) -> Vec<Job> {
         let shard = &self.shards[index];
         let mut jobs: Vec<Job> = Vec::new();
@@ -209,7 +209,8 @@ impl WritePlan {
     }
 }
 
-/// Tensors in the order given, a new shard whenever the next one would pass the limit.
+/// Groups tensors into shards, in the given order; a shard stays below the limit unless one tensor exceeds
+/// it.
 fn group(outputs: Vec<Output>, limit: u64) -> Vec<Vec<Output>> {
     let mut groups: Vec<Vec<Output>> = vec![Vec::new()];
     let mut bytes = 0u64;
@@ -248,13 +249,13 @@ pub(crate) struct Job {
 }
 
 enum Piece {
-    /// Bytes of a source file from `from` on, as they are.
+    /// Bytes of a source file from `from` on, unchanged.
     Copy { source: Arc<Checkpoint>, file: usize, from: u64 },
-    /// Units of an output, read and perhaps converted.
+    /// Units of an output, read and converted if needed.
     Stream { output: usize, range: Range<u64> },
 }
 
-/// Adds a copy, as part of the one before it where both lie side by side in source and destination.
+/// Adds a copy; merges it with the previous one if both are adjacent in source and destination.
 fn push_copy(copies: &mut Vec<Job>, job: Job) {
     if let Some(last) = copies.last_mut()
         && let (Piece::Copy { source: a, file: fa, from: x }, Piece::Copy { source: b, file: fb, from: y }) =
@@ -270,7 +271,7 @@ fn push_copy(copies: &mut Vec<Job>, job: Job) {
     copies.push(job);
 }
 
-/// A copy in pieces of bounded size.
+/// Divides a copy into pieces of bounded size.
 fn divided(job: Job) -> impl Iterator<Item = Job> {
     let Piece::Copy { source, file, from } = job.piece else { unreachable!("only copies are divided") };
     jobs::pieces(job.bytes, 1, COPY_BYTES).map(move |range| Job {
@@ -297,8 +298,8 @@ fn copy(
         let (mut read, mut written) = (from, at);
         let count = usize::try_from(end - from).unwrap_or(usize::MAX);
         match rustix::fs::copy_file_range(handle, Some(&mut read), target, Some(&mut written), count) {
-            // Nothing copied: the source ended early (the plain way below says so), or the file systems
-            // do not support it.
+            // Nothing copied: the source ended early (the loop below reports that), or the file systems do
+            // not support it.
             Ok(0) => break,
             Ok(copied) => (from, at) = (from + copied as u64, at + copied as u64),
             Err(rustix::io::Errno::INTR) => {}

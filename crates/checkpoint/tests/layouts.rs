@@ -1,4 +1,5 @@
-//! Layouts: every packed form against rows written out by hand, and every way there and back on the fixtures.
+//! Layouts: every packed form against rows written by hand, and round trips through every layout on the
+//! fixtures.
 
 mod common;
 
@@ -133,7 +134,7 @@ fn megatron_ranks_have_the_rows_of_the_specification() {
             vec![21., 31., 42., 43., 52., 53., 62., 63., 72., 73.],
         ]),
         (l0("self_attention.in_proj.layer_norm_weight"), [vec![10.], vec![10.]]),
-        // each rank: q | k | v, never cut across them
+        // each rank: q | k | v, never divided across them
         (l0("self_attention.conv1d.weight"), [vec![120., 130., 140., 141.], vec![121., 131., 142., 143.]]),
         (l0("self_attention.A_log"), [vec![0.1, 0.2], vec![0.3, 0.4]]),
         (l0("self_attention.dt_bias"), [vec![0.5, 0.6], vec![0.7, 0.8]]),
@@ -170,7 +171,7 @@ fn megatron_ranks_have_the_rows_of_the_specification() {
     assert_eq!(ranks[1].len(), expected.len());
 }
 
-/// There and back through every layout gives every tensor's own bits.
+/// A round trip through any layout keeps the bits of every tensor.
 fn round_trips(name: &str, tensors: usize) {
     let source = open(&fixture(name));
     assert_eq!(source.tensors.len(), tensors);
@@ -207,7 +208,7 @@ fn round_trips(name: &str, tensors: usize) {
         let home = diff(&open(&path), &source, &Silent).unwrap();
         assert_eq!(home.tensors.len(), tensors);
         assert!(home.tensors.iter().all(|t| t.verdict == Verdict::SameBits), "{request:?}");
-        // And by the reader that we did not write.
+        // Also through the independent reader.
         assert_eq!(read_folder(&path).len(), tensors);
         for (name, (dtype, shape, data)) in read_folder(&path) {
             let t = source.tensors.iter().find(|t| t.name == name).unwrap();
@@ -298,7 +299,7 @@ fn a_shift_that_moves_a_value_is_counted_and_listed_and_the_source_is_never_shif
         );
     }
     assert_eq!(std::fs::read(hf.join("model.safetensors")).unwrap(), before);
-    // Without zero-centred gamma nothing moves.
+    // Without zero-centered gamma nothing changes.
     options.layout.zero_centered_gamma = Some(false);
     let report = convert(&source, &folder.path().join("plain"), &options);
     assert!(report.verification.moved.is_empty() && report.plan.shifted.is_empty());
@@ -365,10 +366,10 @@ fn ranks_that_disagree_are_refused() {
     };
     let norm = "decoder.final_layernorm.weight";
     let error = damage(norm, &|t| t.data[0] ^= 1);
-    assert!(error.contains(norm) && error.contains("rank 1 differs"), "{error}");
+    assert!(error.contains(norm) && error.contains("between rank 0 and rank 1"), "{error}");
     let qkv = "decoder.layers.1.self_attention.linear_qkv.weight";
     let error = damage(qkv, &|t| t.shape.clear());
-    assert!(error.contains(qkv) && error.contains("rank 1 lacks it"), "{error}");
+    assert!(error.contains(qkv) && error.contains("missing on rank 1"), "{error}");
     let error = damage(qkv, &|t| (t.shape, t.data) = (vec![3, 1], vec![0; 12]));
     assert!(error.contains(qkv) && error.contains("disagree"), "{error}");
     std::fs::rename(path.join("mp_rank_00"), path.join("mp_rank_07")).unwrap();
@@ -388,19 +389,22 @@ fn what_cannot_be_divided_or_packed_is_refused_with_the_field() {
         ballast_checkpoint::convert::plan(&source, &options).err().expect("refused").to_string()
     };
     assert!(error_for(layout(Naming::Megatron, 4)).contains("linear_num_key_heads is 2"));
-    assert!(error_for(layout(Naming::Megatron, 0)).contains("between 1 and 64"));
+    assert!(error_for(layout(Naming::Megatron, 0)).contains("must be 1 to 64"));
     assert!(error_for(layout(Naming::Hf, 2)).contains("--layout megatron"));
     let config = hf.join("config.json");
     let text = std::fs::read_to_string(&config).unwrap();
     std::fs::write(&config, text.replace("linear_num_key_heads", "renamed")).unwrap();
     assert!(error_for(layout(Naming::Megatron, 1)).contains("`linear_num_key_heads`"));
     std::fs::write(&config, text.replace("\"head_dim\":1", "\"head_dim\":2")).unwrap();
-    assert!(error_for(layout(Naming::Megatron, 1)).contains("head counts make"));
+    assert!(error_for(layout(Naming::Megatron, 1)).contains("by the head counts"));
     std::fs::write(&config, text.replace("\"head_dim\":1", "\"head_dim\":\"one\"")).unwrap();
-    assert!(error_for(layout(Naming::Megatron, 1)).contains("`head_dim` is \"one\""));
+    assert!(
+        error_for(layout(Naming::Megatron, 1))
+            .contains("`head_dim` must be a count from 1 to 16777215, got \"one\"")
+    );
     std::fs::remove_file(&config).unwrap();
     assert!(error_for(layout(Naming::Megatron, 1)).contains("config.json"));
-    // A change of names alone needs no config.
+    // Renaming alone needs no config.json.
     let source = open(&hf);
     let mut options = options(&source, "strict");
     options.layout = layout(Naming::Nemo, 1);

@@ -1,5 +1,5 @@
-//! The contract on real files: what a conversion may round, what an audit finds, what a repair brings back.
-//! Every statement about a file is checked through the `safetensors` crate as well.
+//! The contract on real files: what conversion may round, what audit finds, what repair restores. Every
+//! statement about a file is also checked with the `safetensors` crate.
 
 mod common;
 
@@ -56,7 +56,7 @@ fn the_release_breaks_strict_by_dt_bias_only_and_keeps_megatron() {
     assert_eq!((megatron.tensors, megatron.protected), (91, 6));
     let [cost] = megatron.decay.as_slice() else { panic!("{:?}", megatron.decay) };
     assert_eq!((cost.tense, cost.tensors, cost.heads), ("would", 3, 12));
-    // Against the error worked out here in f64.
+    // Compared with the error computed here in f64.
     let errors: Vec<f64> = read_folder(&fixture("release/qwen3_5"))
         .iter()
         .filter(|(name, _)| name.ends_with("A_log"))
@@ -175,7 +175,7 @@ fn a_protected_tensor_that_was_trained_since_is_kept() {
             round_in_place(t);
         }
         if t.name == A_LOG_1 {
-            // One head has moved on.
+            // One head was trained.
             t.data[..4].copy_from_slice(&0.123f32.to_le_bytes());
         }
     });
@@ -322,7 +322,7 @@ fn a_bare_and_a_routed_key_for_one_tensor_are_found_and_not_converted() {
     let checkpoint = open(&path);
     let error =
         ballast_checkpoint::convert::plan(&checkpoint, &options(&checkpoint, "megatron")).err().unwrap();
-    assert!(error.to_string().contains("holds it twice"), "{error}");
+    assert!(error.to_string().contains("stored twice"), "{error}");
 }
 
 #[test]
@@ -336,7 +336,7 @@ fn a_nemo_file_of_ours_is_not_taken_for_a_leak() {
         read_folder(&folder.path().join("nemo")).into_keys().filter(|n| n.contains("_fp32_params")).collect();
     assert_eq!(names.len(), 6, "A_log and dt_bias of three layers");
     assert!(audited(&folder.path().join("nemo"), "megatron").passed);
-    // And back in the hf layout no holder key is left.
+    // Back in the hf layout, no holder key is left.
     let routed = open(&folder.path().join("nemo"));
     let mut hf = options(&routed, "strict");
     hf.layout.naming = Some(Naming::Hf);

@@ -1,4 +1,4 @@
-//! Views (slices and concatenations) against the same operations done plainly in memory.
+//! Views (slices and concatenations) against the same operations on tensors in memory.
 
 mod common;
 
@@ -9,7 +9,7 @@ use ballast_checkpoint::{Checkpoint, View};
 use common::{f32_tensor, f32_values, open, write_file};
 use proptest::prelude::*;
 
-/// A dense tensor in memory: the plain twin of a view.
+/// A dense tensor in memory, the reference of a view.
 #[derive(Clone, Debug, PartialEq)]
 struct Dense {
     shape: Vec<u64>,
@@ -62,7 +62,7 @@ fn read(view: &View, from: u64, to: u64) -> Vec<f32> {
     f32_values(out.as_ref())
 }
 
-/// One step: slice along a dimension, or cut into pieces and join them in another order.
+/// One step: slice along a dimension, or split and concatenate in another order.
 #[derive(Clone, Debug)]
 enum Step {
     Slice { dim: usize, from: f64, to: f64 },

@@ -1,4 +1,4 @@
-//! Results beside expected ones: a table of how far they are apart, and a verdict.
+//! Comparison of results with expected ones: a table of errors and a verdict.
 
 use ballast_checkpoint::tensor_file::Array;
 use serde::Serialize;
@@ -7,14 +7,14 @@ use crate::commands::Global;
 use crate::exit::Outcome;
 use crate::output::{self, clean, count, table};
 
-/// Results and how they compare.
+/// Results and their errors.
 pub(crate) struct Comparison {
     tolerance: f64,
     rows: Vec<Row>,
-    not_finite: Option<String>,
+    non_finite: Option<String>,
 }
 
-/// One result, and how it compares with what is expected.
+/// One result and its error.
 #[derive(Serialize)]
 struct Row {
     tensor: String,
@@ -26,16 +26,16 @@ struct Row {
 }
 
 impl Comparison {
-    /// Nothing yet; a result passes with a ratio of `tolerance` at most.
+    /// Creates an empty comparison; a result passes with a ratio of at most `tolerance`.
     pub(crate) fn new(tolerance: f64) -> Comparison {
-        Comparison { tolerance, rows: Vec::new(), not_finite: None }
+        Comparison { tolerance, rows: Vec::new(), non_finite: None }
     }
 
-    /// A result, and what was expected, if that is known; the shapes are the same.
+    /// Adds a result and the expected one, if there is one, of the same shape.
     pub(crate) fn add(&mut self, name: &str, result: &Array<f32>, expected: Option<&Array<f32>>) {
         let compared = expected.map(|expected| compare(&result.values, &expected.values));
-        if self.not_finite.is_none() && compared.is_none() {
-            self.not_finite = not_finite_words(name, &result.values);
+        if self.non_finite.is_none() && compared.is_none() {
+            self.non_finite = non_finite_text(name, &result.values);
         }
         self.rows.push(Row {
             tensor: name.into(),
@@ -46,18 +46,18 @@ impl Comparison {
         });
     }
 
-    /// Something that was expected and is not there.
+    /// Adds an expected result that is missing.
     pub(crate) fn add_missing(&mut self, name: &str, shape: &[usize]) {
         let (tensor, shape) = (name.to_string(), shape.to_vec());
         self.rows.push(Row { tensor, shape, ratio: None, max_abs: None, passed: Some(false) });
     }
 
-    /// The first result that has a NaN or an infinity and nothing to be compared with, in words.
-    pub(crate) fn not_finite(&self) -> Option<&str> {
-        self.not_finite.as_deref()
+    /// Describes the first result that is non-finite and has no expected one.
+    pub(crate) fn non_finite(&self) -> Option<&str> {
+        self.non_finite.as_deref()
     }
 
-    /// Results that had something to be compared with.
+    /// Returns the number of results that were compared.
     pub(crate) fn compared(&self) -> usize {
         self.rows.iter().filter(|row| row.passed.is_some()).count()
     }
@@ -73,7 +73,7 @@ impl Comparison {
             });
             global.print_json(command, &document);
         } else {
-            let mut shown = table(&["result", "shape", ">ratio", ">max abs", "verdict"]);
+            let mut shown = table(&["result", "shape", ">relative RMS", ">max abs", "verdict"]);
             for r in rows {
                 let number = |x: Option<f64>| x.map(|x| format!("{x:.2e}")).unwrap_or_default();
                 let verdict = match (r.passed, r.ratio) {
@@ -87,24 +87,24 @@ impl Comparison {
             }
             output::print(&format!("{shown}\n"));
             output::print(&match (compared, failed) {
-                (0, _) => "nothing to compare with in the file\n".to_string(),
+                (0, _) => "nothing compared: the file has no expected results\n".to_string(),
                 (_, 0) => format!("PASSED: {} compared, all within {tolerance:e}\n", count(compared as u64)),
-                _ => format!("FAILED: {failed} of {compared} results are off by more than {tolerance:e}\n"),
+                _ => format!("FAILED: {failed} of {compared} results differ by more than {tolerance:e}\n"),
             });
         }
         if failed == 0 { Outcome::Ok } else { Outcome::CheckFailed }
     }
 }
 
-/// The name of a tensor and how many of its values are NaN or infinite; `None` if there are none.
-pub(crate) fn not_finite_words(name: &str, values: &[f32]) -> Option<String> {
+/// Describes a tensor with NaN or infinite values; `None` if all are finite.
+pub(crate) fn non_finite_text(name: &str, values: &[f32]) -> Option<String> {
     let count = values.iter().filter(|x| !x.is_finite()).count();
     let nan = values.iter().filter(|x| x.is_nan()).count();
     let of = values.len();
     (count > 0).then(|| format!("{name}, {count} of {of} values ({nan} NaN, {} infinite)", count - nan))
 }
 
-/// RMS(a-b) / (RMS(b) + 1e-8) and max |a-b|; a NaN on one side only is infinitely far.
+/// Returns RMS(a-b) / (RMS(b) + 1e-8) and max |a-b|; a NaN on one side only counts as infinite.
 fn compare(a: &[f32], b: &[f32]) -> (f64, f64) {
     let n = (a.len() as f64).max(1.0);
     let (mut squares, mut size, mut max_abs) = (0f64, 0f64, 0f64);

@@ -1,5 +1,5 @@
-//! Exit codes: 0 ok, 1 a check failed, 2 usage or configuration, 3 bad or missing input, 4 does not fit (in
-//! memory or on the disk), 5 diverged, 130 interrupted.
+//! Exit codes: 0 success, 1 a check failed, 2 usage or configuration, 3 bad or missing input, 4 not enough
+//! memory or disk space, 5 NaN or infinity, 130 interrupted.
 
 use std::io;
 use std::process::ExitCode;
@@ -13,20 +13,20 @@ use ballast_train::Error as TrainError;
 use crate::commands::Global;
 use crate::output;
 
-/// How a command ended when nothing went wrong.
+/// The end of a command that returned no error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// Everything is as it should be.
+    /// Success.
     Ok,
-    /// The command did its work, and what it checked does not hold.
+    /// The command finished, and a check failed.
     CheckFailed,
-    /// The user asked to stop, and what was done until then has been reported.
+    /// The user interrupted the command, which has reported its progress.
     Interrupted,
-    /// Something went wrong, which has been reported; the exit code says what kind of failure it was.
+    /// A failure that has been reported, with its exit code.
     Failed(u8),
 }
 
-/// What was typed cannot be done.
+/// A mistake in the arguments.
 #[derive(Debug)]
 pub(crate) struct Usage(pub(crate) String);
 
@@ -38,7 +38,7 @@ impl std::fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-/// Help and version on stdout, a mistake in the arguments on stderr.
+/// Prints help and version on stdout, a mistake in the arguments on stderr.
 pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     if error.use_stderr() {
         let _ = error.print();
@@ -48,7 +48,7 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     ended(Outcome::Ok, printed.and(output::finish()))
 }
 
-/// The exit code of a command that did its work; what it printed may not have arrived.
+/// Returns the exit code of a command that finished, or that of a failure to print its output.
 fn ended(outcome: Outcome, printed: io::Result<()>) -> ExitCode {
     if let Err(error) = printed
         && error.kind() != io::ErrorKind::BrokenPipe
@@ -64,13 +64,13 @@ fn ended(outcome: Outcome, printed: io::Result<()>) -> ExitCode {
     }
 }
 
-/// Whether the error says that a device or a quota is full.
+/// Returns true if a device or a quota is full.
 fn is_full(error: &io::Error) -> bool {
     use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
 }
 
-/// The exit code of a command; an error is printed on the way.
+/// Returns the exit code of a command and prints its error.
 pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> ExitCode {
     let error = match result {
         Ok(outcome) => return ended(outcome, output::finish()),
@@ -82,8 +82,8 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> ExitCode
             .print_json("error", &serde_json::json!({ "message": format!("{error:#}"), "exit_code": code }));
     }
     let message = format!("{error:#}");
-    // The parser of policy files shows the line concerned below its message, and tensors that do not fit a model are
-    // listed; all others are one line.
+    // Errors of policy files quote a line, and tensors that do not match a model are listed; all others are
+    // one line.
     let lists = |error: &ModelError| matches!(error, ModelError::Tensors { .. });
     let in_training = |error: &TrainError| matches!(error, TrainError::Model(error) if lists(error));
     let in_lab = |error: &LabError| match error {
@@ -98,7 +98,7 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> ExitCode
         || error.downcast_ref::<TrainError>().is_some_and(in_training);
     let message = if lines { output::clean_lines(&message) } else { output::clean(&message) };
     output::note(&format!("ballast: {message}"));
-    // The error that ended the command comes first, whatever became of the output.
+    // A failure to print is less important than the error of the command.
     let _ = output::finish();
     ExitCode::from(code)
 }
@@ -128,7 +128,7 @@ fn code_of(error: &anyhow::Error) -> u8 {
     if usage { 2 } else { 3 }
 }
 
-/// The exit code of an error of a training run.
+/// Returns the exit code of a training error.
 pub(crate) fn code_of_training(error: &TrainError) -> u8 {
     match error {
         TrainError::Config(_) => 2,

@@ -1,6 +1,6 @@
-//! `ballast`: the command line.
+//! The `ballast` command.
 #![forbid(unsafe_code)]
-#![deny(clippy::print_stdout, clippy::print_stderr)] // They panic when nobody reads; see output.rs.
+#![deny(clippy::print_stdout, clippy::print_stderr)] // They panic on a closed pipe; see output.rs.
 
 mod commands;
 mod compare;

@@ -1,8 +1,8 @@
 //! Output of the commands: tables that fit the terminal, sizes, JSON with a stable schema.
 //!
-//! All writing to stdout and stderr happens here. A reader that goes away (`| head`) ends the output and nothing else: a run whose
-//! stderr is closed goes on. Any other failure to write to stdout, a full device say, is kept until the command has ended, and
-//! is then its error ([`finish`]).
+//! All writes to stdout and stderr happen here. A closed pipe (`| head`) ends the output, not the command.
+//! Any other failure to write to stdout, such as a full device, is kept and returned by [`finish`] as the
+//! error of the command.
 
 use std::collections::HashMap;
 use std::io::{self, ErrorKind, IsTerminal, Write};
@@ -15,10 +15,10 @@ use serde::Serialize;
 
 use crate::warnings::Warnings;
 
-/// Width of tables when the output is not a terminal.
+/// Width of tables if the output is not a terminal.
 const PLAIN_WIDTH: u16 = 120;
 
-/// Dense: a line around the table and below its headings, none between rows.
+/// Dense style: lines around the table and below its headings, none between rows.
 const STYLE: TableStyle = TableStyle::new()
     .top_border(LineStyle::none().fill('─').junction('─'))
     .header_separator(LineStyle::none().fill('─').junction('─'))
@@ -32,18 +32,17 @@ pub(crate) fn print(text: &str) {
     write(|stdout| stdout.write_all(text.as_bytes()));
 }
 
-/// Prints text on stdout at once, without waiting for the end of a line. Returns false when nothing that is printed arrives any
-/// more.
+/// Prints text on stdout and flushes it. Returns false if stdout can no longer be written.
 pub(crate) fn print_now(text: &str) -> bool {
     write(|stdout| stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()))
 }
 
-/// Prints a line on stderr, if anybody reads it.
+/// Prints a line on stderr; failures are ignored.
 pub(crate) fn note(line: &str) {
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
 
-/// Writes what is left to stdout; the error if anything could not be written. A closed pipe is none.
+/// Flushes stdout. Returns the first error of any write; a closed pipe is none.
 pub(crate) fn finish() -> io::Result<()> {
     write(|stdout| stdout.flush());
     match FAILED.lock().map(|mut failed| failed.take()) {
@@ -60,7 +59,8 @@ fn write(work: impl FnOnce(&mut io::StdoutLock<'_>) -> io::Result<()>) -> bool {
     failed.is_none()
 }
 
-/// Formats `value` as one JSON document with the name and version of its schema, and the unknown keys of config.json.
+/// Formats `value` as one JSON document with the name and version of its schema, and the unknown keys of
+/// config.json.
 pub(crate) fn json(command: &str, value: &impl Serialize, warnings: &Warnings) -> String {
     #[derive(Serialize)]
     struct Document<'a, T> {
@@ -75,7 +75,7 @@ pub(crate) fn json(command: &str, value: &impl Serialize, warnings: &Warnings) -
     serde_json::to_string_pretty(&document).expect("reports are plain data")
 }
 
-/// An empty table with these headings; headings that start with `>` are right-aligned.
+/// Creates a table with these headings; a column whose heading starts with `>` is right-aligned.
 pub(crate) fn table(headings: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(STYLE).set_content_arrangement(ContentArrangement::Dynamic);
@@ -93,13 +93,14 @@ pub(crate) fn table(headings: &[&str]) -> Table {
     table
 }
 
-/// Names come from files: what could command the terminal, turn the reading direction or begin a line of its
-/// own is shown escaped.
+/// Escapes characters of names from files that could control the terminal, change the text direction or break
+/// the line.
 pub(crate) fn clean(text: &str) -> String {
-    let turns = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    let separates = |c| matches!(c, '\u{2028}' | '\u{2029}');
+    let changes_direction =
+        |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let breaks_line = |c| matches!(c, '\u{2028}' | '\u{2029}');
     let escape = |c: char| {
-        if c.is_control() || turns(c) || separates(c) {
+        if c.is_control() || changes_direction(c) || breaks_line(c) {
             c.escape_default().to_string()
         } else {
             c.to_string()
@@ -108,12 +109,12 @@ pub(crate) fn clean(text: &str) -> String {
     text.chars().map(escape).collect()
 }
 
-/// [`clean`] for text whose line breaks are our own.
+/// Does the same as [`clean`] but keeps line breaks.
 pub(crate) fn clean_lines(text: &str) -> String {
     text.split('\n').map(clean).collect::<Vec<_>>().join("\n")
 }
 
-/// Tensor names with their numbers replaced by `*`, each pattern once with how often it occurs.
+/// Replaces numbers in tensor names by `*`. Returns each pattern once with its number of occurrences.
 pub(crate) fn patterns<'a>(names: impl IntoIterator<Item = &'a String>) -> Vec<(String, usize)> {
     let mut found: Vec<(String, usize)> = Vec::new();
     let mut places: HashMap<String, usize> = HashMap::new();

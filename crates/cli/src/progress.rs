@@ -1,4 +1,4 @@
-//! Progress with rate and ETA: a bar on a terminal, a plain line now and then elsewhere. Ctrl-C is noticed here.
+//! Progress with rate and ETA: a bar on a terminal, a line every few seconds elsewhere. Also handles Ctrl-C.
 
 use std::io::IsTerminal;
 use std::sync::Mutex;
@@ -13,16 +13,16 @@ use crate::output;
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// Nothing is under way that would have to be cleaned up.
+/// True if a signal may end the process without cleanup.
 static IDLE: AtomicBool = AtomicBool::new(false);
 
-/// Work that is done sooner than this shows nothing.
+/// Delay before progress is shown.
 const PATIENCE: Duration = Duration::from_millis(300);
 
-/// Between two plain lines.
+/// Time between two plain lines.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What a phase counts.
+/// The unit of a phase.
 #[derive(Clone, Copy, PartialEq)]
 enum Unit {
     Bytes,
@@ -31,7 +31,7 @@ enum Unit {
     Steps,
 }
 
-/// Whether a signal has asked to stop.
+/// Returns true after an interrupt or termination signal.
 pub(crate) fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }
@@ -45,7 +45,7 @@ struct Phase {
     bar: Option<ProgressBar>,
 }
 
-/// Shows the progress of long work, and stops it on Ctrl-C.
+/// Shows the progress of long work and cancels it on Ctrl-C.
 pub(crate) struct Progress {
     quiet: bool,
     done: AtomicU64,
@@ -53,10 +53,10 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// From now on, the first interrupt or termination signal asks the work to stop and clean up; the second
-    /// ends the process at once.
+    /// Installs the signal handler: the first interrupt or termination signal cancels the work, the second
+    /// ends the process.
     pub(crate) fn new(quiet: bool) -> Progress {
-        // Fails only when a handler is set already, which is this one.
+        // Fails only if this handler is already set.
         let _ = ctrlc::set_handler(|| {
             if INTERRUPTED.swap(true, Ordering::SeqCst) || IDLE.load(Ordering::SeqCst) {
                 std::process::exit(130);
@@ -75,7 +75,7 @@ impl Progress {
         self.begin(name, total, Unit::Documents);
     }
 
-    /// Whether a signal may end the process at once: while it waits for input, say.
+    /// Lets a signal end the process at once, for example while it waits for input.
     pub(crate) fn set_idle(&self, idle: bool) {
         IDLE.store(idle, Ordering::SeqCst);
     }
@@ -92,7 +92,7 @@ impl Progress {
         }
     }
 
-    /// Ends the phase: its bar goes.
+    /// Ends the phase and removes its bar.
     pub(crate) fn finish(&self) {
         if let Ok(mut phase) = self.phase.lock()
             && let Some(Phase { bar: Some(bar), .. }) = phase.take()
@@ -124,7 +124,7 @@ impl Observer for Progress {
 
     fn advance(&self, count: u64) {
         let done = self.done.fetch_add(count, Ordering::Relaxed) + count;
-        // A busy lock means that somebody else is drawing: nothing is lost.
+        // Another thread is drawing if the lock is taken.
         let Ok(mut phase) = self.phase.try_lock() else { return };
         let Some(phase) = phase.as_mut() else { return };
         if phase.begun.elapsed() < PATIENCE {

@@ -1,4 +1,5 @@
-//! Warnings: one line each on stderr. Keys of config.json without effect are also part of the command's JSON document.
+//! Warnings: one line each on stderr. Keys of config.json without effect are also part of the command's JSON
+//! document.
 
 use std::sync::OnceLock;
 
@@ -31,11 +32,12 @@ impl Warnings {
     /// Warns of a sequence that is longer than the model's positions.
     pub(crate) fn check_length(&self, what: &str, tokens: usize, positions: usize) {
         if tokens > positions {
-            self.add(&format!("{what} has {tokens} tokens; the model was made for {positions}"));
+            self.add(&format!("{what} has {tokens} tokens, more than max_position_embeddings ({positions})"));
         }
     }
 
-    /// Warns of keys in the config.json of `checkpoint` that have no effect here. A model that cannot be run has its own error.
+    /// Warns of keys in the config.json of `checkpoint` that have no effect here. A model that cannot be run
+    /// has its own error.
     pub(crate) fn check_config(&self, checkpoint: &Checkpoint) {
         let unknown = |config| Config::unknown_keys(config, &checkpoint.config_path()).ok();
         self.set_unknown_config_keys(checkpoint.config.as_ref().and_then(unknown).unwrap_or_default());

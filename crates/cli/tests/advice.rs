@@ -1,4 +1,4 @@
-//! What commands advise and how their errors read.
+//! The advice of commands and the form of their errors.
 
 mod common;
 

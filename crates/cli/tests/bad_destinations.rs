@@ -1,5 +1,5 @@
-//! Destinations that must not or cannot be written: the source is never at risk, nothing half-written is
-//! left, nothing that is not a checkpoint is replaced.
+//! Destinations that must not or cannot be written: the source is not touched, no partial output is left, and
+//! only a checkpoint is replaced.
 
 mod common;
 
@@ -64,13 +64,13 @@ fn a_destination_that_fails_to_be_replaced_stays_as_it_was() {
     scratch.put("src/model.safetensors", valid_file(&[(A_LOG, "F64", &[1], &[0; 8])]));
     scratch.convert_refuses(&["--force"], 3, &["src", A_LOG, "--narrow-f64"]);
     scratch.put("src/model.safetensors", valid_file(&[("x", "F32", &[1], &f32_bytes(&[1e9]))]));
-    scratch.convert_refuses(&["--force", "--dtype", "f16"], 3, &["src", "\"x\"", "outside the range of F16"]);
+    scratch.convert_refuses(&["--force", "--dtype", "f16"], 3, &["src", "\"x\"", "exceed the range of F16"]);
 }
 
 #[test]
 fn the_source_is_no_destination() {
     let scratch = source();
-    let words = ["source", "and destination", "overlap; write somewhere else"];
+    let words = ["source", "and destination", "overlap; choose another destination"];
     for destination in ["src", "src/", "./src", "src/../src"] {
         scratch.refuses(&["convert", "src", destination, "--force"], 2, &words);
     }
@@ -131,7 +131,7 @@ fn a_destination_around_the_source_is_refused() {
 fn force_does_not_replace_a_folder_that_is_no_checkpoint() {
     let scratch = source();
     scratch.put("dst/thesis.tex", "years of work");
-    let words = ["dst exists and does not look like a checkpoint: not even --force replaces it"];
+    let words = ["dst exists and does not look like a checkpoint; --force does not replace it"];
     scratch.convert_refuses(&["--force"], 2, &words);
 }
 
@@ -146,7 +146,7 @@ fn force_does_not_replace_a_file_that_is_no_checkpoint() {
 fn force_does_not_replace_a_checkpoint_with_foreign_folders_in_it() {
     let scratch = with_destination();
     scratch.put("dst/other-models/model.safetensors", valid_file(&[]));
-    let words = ["dst holds the folder \"other-models\", which would be lost with it"];
+    let words = ["dst contains the folder \"other-models\", which is not part of a checkpoint"];
     scratch.convert_refuses(&["--force"], 2, &words);
 }
 
@@ -154,7 +154,7 @@ fn force_does_not_replace_a_checkpoint_with_foreign_folders_in_it() {
 fn folders_above_the_destination_are_made_and_go_again_when_the_conversion_fails() {
     let scratch = source();
     scratch.put("bad/model.safetensors", valid_file(&[("x", "F32", &[1], &f32_bytes(&[1e9]))]));
-    let words = ["bad", "\"x\"", "outside the range of F16"];
+    let words = ["bad", "\"x\"", "exceed the range of F16"];
     scratch.refuses(&["convert", "bad", "new/folders/dst", "--dtype", "f16"], 3, &words);
     scratch.run(&["convert", "src", "new/folders/dst"]).exits(0);
     assert!(scratch.path("new/folders/dst/model.safetensors").exists());
@@ -171,21 +171,21 @@ fn a_destination_below_a_file_is_refused() {
 fn a_destination_without_a_name_is_refused() {
     let scratch = source();
     for destination in ["..", "/", "nowhere/.."] {
-        let words = [destination, "not a name that can be written to"];
+        let words = [destination, "not a valid name for an output"];
         scratch.refuses(&["convert", "src", destination], 2, &words);
     }
 }
 
 #[test]
 fn ranks_without_the_megatron_layout_are_refused() {
-    let words = ["--tp 2: only the megatron layout is split into ranks; add --layout megatron"];
+    let words = ["--tp 2 needs the megatron layout; add --layout megatron"];
     source().convert_refuses(&["--tp", "2"], 2, &words);
 }
 
 #[test]
 fn an_impossible_number_of_ranks_is_refused() {
     for ranks in ["0", "65", "18446744073709551615"] {
-        let words = [&format!("--tp {ranks}: between 1 and 64 ranks can be written")[..]];
+        let words = [&format!("--tp must be 1 to 64, got {ranks}")[..]];
         source().convert_refuses(&["--layout", "megatron", "--tp", ranks], 2, &words);
     }
 }

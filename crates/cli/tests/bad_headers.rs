@@ -1,5 +1,4 @@
-//! Malformed safetensors files: every command says which file, which tensor and which byte, and touches
-//! nothing.
+//! Malformed safetensors files: every command names file, tensor and byte, and changes nothing.
 
 mod common;
 
@@ -12,8 +11,8 @@ fn refused(file: &[u8], words: &[&str]) {
     Scratch::with_model(file).every_command_refuses(&words);
 }
 
-/// The same for a header and `data` bytes; `place` is what stands behind the file's name: tensor, and byte
-/// counted from the start of the data.
+/// Does the same for a header and `data` bytes; the error must name this tensor and byte, counted from the
+/// start of the data.
 #[track_caller]
 fn header_refused(header: &str, data: usize, tensor: &str, byte: usize, words: &[&str]) {
     let tensor = if tensor.is_empty() { String::new() } else { format!(", tensor {tensor:?}") };
@@ -134,24 +133,24 @@ fn offsets_at_the_end_of_64_bits_are_refused_without_overflow() {
 #[test]
 fn a_hole_between_tensors_is_refused_at_its_first_byte() {
     let header = r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[1],"data_offsets":[12,16]}}"#;
-    header_refused(header, 16, "b", 4, &["8 bytes in front of it belong to no tensor"]);
+    header_refused(header, 16, "b", 4, &["8 bytes before it belong to no tensor"]);
 }
 
 #[test]
 fn a_hole_before_the_first_tensor_is_refused() {
     let header = r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}}"#;
-    header_refused(header, 12, "a", 0, &["8 bytes in front of it belong to no tensor"]);
+    header_refused(header, 12, "a", 0, &["8 bytes before it belong to no tensor"]);
 }
 
 #[test]
 fn trailing_bytes_are_refused_at_the_first_of_them() {
     let header = r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
-    header_refused(header, 7, "", 4, &["3 bytes behind the last tensor"]);
+    header_refused(header, 7, "", 4, &["3 bytes after the last tensor"]);
 }
 
 #[test]
 fn data_without_tensors_is_refused() {
-    header_refused("{}", 5, "", 0, &["5 bytes behind the last tensor"]);
+    header_refused("{}", 5, "", 0, &["5 bytes after the last tensor"]);
 }
 
 #[test]
@@ -188,12 +187,12 @@ fn a_hundred_thousand_tensors_on_one_range_are_refused_at_the_second() {
 #[test]
 fn a_tensor_key_that_stands_there_twice_is_refused() {
     let header = r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
-    refused(&raw_file(header, 1), &["the key \"a\" stands there twice", ", byte "]);
+    refused(&raw_file(header, 1), &["the key \"a\" occurs twice", ", byte "]);
 }
 
 #[test]
 fn a_metadata_key_that_stands_there_twice_is_refused() {
-    refused(&raw_file(r#"{"__metadata__":{"x":"1","x":"2"}}"#, 0), &["the key \"x\" stands there twice"]);
+    refused(&raw_file(r#"{"__metadata__":{"x":"1","x":"2"}}"#, 0), &["the key \"x\" occurs twice"]);
 }
 
 #[test]

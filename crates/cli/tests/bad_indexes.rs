@@ -1,4 +1,4 @@
-//! Checkpoints of several files that do not fit together, and configs that say nothing.
+//! Sharded checkpoints with inconsistent files, and configs without content.
 
 mod common;
 
@@ -64,7 +64,7 @@ fn a_truncated_shard_is_refused_by_its_name() {
 #[test]
 fn an_index_that_names_a_missing_file_is_refused() {
     let scratch = sharded(&index(8, json!({ "a": "1.safetensors", "b": "3.safetensors" })));
-    let words = [INDEX, "names the shard \"3.safetensors\", which is not there (1 of 2 shards are missing)"];
+    let words = [INDEX, "shard \"3.safetensors\" not found (1 of 2 shards are missing)"];
     scratch.every_command_refuses(&words);
 }
 
@@ -129,7 +129,7 @@ fn an_index_without_a_weight_map_is_refused() {
 #[test]
 fn an_index_with_one_tensor_twice_is_refused() {
     let index = r#"{"weight_map":{"a":"1.safetensors","a":"2.safetensors"}}"#;
-    sharded(index).every_command_refuses(&[INDEX, "the key \"a\" stands there twice"]);
+    sharded(index).every_command_refuses(&[INDEX, "the key \"a\" occurs twice"]);
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn an_index_that_names_a_pipe_is_refused_and_does_not_wait_for_a_writer() {
         eprintln!("skipped: there is no mkfifo here");
         return;
     }
-    // Exit code 124 would be the answer of `timeout`.
+    // `timeout` would exit with 124.
     let mut command = Command::new("timeout");
     command.arg("20").arg(env!("CARGO_BIN_EXE_ballast")).args(["inspect", "src"]);
     common::run(command.current_dir(scratch.path(""))).exits(3).says(&["src/pipe: not a file"]);
@@ -208,7 +208,7 @@ fn a_config_that_is_not_an_object_is_refused() {
 fn a_config_without_architectures_and_model_type_is_refused_where_rules_are_needed() {
     let scratch = Scratch::with_model(&valid_file(&[("a", "U8", &[4], b"aaaa")]));
     scratch.put("src/config.json", r#"{"hidden_size": 64}"#);
-    let words = ["src/config.json: it names no `architectures` and no `model_type`", "add \"architectures\""];
+    let words = ["src/config.json: no `architectures` and no `model_type`", "add \"architectures\""];
     scratch.refuses(&["inspect", "src"], 3, &words);
     scratch.refuses(&["audit", "src"], 3, &words);
     scratch.convert_refuses(&[], 3, &words);

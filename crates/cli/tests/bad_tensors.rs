@@ -1,5 +1,5 @@
-//! Tensors that cannot be had as asked: dtypes that would lose bits, values that do not fit, names that
-//! collide, shapes that do not match.
+//! Tensors that cannot be converted as requested: dtypes that would lose bits, values out of range, colliding
+//! names, shapes that do not match.
 
 mod common;
 
@@ -15,7 +15,7 @@ fn hybrid(tensors: &[(&str, &str, &[u64], &[u8])]) -> Scratch {
 #[test]
 fn a_protected_f64_tensor_is_not_narrowed_unasked() {
     let scratch = hybrid(&[(A_LOG, "F64", &[1], &1.5f64.to_le_bytes())]);
-    scratch.convert_refuses(&[], 3, &["src", A_LOG, "stored in F64", "add --narrow-f64"]);
+    scratch.convert_refuses(&[], 3, &["src", A_LOG, "stored in F64", "use --narrow-f64"]);
     scratch.converts(&["--narrow-f64"]);
     let tensors = read_tensors(&scratch.path("dst/model.safetensors"));
     assert_eq!(tensors[A_LOG], ("F32".into(), vec![1], f32_bytes(&[1.5])));
@@ -24,7 +24,7 @@ fn a_protected_f64_tensor_is_not_narrowed_unasked() {
 #[test]
 fn a_protected_f64_value_beyond_f32_is_refused_even_when_narrowing() {
     let scratch = hybrid(&[(A_LOG, "F64", &[1], &1e300f64.to_le_bytes())]);
-    let words = ["src", A_LOG, "1 or more values lie outside the range of F32"];
+    let words = ["src", A_LOG, "values exceed the range of F32"];
     scratch.convert_refuses(&["--narrow-f64"], 3, &words);
 }
 
@@ -39,7 +39,7 @@ fn a_protected_fp8_tensor_is_never_cast() {
 #[test]
 fn a_value_beyond_f16_is_refused() {
     let scratch = hybrid(&[("model.norm.weight", "F32", &[2], &f32_bytes(&[1.0, 70000.0]))]);
-    let words = ["src", "model.norm.weight", "1 or more values lie outside the range of F16", "infinite"];
+    let words = ["src", "model.norm.weight", "values exceed the range of F16", "infinite"];
     scratch.convert_refuses(&["--dtype", "f16"], 3, &words);
     scratch.converts(&["--dtype", "bf16"]);
 }
@@ -71,7 +71,7 @@ fn one_tensor_under_its_bare_and_its_routed_key_is_refused() {
 #[test]
 fn a_layout_that_needs_head_counts_is_refused_without_them() {
     let scratch = hybrid(&[("model.layers.0.linear_attn.in_proj_qkv.weight", "BF16", &[8, 2], &[0; 32])]);
-    let words = ["src/config.json", "needs the field `linear_num_key_heads`, which is not there"];
+    let words = ["src/config.json", "field `linear_num_key_heads` is missing"];
     scratch.convert_refuses(&["--layout", "megatron"], 3, &words);
 }
 
@@ -86,7 +86,7 @@ fn a_head_count_that_is_no_count_is_refused() {
         let config =
             HEADS.replace("\"linear_num_key_heads\": 1", &format!("\"linear_num_key_heads\": {bad}"));
         scratch.put("src/config.json", config);
-        let words = ["src/config.json", "`linear_num_key_heads` is", bad, "not a usable count"];
+        let words = ["src/config.json", "`linear_num_key_heads` must be a count", bad];
         scratch.convert_refuses(&["--layout", "megatron"], 3, &words);
     }
 }
@@ -96,7 +96,7 @@ fn a_tensor_that_does_not_have_the_shape_its_config_implies_is_refused() {
     let prefix = "model.layers.0.linear_attn.";
     let names = ["in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight"]
         .map(|leaf| format!("{prefix}{leaf}"));
-    // 2 q + 2 k + 4 v rows are due.
+    // 2 q + 2 k + 4 v rows are expected.
     for rows in [7, 9] {
         let scratch = hybrid(&[
             (&names[0], "BF16", &[rows, 2], &vec![0; 4 * rows as usize]),
@@ -105,7 +105,7 @@ fn a_tensor_that_does_not_have_the_shape_its_config_implies_is_refused() {
             (&names[3], "BF16", &[2, 2], &[0; 8]),
         ]);
         scratch.put("src/config.json", HEADS);
-        let words = ["src", &names[0], &format!("{:?}", [rows, 2]), "head counts make 8 rows"];
+        let words = ["src", &names[0], &format!("{:?}", [rows, 2]), "must have 8 rows by the head counts"];
         scratch.convert_refuses(&["--projections", "fused"], 3, &words);
     }
 }
@@ -115,7 +115,7 @@ fn a_projection_without_its_sibling_is_refused() {
     let qkv = "model.layers.0.linear_attn.in_proj_qkv.weight";
     let scratch = hybrid(&[(qkv, "BF16", &[8, 2], &[0; 32])]);
     scratch.put("src/config.json", HEADS);
-    let words = ["src", "model.layers.0.linear_attn.in_proj_z.weight", "it is missing", "in_proj_qkvz"];
+    let words = ["src", "model.layers.0.linear_attn.in_proj_z.weight", "missing", "in_proj_qkvz"];
     scratch.convert_refuses(&["--projections", "fused"], 3, &words);
 }
 
@@ -135,21 +135,21 @@ fn experts_with(name: &str, shape: &[u64]) -> Scratch {
 #[test]
 fn an_expert_whose_gate_and_up_differ_in_rows_is_refused() {
     let scratch = experts_with("m.mlp.experts.1.up_proj.weight", &[3, 2]);
-    let words = ["src", "m.mlp.experts.1.gate_proj.weight", "[2, 2] does not go with up_proj's [3, 2]"];
+    let words = ["src", "m.mlp.experts.1.gate_proj.weight", "[2, 2] does not match up_proj's [3, 2]"];
     scratch.convert_refuses(&["--experts", "fused"], 3, &words);
 }
 
 #[test]
 fn experts_of_different_shapes_are_refused() {
     let scratch = experts_with("m.mlp.experts.1.down_proj.weight", &[3, 2]);
-    let words = ["src", "m.mlp.experts.down_proj", "[1, 3, 2]", "cannot be joined with [1, 2, 2]"];
+    let words = ["src", "m.mlp.experts.down_proj", "[1, 3, 2]", "cannot be concatenated with [1, 2, 2]"];
     scratch.convert_refuses(&["--experts", "fused"], 3, &words);
 }
 
 #[test]
 fn a_missing_expert_is_refused() {
     let scratch = hybrid(&[("m.mlp.experts.1.up_proj.weight", "BF16", &[2, 2], &[0; 8])]);
-    let words = ["src", "m.mlp.experts.0.gate_proj.weight", "it is missing"];
+    let words = ["src", "m.mlp.experts.0.gate_proj.weight", "missing"];
     scratch.convert_refuses(&["--experts", "fused"], 3, &words);
 }
 
@@ -159,7 +159,7 @@ fn empty_experts_without_end_are_refused_when_they_are_split() {
         ["gate_up_proj", "down_proj"].map(|leaf| format!("model.layers.0.mlp.experts.{leaf}"));
     for shape in [[1 << 60, 2, 0], [1 << 40, 1 << 40, 0]] {
         let scratch = hybrid(&[(&gate_up, "BF16", &shape, b""), (&down, "BF16", &shape, b"")]);
-        let words = ["src", &gate_up, "has no elements, so it cannot be cut up"];
+        let words = ["src", &gate_up, "has no elements; an empty tensor cannot be sliced"];
         scratch.convert_refuses(&["--experts", "split"], 3, &words);
     }
 }
@@ -170,7 +170,7 @@ fn empty_experts_without_end_are_refused_when_they_are_joined() {
     let names = ["gate", "up", "down"].map(expert);
     let empty = |name| -> (&str, &str, &[u64], &[u8]) { (name, "BF16", &[1 << 63, 0], b"") };
     let scratch = hybrid(&[empty(&names[0]), empty(&names[1]), empty(&names[2])]);
-    let words = ["src", &names[0], "has no elements, so it cannot be cut up or joined"];
+    let words = ["src", &names[0], "has no elements; an empty tensor cannot be sliced or concatenated"];
     scratch.convert_refuses(&["--experts", "fused"], 3, &words);
 }
 

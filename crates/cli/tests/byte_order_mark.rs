@@ -1,4 +1,4 @@
-//! A byte-order mark at the begin of a file is no part of it.
+//! A byte-order mark at the start of a file is ignored.
 
 mod common;
 
@@ -83,7 +83,7 @@ fn files_beside_a_model_chats_policies_and_configurations_may_have_a_mark() {
 fn eval_reads_no_more_of_a_file_than_the_tokens_need() {
     let scratch = Scratch::with_text_model();
     let good = "the cat and the hat, ".repeat(20_000);
-    // What is not UTF-8, or not JSON, comes long after the tokens that are asked for.
+    // Invalid UTF-8 or JSON comes long after the requested tokens.
     scratch.put("a.txt", [good.as_bytes(), b"\xff"].concat());
     scratch.put("a.jsonl", format!("{{\"text\": {good:?}}}\nnot JSON\n"));
     for file in ["a.txt", "a.jsonl"] {

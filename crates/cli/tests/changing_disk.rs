@@ -1,5 +1,4 @@
-//! A disk that changes under the work: it is too small, fills up half-way, or a shard on it shrinks. That is an
-//! error like any other.
+//! A disk that is too small, fills up during a write, or has a shard that shrinks: an ordinary error.
 
 mod common;
 
@@ -94,7 +93,7 @@ fn a_disk_without_room_for_the_other_files_is_an_error_that_leaves_nothing() {
     );
 }
 
-/// Does something once, when the first piece of work is done.
+/// Calls a function once, after the first piece of work.
 struct AfterTheFirstPiece<F: Fn() + Sync> {
     done: AtomicBool,
     action: F,
@@ -118,7 +117,7 @@ fn options(dtype: Option<Dtype>) -> ConvertOptions {
     ConvertOptions { dtype, ..ConvertOptions::new(Registry::builtin().policy("strict").unwrap()) }
 }
 
-/// A conversion in one thread: the first piece is then surely not the last.
+/// A conversion on one thread, so that the first piece is not the last.
 fn convert(
     source: &Path,
     target: &Path,

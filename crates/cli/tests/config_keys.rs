@@ -1,4 +1,4 @@
-//! Keys of config.json without effect are named; input that would be read otherwise than it says is refused.
+//! Keys of config.json without effect are reported; ambiguous input is rejected.
 
 mod common;
 
@@ -9,7 +9,7 @@ use common::{Scratch, ballast, run, text_golden};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
-/// A small model with a tokenizer, data and ids, whose config.json has two keys that nobody knows.
+/// A small model with a tokenizer, data and ids, whose config.json has two unknown keys.
 fn with_unknown_keys() -> Scratch {
     let scratch = Scratch::with_text_model();
     let text = std::fs::read_to_string(scratch.path("src/config.json")).unwrap();
@@ -83,11 +83,11 @@ fn a_mask_with_a_hole_or_beside_sequences_is_refused() {
                 ("attention_mask", &[1, 3], &[1, 1, 0]),
                 ("cu_seqlens", &[3], &[0, 1, 3]),
             ],
-            &["attention_mask", "stands beside cu_seqlens"],
+            &["attention_mask", "cannot be combined with cu_seqlens"],
         ),
         (
             &[("input_ids", &[1, 3], &[1, 2, 3]), ("attention_mask", &[1, 3], &[1, 1, 2])],
-            &["attention_mask", "0 or 1 was expected, found 2 at [0, 2]"],
+            &["attention_mask", "must be 0 or 1, got 2 at [0, 2]"],
         ),
         (
             &[("input_ids", &[1, 3], &[1, 2, 3]), ("position_ids", &[1, 3], &[0, 1, 5])],
@@ -105,7 +105,7 @@ fn a_mask_with_a_hole_or_beside_sequences_is_refused() {
 #[test]
 fn the_text_of_a_byte_fallback_tokenizer_is_whole_in_json_and_on_stdout() {
     let scratch = Scratch::with_text_model();
-    // Bytes of characters, some of them halves, and words, in place of the 160 tokens.
+    // Replaces the 160 tokens by bytes, some of incomplete characters, and words.
     let bytes = "é€😀ÿß".bytes().chain([0xFF, 0xC0]).collect::<Vec<u8>>();
     let token = |id: usize| match bytes.get(id % 40) {
         Some(byte) if id < 40 => format!("<0x{byte:02X}>"),

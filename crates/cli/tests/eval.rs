@@ -1,4 +1,4 @@
-//! `ballast eval`: transformers' perplexity, in every form of the data, and what is refused.
+//! `ballast eval`: the perplexity of transformers for every form of data, and errors.
 
 mod common;
 
@@ -79,7 +79,7 @@ fn lines_of_json_are_documents_end_to_end() {
     let lines = eval(&scratch, "data.jsonl", &["--window", "32", "--json"]).exits(0).json();
     let whole = eval(&scratch, "data.txt", &["--window", "32", "--json"]).exits(0).json();
     assert_eq!((&lines["documents"], &whole["documents"]), (&json!(2), &json!(1)));
-    // The halves are equal texts that end with a line break: the tokens do not change.
+    // Both halves end with a line break, so splitting does not change the tokens.
     assert_eq!(lines["tokens"], whole["tokens"]);
     assert_eq!(lines["nll"], whole["nll"]);
 }
@@ -119,9 +119,13 @@ fn bad_data_is_refused_with_file_and_line() {
     scratch.put("bytes.txt", b"ab\xff");
     eval(&scratch, "bytes.txt", &[]).exits(3).says(&["bytes.txt: not UTF-8 from byte 2"]);
     scratch.put("short.txt", "a");
-    eval(&scratch, "short.txt", &[]).exits(3).says(&["short.txt: 1 token in it; two are needed"]);
+    eval(&scratch, "short.txt", &[])
+        .exits(3)
+        .says(&["short.txt: at least 2 tokens are needed, found 1 token"]);
     eval(&scratch, "none.txt", &[]).exits(3).says(&["none.txt: cannot read"]);
-    eval(&scratch, "data.txt", &["--window", "8", "--stride", "9"]).exits(2).says(&["--stride 9"]);
+    eval(&scratch, "data.txt", &["--window", "8", "--stride", "9"])
+        .exits(2)
+        .says(&["--stride must be at most the window (8), got 9"]);
     assert!(eval(&scratch, "data.txt", &["--window", "1"]).exits(2).stderr.contains("--window"));
     std::fs::remove_file(scratch.path("src/tokenizer.json")).unwrap();
     eval(&scratch, "data.txt", &[]).exits(3).says(&["tokenizer.json: cannot read"]);

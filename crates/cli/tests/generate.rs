@@ -1,4 +1,4 @@
-//! `ballast generate`: the text that transformers writes, what the options change, and what is refused.
+//! `ballast generate`: the text of transformers, the options, and errors.
 
 mod common;
 
@@ -37,7 +37,7 @@ fn greedy_text_is_the_one_that_transformers_writes() {
     let (prompt, continuation, ids) = golden();
     let plain = generate(&scratch, &prompt, &GREEDY).exits(0);
     assert_eq!(plain.stdout, continuation.clone() + "\n");
-    for word in ["prompt: 9 tokens, ", "written: 12 tokens, ", "/s; peak memory ", "MiB"] {
+    for word in ["prompt: 9 tokens, ", "generated: 12 tokens, ", "/s; peak memory ", "MiB"] {
         assert!(plain.stderr.contains(word), "{}", plain.stderr);
     }
     let report = generate(&scratch, &prompt, &[&GREEDY[..], &["--json"]].concat()).exits(0).json();
@@ -148,7 +148,7 @@ fn a_prompt_that_is_longer_than_the_model_was_made_for_is_warned_about() {
     let run = generate(&scratch, &prompt, &GREEDY).exits(0);
     assert_eq!(run.stdout, continuation + "\n");
     assert!(
-        run.stderr.contains("warning: the prompt has 9 tokens; the model was made for 4"),
+        run.stderr.contains("warning: the prompt has 9 tokens, more than max_position_embeddings (4)"),
         "{}",
         run.stderr
     );
@@ -222,7 +222,7 @@ fn tensors_that_are_not_the_models_are_listed() {
     );
 }
 
-/// The fixture with an embedding that no machine has memory for: a hole in the file.
+/// The fixture with an embedding larger than any memory, stored as a sparse file.
 #[test]
 fn a_model_that_does_not_fit_in_memory_is_refused_with_both_figures() {
     const ROWS: u64 = (1 << 31) - 1;
@@ -274,7 +274,7 @@ fn an_interrupt_ends_the_text_cleanly_with_its_summary() {
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130));
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(stderr.contains("written: ") && stderr.contains("peak memory"), "{stderr}");
+    assert!(stderr.contains("generated: ") && stderr.contains("peak memory"), "{stderr}");
     assert!(output.stdout.ends_with(b"\n"));
 }
 
@@ -290,7 +290,7 @@ fn a_reader_that_leaves_ends_the_text() {
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }
 
-/// `script` gives the command a terminal; without it there is none to test with.
+/// Uses `script` to give the command a terminal; skipped if it is missing.
 #[test]
 fn a_chat_on_a_terminal_answers_lines_and_reads_only_what_is_new() {
     let scratch = Scratch::with_text_model();
@@ -312,7 +312,7 @@ fn a_chat_on_a_terminal_answers_lines_and_reads_only_what_is_new() {
     let then = "<|im_end|>\n<|im_start|>user\nand then<|im_end|>\n<|im_start|>assistant\n";
     let second = generate(&scratch, &format!("{first}{answer}{then}"), &flags).exits(0).json();
     assert!(text.contains(answer) && text.contains(second["text"].as_str().unwrap()), "{text}");
-    // The last token of the first answer was shown and not read yet.
+    // The last token of the first answer was shown but not processed yet.
     let known = report["prompt_tokens"].as_u64().unwrap() + 7;
     let new = second["prompt_tokens"].as_u64().unwrap() - known;
     assert!(text.contains(&format!("prompt: {new} tokens")), "{new} new tokens, and\n{text}");

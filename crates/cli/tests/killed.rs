@@ -1,5 +1,5 @@
-//! Conversions that are killed or interrupted at any moment: the source is untouched, and the destination is
-//! whole or not there.
+//! Conversions that are killed or interrupted at any time: the source is untouched, and the destination is
+//! complete or missing.
 
 mod common;
 
@@ -15,13 +15,13 @@ use std::time::{Duration, Instant};
 use ballast_checkpoint::synthetic::SyntheticModel;
 use common::{Scratch, ballast};
 
-/// Kills for each of the two kinds of destination.
+/// Number of kills for each of the two kinds of destination.
 const KILLS: usize = 40;
 
-/// The change asked for: it keeps all values, but copies nothing inside the kernel, and takes its time.
+/// A conversion that keeps all values, copies nothing inside the kernel, and is slow.
 const CHANGE: [&str; 6] = ["--layout", "nemo", "--dtype", "f32", "--threads", "1"];
 
-/// Moments are measured in fractions of an undisturbed run, so no test may disturb another.
+/// Held by one test at a time: kill times are fractions of an undisturbed run.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
@@ -54,7 +54,7 @@ fn scratch_with_model() -> Scratch {
     scratch
 }
 
-/// One number for every name and byte below `folder`.
+/// Returns a checksum of every name and byte below `folder`.
 fn hash(folder: &Path) -> u64 {
     let mut hasher = DefaultHasher::new();
     for (path, content) in common::snapshot(folder) {
@@ -70,14 +70,14 @@ fn start(scratch: &Scratch, flags: &[&str]) -> Child {
     command.spawn().unwrap()
 }
 
-/// How long a conversion takes when nothing disturbs it.
+/// Measures the time of an undisturbed conversion.
 fn undisturbed(scratch: &Scratch, flags: &[&str]) -> Duration {
     let begun = Instant::now();
     assert!(start(scratch, flags).wait().unwrap().success());
     begun.elapsed()
 }
 
-/// The median of five undisturbed runs; `dst` is there afterwards.
+/// Returns the median time of five undisturbed runs; `dst` exists afterwards.
 fn usual(scratch: &Scratch) -> Duration {
     let mut runs = [&[][..], &["--force"], &["--force"], &["--force"], &["--force"]]
         .map(|flags| undisturbed(scratch, flags));
@@ -85,7 +85,7 @@ fn usual(scratch: &Scratch) -> Duration {
     runs[2]
 }
 
-/// `KILLS` moments over a bit more than `whole`, in a random order that is the same every time.
+/// Returns `KILLS` times over slightly more than `whole`, in a fixed random order.
 fn moments(whole: Duration) -> impl Iterator<Item = Duration> {
     let mut state = 1u64;
     (0..KILLS).map(move |_| {
@@ -94,7 +94,7 @@ fn moments(whole: Duration) -> impl Iterator<Item = Duration> {
     })
 }
 
-/// What a conversion leaves of itself besides its destination.
+/// Returns leftovers of a conversion besides its destination.
 fn leftovers(scratch: &Scratch) -> Vec<String> {
     let entries = fs::read_dir(scratch.path("")).unwrap().flatten();
     let names = entries.map(|e| e.file_name().to_string_lossy().into_owned());
@@ -190,7 +190,7 @@ fn send(child: &Child, signal: &str) {
     assert!(sent.unwrap().success());
 }
 
-/// Waits until a conversion has begun to write; `false` when it ended before.
+/// Waits until a conversion starts to write; returns false if it ended before.
 fn is_writing(scratch: &Scratch, child: &mut Child) -> bool {
     while leftovers(scratch).is_empty() {
         if child.try_wait().unwrap().is_some() {

@@ -1,4 +1,4 @@
-//! `ballast lab`: what it leaves, what it prints, and mistakes that it names.
+//! `ballast lab`: its files, its output, and its errors.
 
 mod common;
 
@@ -70,7 +70,7 @@ fn mistakes_are_named_with_the_right_code() {
         (&["--policies", "A_logg"], 2, "nothing is called \"A_logg\""),
         (&["--policies", "A_log=f16"], 2, "bf16 only"),
         (&["--dump", &missing], 3, "nothing"),
-        (&["--tokens", "64"], 2, "--ids is taken as it is"),
+        (&["--tokens", "64"], 2, "cannot be combined with --ids"),
         (&["--compare", &model, &model], 2, "cannot be used with"),
         (&["--reference", "f16"], 2, "invalid value"),
         (&["--data", "x.txt"], 2, "cannot be used with"),

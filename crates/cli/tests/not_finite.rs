@@ -1,4 +1,4 @@
-//! Values that are not finite, where there is nothing to compare them with.
+//! Non-finite values without an expected result to compare with.
 
 mod common;
 
@@ -45,7 +45,7 @@ fn a_trace_of_a_model_with_nan_is_exit_code_5_and_names_the_first_tensor() {
         assert!(!run.stdout.contains("PASSED") && !run.stdout.contains("\"passed\""), "{}", run.stdout);
         assert!(out.is_file(), "the tensors are there to be looked at");
     }
-    // With something to compare with, the comparison decides.
+    // With an expected result, the comparison decides.
     let mut command = ballast(["trace"]);
     command.arg(&spoiled).arg("--ids").arg(&golden).arg("--expect").arg(&golden);
     common::run(&mut command).exits(1);

@@ -1,4 +1,4 @@
-//! Input that is odd but valid: it is carried through unharmed, and printed without harm to the terminal.
+//! Unusual but valid input: it survives a conversion unchanged and is printed safely.
 
 mod common;
 
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use common::{HYBRID_CONFIG, Scratch, read_tensors, valid_file};
 
-/// Far more than needed, far less than something quadratic takes.
+/// Time limit: far more than needed, far less than a quadratic algorithm takes.
 const REASONABLE: Duration = Duration::from_secs(10);
 
 /// Runs a command that must succeed within a reasonable time.
@@ -17,7 +17,7 @@ fn quick(scratch: &Scratch, args: &[&str]) {
     assert!(begun.elapsed() < REASONABLE, "{args:?} took {:?}", begun.elapsed());
 }
 
-/// All that reads or writes `src`.
+/// All commands that read or write `src`.
 #[track_caller]
 fn every_command_is_quick(scratch: &Scratch) {
     quick(scratch, &["inspect", "src"]);
@@ -49,7 +49,7 @@ fn a_hundred_thousand_metadata_entries_are_handled_in_reasonable_time() {
     every_command_is_quick(&Scratch::with_model(&common::raw_file(header, 0)));
 }
 
-/// Names that a careless tool would take for a path, a pattern, markup or a command to the terminal.
+/// Names that could be mistaken for a path, a pattern, markup or a terminal command.
 const ODD_NAMES: [&str; 14] = [
     "../../outside",
     "/etc/passwd",
@@ -67,7 +67,7 @@ const ODD_NAMES: [&str; 14] = [
     "\u{e9}\u{4e2d}\u{1f980}",
 ];
 
-/// Whether printing `text` could do anything but show characters on lines.
+/// Returns true if printing `text` could do more than show characters on lines.
 fn is_harmless(text: &str) -> bool {
     !text.chars().any(|c| {
         c.is_control() && c != '\n' || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -122,7 +122,7 @@ fn an_error_about_an_odd_name_is_printed_without_harm() {
         assert!(is_harmless(&run.stderr), "{:?}", run.stderr);
         let overflow = valid_file(&[(name, "F32", &[1], &1e9f32.to_le_bytes())]);
         let scratch = Scratch::with_model(&overflow);
-        let run = scratch.convert_refuses(&["--dtype", "f16"], 3, &["outside the range of F16"]);
+        let run = scratch.convert_refuses(&["--dtype", "f16"], 3, &["exceed the range of F16"]);
         assert!(is_harmless(&run.stderr), "{:?}", run.stderr);
     }
 }
@@ -151,7 +151,7 @@ fn odd_text_in_index_and_config_is_printed_without_harm() {
     assert!(is_harmless(&scratch.run(&["audit", "src"]).exits(0).stdout));
     let index = serde_json::json!({ "weight_map": { "a": odd } }).to_string();
     scratch.put("src/model.safetensors.index.json", index);
-    let run = scratch.refuses(&["inspect", "src"], 3, &["which is not there"]);
+    let run = scratch.refuses(&["inspect", "src"], 3, &["not found"]);
     assert!(is_harmless(&run.stderr), "{:?}", run.stderr);
 }
 

@@ -1,4 +1,4 @@
-//! `ballast oracle`: golden files pass, mistakes are named.
+//! `ballast oracle`: golden files pass, and errors name their cause.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -39,7 +39,7 @@ fn every_golden_file_passes_in_both_storages_and_both_places_of_the_norm() {
         assert_eq!(output.status.code(), Some(0));
         json(&output)["notes"]["saved_bytes"].as_u64().unwrap()
     };
-    // The normalised q and k: 2 x 150 tokens x 2 heads x 16 x 4 bytes.
+    // The normalized q and k: 2 x 150 tokens x 2 heads x 16 x 4 bytes.
     assert_eq!(bytes("outside") - bytes("inside"), 2 * 150 * 2 * 16 * 4);
 }
 
@@ -111,19 +111,19 @@ fn missing_misshapen_and_mistyped_tensors_are_named_with_what_was_expected() {
             assert!(error(&output).contains(word), "{file}: no {word:?} in {}", error(&output));
         }
     };
-    check("missing.safetensors", &["missing.safetensors", "\"g\"", "not in the file"], &|name, a| {
-        (name != "g").then_some(a)
-    });
-    check("shape.safetensors", &["\"beta\"", "[1, 150, 4] was expected", "[1, 600]"], &|name, mut a| {
+    check(
+        "missing.safetensors",
+        &["missing.safetensors", "\"g\"", "not found; the file holds"],
+        &|name, a| (name != "g").then_some(a),
+    );
+    check("shape.safetensors", &["\"beta\"", "must be [1, 150, 4]", "[1, 600]"], &|name, mut a| {
         if name == "beta" {
             a.shape = vec![1, 600];
         }
         Some(a)
     });
     // Without cu_seqlens there is one sequence, and h0 has five.
-    check("states.safetensors", &["\"h0\"", "[1, 4, 16, 24] was expected", "[5, 4, 16, 24]"], &|_, a| {
-        Some(a)
-    });
+    check("states.safetensors", &["\"h0\"", "must be [1, 4, 16, 24]", "[5, 4, 16, 24]"], &|_, a| Some(a));
     let output = oracle(&[&"gdn", &fixture("packed"), &"--chunk", &"0"]);
     assert_eq!(output.status.code(), Some(2));
 }

@@ -1,4 +1,4 @@
-//! Readers that go away, and devices that are full.
+//! Closed pipes and full devices.
 #![cfg(target_os = "linux")]
 
 mod common;
@@ -68,7 +68,7 @@ fn a_closed_standard_output_ends_quietly() {
 fn training_goes_on_when_nobody_reads_its_output() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("run");
-    // Not quiet: stderr has lines from the start to the end, and every evaluation has one.
+    // Without --quiet, stderr gets lines during the whole run, one per evaluation.
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_ballast"));
     command.args(["train", "--steps", "3", "--set", "evaluation.every=1", "--set", "evaluation.batches=1"]);
     command.args(["--set", "batch.accumulation=1", "--set", "batch.sequences=1", "--set", "samples.count=0"]);
@@ -76,7 +76,7 @@ fn training_goes_on_when_nobody_reads_its_output() {
     let both = writer.try_clone().unwrap();
     let mut child = command.arg("--out").arg(&out).stdout(both).stderr(writer).spawn().unwrap();
     drop(command);
-    // As `2>&1 | head -1` does.
+    // The effect of `2>&1 | head -1`.
     let mut lines = BufReader::new(reader);
     lines.read_line(&mut String::new()).unwrap();
     drop(lines);

@@ -1,4 +1,4 @@
-//! Policies of the lab that a model has nothing for.
+//! Policies of the lab that do not apply to a model.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! The command line on the checkpoint in released form: what a user would type, and what must come of it.
+//! The commands on a checkpoint in released form, as a user would run them.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -54,7 +54,7 @@ fn hf_to_nemo_to_megatron_ranks_to_hf_is_the_same_bits_for_all_91_tensors() {
             .output()
             .unwrap();
         assert_eq!(output.status.code(), Some(0), "{}", error(&output));
-        assert!(text(&output).contains("verified by reading back"));
+        assert!(text(&output).contains("verified against the source by reading back"));
     }
     for checkpoint in [&nemo, &ranks, &hf] {
         let output = ballast(&[&"diff", checkpoint, &release(), &"--strict-dtype", &"--json"]);
@@ -81,7 +81,7 @@ fn a_rounded_checkpoint_is_different_until_tolerated() {
     assert_eq!((count("same-bits"), count("same-after-rounding")), (85, 6));
     let tolerant = ballast(&[&"diff", &rounded, &release(), &"--tolerance", &"0.01"]);
     assert_eq!(tolerant.status.code(), Some(0));
-    // The same values in a wider dtype are equal, unless the dtype is asked for.
+    // The same values in a wider dtype are equal without --strict-dtype.
     let wide = folder.path().join("wide");
     ballast(&[&"convert", &release(), &wide, &"--dtype", &"f32"]);
     assert_eq!(ballast(&[&"diff", &wide, &release()]).status.code(), Some(0));

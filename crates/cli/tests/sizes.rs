@@ -1,4 +1,4 @@
-//! Numbers that make no sense: of every numeric flag and every numeric key, none ends in a panic, an abort or a signal.
+//! Extreme values of every numeric flag and key: none ends in a panic, an abort or a signal.
 
 mod common;
 
@@ -15,7 +15,8 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)
 }
 
-/// Runs the binary on every list of arguments, two at a time, and asserts that it ends by itself with one of its codes.
+/// Runs the binary on every list of arguments, two at a time, and asserts that it ends by itself with one of
+/// its codes.
 fn all_end(folder: &Path, cases: &[Vec<String>]) {
     let next = AtomicUsize::new(0);
     let work = || {
@@ -32,7 +33,7 @@ fn all_end(folder: &Path, cases: &[Vec<String>]) {
     });
 }
 
-/// `base` with every flag at every value.
+/// Returns `base` with every flag at every value.
 fn with_flags(base: &[&str], flags: &[&str]) -> Vec<Vec<String>> {
     let case = |flag: &str, value: &str| {
         let flag = format!("{flag}={value}");
@@ -68,7 +69,7 @@ fn no_number_in_a_configuration_of_training_ends_in_a_panic() {
     let mut cases = Vec::new();
     for (number, key) in numeric_keys().iter().enumerate() {
         for (place, value) in VALUES.iter().enumerate() {
-            // A dry run where the number says how much is done; else a step, with everything that follows it.
+            // A dry run if the number sets the amount of work; else one step and everything after it.
             let long = matches!(key.as_str(), "steps" | "evaluation.batches" | "samples.tokens");
             let rest = if long && *value != "1" && *value != "0" {
                 "--dry-run".to_string()
@@ -115,7 +116,7 @@ fn no_number_of_a_flag_ends_in_a_panic() {
     ] {
         cases.extend(with_flags(base, flags));
     }
-    // The task has no end: what is too much is refused before it is made.
+    // The task is endless: too large a request is rejected before it is generated.
     for [tokens, sequences] in [["2147483648", "1"], ["4294967295", "4294967295"], ["2", "4294967295"]] {
         let more = ["--tokens", tokens, "--sequences", sequences];
         cases.push(task.iter().chain(&more).map(|part| part.to_string()).collect());
@@ -131,8 +132,8 @@ fn too_many_threads_are_cut_with_a_message() {
         (ballast(["inspect"]).env("RAYON_NUM_THREADS", "100000"), false),
     ] {
         let run = common::run(command.arg(&model)).exits(0);
-        assert!(run.stderr.contains("--threads 100000: "), "{flag}: {}", run.stderr);
-        assert!(run.stderr.contains("are used"), "{flag}: {}", run.stderr);
+        assert!(run.stderr.contains("--threads 100000 is too many"), "{flag}: {}", run.stderr);
+        assert!(run.stderr.contains("using"), "{flag}: {}", run.stderr);
     }
 }
 
@@ -163,7 +164,7 @@ fn an_oracle_without_heads_width_or_tokens_names_the_tensor_and_its_shape() {
             tensors(&scratch, &[], &[("q", &q), ("k", &q), ("v", &v), ("g", &gates), ("beta", &gates)]);
         for operation in ["gdn", "attention"] {
             let run = common::run(ballast(["oracle", operation]).arg(&file)).exits(3);
-            run.says(&["\"q\"", "dimensions of 1 or more", &format!("found {q:?}")]);
+            run.says(&["\"q\"", "dimensions must be at least 1", &format!("got {q:?}")]);
         }
         let v = [2, 2, dimension(2), dimension(3)];
         let q = [2; 4];
@@ -172,15 +173,17 @@ fn an_oracle_without_heads_width_or_tokens_names_the_tensor_and_its_shape() {
             let file =
                 tensors(&scratch, &[], &[("q", &q), ("k", &q), ("v", &v), ("g", &gates), ("beta", &gates)]);
             for operation in ["gdn", "attention"] {
-                common::run(ballast(["oracle", operation]).arg(&file)).exits(3).says(&["\"v\"", "1 or more"]);
+                common::run(ballast(["oracle", operation]).arg(&file))
+                    .exits(3)
+                    .says(&["\"v\"", "at least 1"]);
             }
         }
         let q = [dimension(0), dimension(1), dimension(2), dimension(3)];
         let (k, w) = ([q[0], q[1], q[3]], [q[0], q[1], q[2]]);
         let file = tensors(&scratch, &[("topk", "2")], &[("q", &q), ("k", &k), ("w", &w)]);
-        common::run(ballast(["oracle", "indexer"]).arg(&file)).exits(3).says(&["\"q\"", "1 or more"]);
+        common::run(ballast(["oracle", "indexer"]).arg(&file)).exits(3).says(&["\"q\"", "at least 1"]);
     }
-    // Dimensions whose product is 0 and whose parts are beyond any memory.
+    // Dimensions whose product is 0 but whose partial products exceed any memory.
     let huge = [1 << 40, 1 << 40, 0, 1];
     let file = tensors(&scratch, &[], &[("q", &huge), ("k", &huge), ("v", &huge)]);
     for operation in ["gdn", "attention", "indexer"] {

@@ -1,10 +1,10 @@
-//! Tied models whose files store the output head as well: what audit says, and what train makes of them.
+//! Tied models whose files also store the output head: the results of audit and train.
 
 mod common;
 
 use common::{Scratch, f32_bytes, read_tensors, valid_file};
 
-/// The small model, which is tied, with a head that is its embedding, but for one value if `different`.
+/// The small tied model with a stored head: a copy of the embedding, with one other value if `different`.
 fn with_head(different: bool) -> Scratch {
     let scratch = Scratch::with_text_model();
     let tensors = read_tensors(&scratch.path("src/model.safetensors"));

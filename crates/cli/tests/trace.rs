@@ -1,4 +1,4 @@
-//! `ballast trace`: golden models pass, a difference is found, mistakes are named.
+//! `ballast trace`: golden models pass, differences are found, and errors name their cause.
 
 mod common;
 
@@ -110,7 +110,7 @@ fn the_output_holds_logits_loss_gradients_and_the_chosen_sites() {
     assert_eq!(file.f32("layers.3.self_attn.logits").unwrap().values.len(), 2 * 4 * 29 * 29);
     assert_eq!(file.f32("d.layers.1.out").unwrap().shape, [2, 29, 48]);
     assert!(file.has("loss") && file.has("grad.model.layers.0.mlp.experts.7.up_proj.weight"));
-    // What it wrote is what it expects of itself; it does not write over a file.
+    // Its own output passes as the expected file, and an existing file is not replaced.
     run(&["trace", &folder, "--ids", &golden, "--expect", &text(&out), "--tolerance", "0"]).exits(0);
     run(&arguments).exits(2).says(&["out.safetensors"]);
 }
@@ -150,12 +150,12 @@ fn mistakes_are_named() {
         .exits(3)
         .says(&["token 3 has the id 160", "vocabulary of 160"]);
     with(&[("input_ids", &[1, 2], &[1, -7])]).exits(3).says(&["input_ids", "[0, 1] is -7"]);
-    with(&[("input_ids", &[4], &[1, 2, 3, 4])]).exits(3).says(&["input_ids", "[B, T] was expected"]);
-    with(&[("input_ids", &[1, 0], &[])]).exits(3).says(&["there are no tokens"]);
-    with(&[("ids", &[1, 1], &[1])]).exits(3).says(&["input_ids", "it is not in the file"]);
+    with(&[("input_ids", &[4], &[1, 2, 3, 4])]).exits(3).says(&["input_ids", "must be [B, T]"]);
+    with(&[("input_ids", &[1, 0], &[])]).exits(3).says(&["no tokens"]);
+    with(&[("ids", &[1, 1], &[1])]).exits(3).says(&["input_ids", "not found; the file holds"]);
     with(&[("input_ids", &[1, 2], &[1, 2]), ("labels", &[1, 1], &[1])])
         .exits(3)
-        .says(&["labels", "[1, 2] was expected"]);
+        .says(&["labels", "must be [1, 2]"]);
     with(&[("input_ids", &[1, 2], &[1, 2]), ("cu_seqlens", &[2], &[0, 3])]).exits(3).says(&["cu_seqlens"]);
     run(&["trace", &folder, "--ids", &golden, "--precision", "fp8"]).exits(2).says(&["\"fp8\"", "hf-bf16"]);
     let empty = scratch.path().join("empty.safetensors");
@@ -163,8 +163,8 @@ fn mistakes_are_named() {
     write_f32(&empty, &[("something", &array.shape, &array.values)], &[], false).unwrap();
     run(&["trace", &folder, "--ids", &golden, "--expect", &text(&empty)])
         .exits(3)
-        .says(&["none of the results"]);
-    // No config.json, and one that cannot be used.
+        .says(&["no tensor to compare"]);
+    // A missing and an invalid config.json.
     let bare = scratch.path().join("bare");
     fs::create_dir(&bare).unwrap();
     fs::copy(model("qwen3_5").join("model.safetensors"), bare.join("model.safetensors")).unwrap();
@@ -178,7 +178,7 @@ fn mistakes_are_named() {
     let bad = config.replace("\"hidden_size\": 48", "\"hidden_size\": \"big\"");
     fs::write(bare.join("config.json"), bad).unwrap();
     run(&["trace", &text(&bare), "--ids", &golden]).exits(3).says(&["`hidden_size` is \"big\""]);
-    // Tensors that do not fit are listed, one a line.
+    // Tensors of the wrong shape are listed, one per line.
     let bad = config.replace("\"intermediate_size\": 96", "\"intermediate_size\": 90");
     fs::write(bare.join("config.json"), bad).unwrap();
     let listed = run(&["trace", &text(&bare), "--ids", &golden]).exits(3);

@@ -1,4 +1,4 @@
-//! `ballast train` as a person uses it: the embedded run, its folder, signals, kills, a full disk, mistakes.
+//! `ballast train`: the embedded run, its folder, signals, kills, a full disk, errors.
 
 mod common;
 
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::{Scratch, ballast, on_small_disk, run};
 
-/// Small steps, so that a run takes a second.
+/// Small steps; a run takes about a second.
 const SMALL: [&str; 10] = [
     "--set",
     "data.sequence_length=48",

@@ -1,4 +1,4 @@
-//! How `ballast train` ends when something is wrong: what it says, what it leaves, and its exit code.
+//! Failures of `ballast train`: messages, files left, and exit codes.
 
 mod common;
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use common::{Scratch, on_small_disk, run};
 
-/// Small steps, so that a run takes a second.
+/// Small steps; a run takes about a second.
 const SMALL: [&str; 10] = [
     "--set",
     "data.sequence_length=48",
@@ -29,14 +29,14 @@ fn train<'a>(extra: &[&'a str]) -> Vec<&'a str> {
     [&["train"], &SMALL[..], extra].concat()
 }
 
-/// The binary in a folder, with all it has to say.
+/// Returns the binary's command in a folder, without --quiet.
 fn loud(folder: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ballast"));
     command.args(args).current_dir(folder).stdin(Stdio::null());
     command
 }
 
-/// Writes until nothing goes on the disk any more.
+/// Fills the disk.
 fn fill(disk: &Path) {
     let mut file = File::create(disk.join("filler")).unwrap();
     for size in [1 << 16, 4096, 1] {
@@ -66,7 +66,7 @@ fn a_run_inside_its_source_model_or_over_its_data_is_refused_at_the_start() {
             &[&task[..], &["--out", "model/tuned", "--set", "lora.rank=2"]].concat(),
             &["model.checkpoint", "overlap"],
         ),
-        // The finished model would take the place of the source.
+        // The finished model would replace the source.
         (&[&task[..], &["--out", "."]].concat(), &["model.checkpoint", "overlap"]),
         (&[&data[..], &["--out", "run"]].concat(), &["data.files", "run/metrics.jsonl", "overlap"]),
         (&[&task[..], &["--out", "taken"]].concat(), &["taken/model exists", "another `out`"]),
@@ -76,7 +76,7 @@ fn a_run_inside_its_source_model_or_over_its_data_is_refused_at_the_start() {
         scratch.refuses(&[&train(&steps)[..], args].concat(), 2, words);
         scratch.refuses(&[&train(&steps)[..], args, &["--dry-run"]].concat(), 2, words);
     }
-    // A neighbour whose name begins in the same way is no part of the model.
+    // A folder whose name starts with the model's name is not part of the model.
     let beside =
         [&train(&["--steps", "1", "--out", "model-tuned", "--set", "batch.accumulation=1"])[..], &task]
             .concat();
@@ -116,7 +116,7 @@ fn steps_without_a_trained_token_are_in_the_summary() {
     let args =
         ["--steps", "2", "--model", "base/model", "--data", "data.jsonl", "--set", "batch.accumulation=1"];
     let shown = scratch.run(&train(&[&args[..], &["--out", "a"]].concat())).exits(0).stdout;
-    assert!(shown.contains("steps were skipped: none of their tokens is trained on"), "{shown}");
+    assert!(shown.contains("steps were skipped: they had no tokens to train on"), "{shown}");
     let json = scratch.run(&train(&[&args[..], &["--out", "b", "--json"]].concat())).exits(0).json();
     assert!(json["untrained"].as_u64().unwrap() > 0, "{json}");
 }
@@ -172,7 +172,7 @@ fn a_stop_whose_save_failed_ends_with_exit_code_4_and_names_the_checkpoint_that_
             "{stdout}"
         );
         assert!(
-            stdout.contains("the newest checkpoint is of step 2; go on with: ballast train --resume run"),
+            stdout.contains("the newest checkpoint is from step 2; resume with: ballast train --resume run"),
             "{stdout}"
         );
         assert!(stdout.contains("run/checkpoints/step-00000002/model"), "{stdout}");
@@ -212,7 +212,7 @@ fn metrics_tensorboard_and_report_that_cannot_be_written_do_not_keep_the_model_f
         {
             assert!(ended.stderr.contains(words), "no {words:?} in {}", ended.stderr);
         }
-        assert!(ended.stdout.contains("report  could not be written"), "{}", ended.stdout);
+        assert!(ended.stdout.contains("report  not written"), "{}", ended.stdout);
         assert!(scratch.path("run/model/model.safetensors").is_file());
     });
 }

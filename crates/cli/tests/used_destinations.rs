@@ -1,4 +1,4 @@
-//! Destinations that change while a command works: of two runs one succeeds, and nobody loses what is his.
+//! Destinations that change while a command runs: of two runs one succeeds, and no data of others is lost.
 
 mod common;
 
@@ -22,7 +22,7 @@ fn scratch_with_model() -> Scratch {
     scratch
 }
 
-/// Does something whenever a piece of work is done.
+/// Calls a function after every piece of work.
 struct Meanwhile<F: Fn() + Sync>(F);
 
 impl<F: Fn() + Sync> Observer for Meanwhile<F> {
@@ -68,7 +68,7 @@ fn of_two_conversions_to_one_destination_exactly_one_succeeds() {
             let runs = [start(), start()].map(|child| child.wait_with_output().unwrap());
             let mut codes = runs.iter().map(|run| run.status.code().unwrap()).collect::<Vec<_>>();
             codes.sort_unstable();
-            // With --force the later one may have begun when the first was done, and replaces what it found.
+            // With --force, the later run may start after the first is done and replace its result.
             let expected = if flags.is_empty() { &[[0, 2]][..] } else { &[[0, 2], [0, 0]] };
             assert!(expected.iter().any(|expected| codes == expected), "{codes:?} {runs:?}");
             scratch.run(&["diff", "src", "dst"]).exits(0);
@@ -104,7 +104,7 @@ fn an_empty_mount_point_is_filled_and_one_with_a_checkpoint_is_refused() {
     on_small_disk(test, "size=64m", |disk| {
         let scratch = scratch_with_model();
         let (source, target) = (scratch.src(), disk);
-        // What a fresh ext4 volume has, and what a run that died has left.
+        // Entries of a fresh ext4 volume, and leftovers of a run that died.
         fs::create_dir(disk.join("lost+found")).unwrap();
         let name = disk.file_name().unwrap().to_str().unwrap();
         let dead = disk.join(format!(".{name}.ballast-partial-999999999"));

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// An element type as the safetensors format names it.
+/// An element type of the safetensors format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[allow(missing_docs)] // the names are the documentation
 pub enum Dtype {
@@ -62,12 +62,12 @@ impl Dtype {
         TABLE.iter().map(|row| row.0)
     }
 
-    /// The type that a file calls `name`.
+    /// Returns the type with this name in a file.
     pub fn from_name(name: &str) -> Option<Dtype> {
         TABLE.iter().find(|row| row.1 == name).map(|row| row.0)
     }
 
-    /// The name in the file.
+    /// Returns the name in a file.
     pub fn name(self) -> &'static str {
         TABLE[self as usize].1
     }
@@ -77,35 +77,35 @@ impl Dtype {
         TABLE[self as usize].2
     }
 
-    /// Width of one element in bytes, for the types that fill whole bytes.
+    /// Width of one element in bytes; `None` for types narrower than a byte.
     pub fn bytes(self) -> Option<u64> {
         self.bits().is_multiple_of(8).then(|| self.bits() / 8)
     }
 
-    /// Bytes of `elements` elements; `None` when that overflows or is not a whole number of bytes.
+    /// Number of bytes of `elements` elements; `None` if it overflows or is not whole.
     pub fn bytes_for(self, elements: u64) -> Option<u64> {
         let bits = elements.checked_mul(self.bits())?;
         bits.is_multiple_of(8).then_some(bits / 8)
     }
 
-    /// F16, BF16, F32 or F64: the floats whose value stands alone, without a scale elsewhere.
+    /// Returns true for F16, BF16, F32 and F64, whose values need no scale.
     pub fn is_plain_float(self) -> bool {
         matches!(self, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64)
     }
 
-    /// A float of at most 8 bits, which means little without its scale.
+    /// Returns true for floats of at most 8 bits, whose values need a scale.
     pub fn is_scaled_float(self) -> bool {
         use Dtype::*;
         matches!(self, F4 | F6E2M3 | F6E3M2 | F8E5M2 | F8E4M3 | F8E8M0 | F8E4M3Fnuz | F8E5M2Fnuz)
     }
 
-    /// Whether every value of `self` is a value of `other`.
+    /// Returns true if `other` can represent every value of `self`.
     pub fn widens_exactly_to(self, other: Dtype) -> bool {
         use Dtype::*;
         self == other || matches!((self, other), (F16 | Bf16, F32 | F64) | (F32, F64))
     }
 
-    /// The narrowest type that holds every value of both, for plain floats.
+    /// Returns the narrowest type that can represent every value of both, for plain floats.
     pub fn promote(self, other: Dtype) -> Option<Dtype> {
         [self, other, Dtype::F32]
             .into_iter()

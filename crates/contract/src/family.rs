@@ -1,4 +1,4 @@
-//! Which architecture a checkpoint belongs to.
+//! The architecture of a checkpoint.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -9,7 +9,7 @@ use crate::pattern;
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Family {
-    /// The name that rules refer to.
+    /// Name that rules refer to.
     pub name: String,
     /// Entries of `architectures` in config.json.
     #[serde(default)]
@@ -17,25 +17,25 @@ pub struct Family {
     /// Values of `model_type` in config.json.
     #[serde(default)]
     pub model_types: Vec<String>,
-    /// Tensor names that recognise the family when there is no config.json.
+    /// Patterns of tensor names that identify the family if there is no config.json.
     #[serde(default)]
     pub signature: Vec<String>,
 }
 
-/// What could be found out about a checkpoint's architecture.
+/// The architecture of a checkpoint, as far as it is known.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Architecture {
-    /// The architecture's own name, as config.json gives it (or the family's, by tensor names).
+    /// Name in config.json, or the family's name if it was found by tensor names.
     pub name: Option<String>,
-    /// The families of the registry that it belongs to.
+    /// Families of the registry that it belongs to.
     pub families: Vec<String>,
-    /// Where this was learnt: `config.json`, or `tensor names`.
+    /// Source of this information: `config.json` or `tensor names`.
     pub source: &'static str,
 }
 
 impl Architecture {
-    /// By `architectures`, then by `model_type`, at the top level of `config` and in its `text_config`.
-    /// `None` when the config names neither.
+    /// Identifies the architecture by `architectures` or `model_type`, at the top level of `config` and in
+    /// its `text_config`. Returns `None` if the config has neither.
     pub fn from_config(config: &Value, families: &[Family]) -> Option<Architecture> {
         let architectures = architectures(config);
         let model_types: Vec<&str> = [Some(config), config.get("text_config")]
@@ -52,16 +52,16 @@ impl Architecture {
         Some(Architecture { name: Some(name), families, source: "config.json" })
     }
 
-    /// By the signatures of the families, for a checkpoint without a config.json.
+    /// Identifies the architecture of a checkpoint without config.json by the families' signatures.
     pub fn from_names<'a>(names: impl Iterator<Item = &'a str> + Clone, families: &[Family]) -> Architecture {
-        let recognised =
+        let recognized =
             |f: &&Family| f.signature.iter().any(|s| names.clone().any(|name| pattern::matches(s, name)));
-        let families: Vec<String> = families.iter().filter(recognised).map(|f| f.name.clone()).collect();
+        let families: Vec<String> = families.iter().filter(recognized).map(|f| f.name.clone()).collect();
         Architecture { name: families.first().cloned(), families, source: "tensor names" }
     }
 }
 
-/// Every entry of `architectures`, of the config itself and of a nested `text_config`.
+/// Returns all entries of `architectures`, of the config and of its `text_config`.
 pub(crate) fn architectures(config: &Value) -> Vec<&str> {
     [Some(config), config.get("text_config")]
         .into_iter()

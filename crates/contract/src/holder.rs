@@ -1,13 +1,13 @@
 //! The `_fp32_params` convention of Gated-DeltaNet checkpoints.
 //!
 //! At run time some frameworks keep `A_log` and `dt_bias` in a holder module `_fp32_params` below
-//! `linear_attn`, so that a whole-model cast passes them by. These functions recognise the tracked keys,
-//! route them into the holder, strip it again, upcast at the boundary, and force F32 on export.
+//! `linear_attn`, so that a cast of the whole model skips them. These functions recognize the tracked keys,
+//! route them into the holder, strip it again, upcast the values, and force F32 on export.
 //!
-//! They keep the semantics of the public helper module, with four differences:
-//! - the last path segment must be the name: `x.linear_attn.my_A_log` is not tracked (there it is,
-//!   because the match is a string suffix);
-//! - `architectures` is looked for in a nested `text_config` too;
+//! They follow the public helper module, with four differences:
+//! - the last path segment must be the name: `x.linear_attn.my_A_log` is not tracked (there, any suffix
+//!   matches);
+//! - `architectures` is also read from a nested `text_config`;
 //! - a bare and a routed key for one tensor are an error ([`find_holder_collision`]), not "last wins";
 //! - F64 is not narrowed and FP8 is not cast without its scale: both are errors.
 
@@ -20,13 +20,13 @@ use serde_json::Value;
 use crate::Dtype;
 use crate::family::architectures;
 
-/// The parameters that live in the holder.
+/// Parameters in the holder.
 pub const FP32_GDN_PARAM_NAMES: [&str; 2] = ["A_log", "dt_bias"];
 
-/// The holder's name.
+/// Name of the holder.
 pub const HOLDER_NAME: &str = "_fp32_params";
 
-/// The architectures whose checkpoints follow the convention.
+/// Architectures whose checkpoints follow the convention.
 pub const CONTRACT_ARCHITECTURES: [&str; 5] = [
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
@@ -38,19 +38,19 @@ pub const CONTRACT_ARCHITECTURES: [&str; 5] = [
 const MODULE: &str = ".linear_attn.";
 const MODULE_WITH_HOLDER: &str = ".linear_attn._fp32_params.";
 
-/// Whether any entry of `architectures` (top level, or in `text_config`) follows the convention.
+/// Returns true if any entry of `architectures` (top level or in `text_config`) follows the convention.
 pub fn has_gated_delta_net_fp32_checkpoint_contract(config: &Value) -> bool {
     architectures(config).iter().any(|a| CONTRACT_ARCHITECTURES.contains(a))
 }
 
-/// Whether `key` is a tracked parameter below `linear_attn`, bare or routed.
+/// Returns true if `key` is a tracked parameter below `linear_attn`, bare or routed.
 pub fn is_gated_delta_net_fp32_param_key(key: &str) -> bool {
     let last = key.rsplit('.').next().unwrap_or(key);
     FP32_GDN_PARAM_NAMES.contains(&last) && key.contains(MODULE)
 }
 
-/// `...linear_attn.X` -> `...linear_attn._fp32_params.X` at the last `.linear_attn.`; any key that is
-/// routed already, not below `linear_attn`, or not tracked comes back unchanged.
+/// Maps `...linear_attn.X` to `...linear_attn._fp32_params.X` at the last `.linear_attn.`. Returns a key
+/// unchanged if it is already routed, not below `linear_attn`, or not tracked.
 pub fn route_fp32_holder_key(key: &str) -> Cow<'_, str> {
     if !is_gated_delta_net_fp32_param_key(key) || key.contains(MODULE_WITH_HOLDER) {
         return Cow::Borrowed(key);
@@ -70,14 +70,14 @@ pub fn strip_fp32_holder_key(key: &str) -> Cow<'_, str> {
         return Cow::Borrowed(key);
     }
     let mut stripped = key.replace(MODULE_WITH_HOLDER, MODULE);
-    // A holder inside a holder shows up only after the outer one is gone.
+    // A nested holder appears only once the outer one is removed.
     while stripped.contains(MODULE_WITH_HOLDER) {
         stripped = stripped.replace(MODULE_WITH_HOLDER, MODULE);
     }
     Cow::Owned(stripped)
 }
 
-/// The first tensor that is there twice, once bare and once routed.
+/// Returns the first tensor that occurs twice, bare and routed.
 pub fn find_holder_collision<'a>(keys: impl IntoIterator<Item = &'a str>) -> Option<(&'a str, String)> {
     let mut seen = HashSet::new();
     for key in keys {
@@ -89,28 +89,28 @@ pub fn find_holder_collision<'a>(keys: impl IntoIterator<Item = &'a str>) -> Opt
     None
 }
 
-/// The raw content of one tensor, as a file stores it (little endian).
+/// The raw content of one tensor as stored in a file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StateTensor<'a> {
     /// Element type of `data`.
     pub dtype: Dtype,
     /// Shape.
     pub shape: Vec<u64>,
-    /// The elements, little endian.
+    /// Elements, little endian.
     pub data: Cow<'a, [u8]>,
 }
 
-/// Why a tracked tensor cannot become f32.
+/// The reason why a tracked tensor cannot become F32.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UpcastError {
     /// F64 would lose bits.
-    #[error("{key} is F64: turning it into F32 loses bits, and that has to be asked for")]
+    #[error("{key} is F64: a cast to F32 would lose bits and must be requested explicitly")]
     Narrowing {
         /// The tensor.
         key: String,
     },
     /// The values are meaningless without a scale stored elsewhere.
-    #[error("{key} is {dtype}: its values mean nothing without their scale, so it is not cast")]
+    #[error("{key} is {dtype}: it cannot be cast without its scale")]
     Scaled {
         /// The tensor.
         key: String,
@@ -119,8 +119,8 @@ pub enum UpcastError {
     },
 }
 
-/// A tracked float tensor becomes F32; one that is F32 already comes back as it is, without a copy;
-/// integers and all other keys are untouched.
+/// Casts a tracked float tensor to F32. F32 tensors, integers and all other keys are returned as they are,
+/// without a copy.
 pub fn upcast_gated_delta_net_fp32_state_tensor<'a>(
     key: &str,
     tensor: StateTensor<'a>,
@@ -139,7 +139,7 @@ pub fn upcast_gated_delta_net_fp32_state_tensor<'a>(
     Ok(StateTensor { dtype: Dtype::F32, shape: tensor.shape, data: Cow::Owned(data) })
 }
 
-/// `{key: F32}` for the tracked float tensors of a state. On export this beats both the source's header
+/// Returns `{key: F32}` for the tracked float tensors of a state. On export it overrides the source's header
 /// and a requested dtype.
 pub fn forced_gated_delta_net_fp32_dtype_mapping<'a>(
     state: impl IntoIterator<Item = (&'a str, Dtype)>,

@@ -1,12 +1,13 @@
 //! The precision contract: which tensors must be f32, in which architecture, and why.
 //!
-//! Pure data and pure functions; nothing here touches a file.
+//! Data and pure functions; no file is read or written.
 //!
-//! - [`dtype`]: the element types that a checkpoint can hold.
-//! - [`family`]: which architecture a `config.json` (or a set of tensor names) belongs to.
-//! - [`rules`]: the table of intrinsically f32 tensors, and the policies that select from it.
-//! - [`holder`]: the `_fp32_params` convention: recognise, route, strip, upcast, force.
-//! - [`role`]: what a tensor is for, by its name.
+//! - [`dtype`]: the element types of the safetensors format.
+//! - [`family`]: the architecture of a checkpoint, from its `config.json` or its tensor names.
+//! - [`rules`]: the table of tensors that must be f32, and the policies that select from it.
+//! - [`holder`]: the `_fp32_params` convention: recognize, route, strip, upcast, force.
+//! - [`pattern`]: patterns over tensor names.
+//! - [`role`]: the role of a tensor in a model, by its name.
 
 #![forbid(unsafe_code)]
 

@@ -1,10 +1,12 @@
 //! Patterns over tensor names.
 //!
-//! [`matches`] has dotted paths, as policies use them: `*` stands for exactly one segment, `**` for any number of segments
-//! (zero included), anything else for itself. A pattern covers the whole name, so the last segment of
-//! `**.linear_attn.A_log` is `A_log` and never `my_A_log`. [`wildcard_matches`] has `*` for any characters, dots included.
+//! [`matches`] has dotted paths, as policies use them: `*` stands for exactly one segment, `**` for any
+//! number of segments (zero included), anything else for itself. A pattern covers the whole name, so the last
+//! segment of `**.linear_attn.A_log` is `A_log` and never `my_A_log`. [`wildcard_matches`] has `*` for any
+//! characters, dots included.
 //!
-//! The crate `globset` does not serve: its separator is `/`, its `a/**` leaves out `a`, and `?`, `[` and `{` have a meaning.
+//! The crate `globset` does not serve: its separator is `/`, its `a/**` leaves out `a`, and `?`, `[` and `{`
+//! have a meaning.
 
 /// Returns true if the dotted `pattern` covers the whole of `name`.
 pub fn matches(pattern: &str, name: &str) -> bool {
@@ -23,7 +25,8 @@ pub fn wildcard_matches(pattern: &str, name: &str) -> bool {
     sequence_matches(pattern.as_bytes(), name.as_bytes(), |byte| *byte == b'*', |byte, found| byte == found)
 }
 
-/// Matches `name` against `pattern`, whose items stand for any number of items if `is_star`, else for one that `is_same`.
+/// Matches `name` against `pattern`, whose items stand for any number of items if `is_star`, else for one
+/// that `is_same`.
 ///
 /// Backtracks to the last star only: at most `pattern.len() * name.len()` comparisons.
 fn sequence_matches<T>(

@@ -1,10 +1,10 @@
-//! What a tensor is for, by its name, in any layout.
+//! The role of a tensor in a model, by its name, in any layout.
 
 use std::fmt;
 
 use serde::Serialize;
 
-/// What a tensor is for.
+/// The role of a tensor in a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[allow(missing_docs)] // the names are the documentation
@@ -24,7 +24,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// The role of the tensor called `name`.
+    /// Returns the role of the tensor called `name`.
     pub fn of(name: &str) -> Role {
         let segments: Vec<&str> = name.split('.').collect();
         let has = |words: &[&str]| segments.iter().any(|s| words.contains(s));

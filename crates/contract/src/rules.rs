@@ -1,11 +1,11 @@
-//! The table of intrinsically f32 tensors, and the policies that select from it.
+//! The table of tensors that must be f32, and the policies that select from it.
 //!
-//! The table is `rules.toml`, embedded. A user's policy file has the same `[[rule]]` entries, and may
-//! start from a named policy and take rules away:
+//! The table is the embedded `rules.toml`. A user's policy file has the same `[[rule]]` entries, and may
+//! extend a named policy and remove rules:
 //!
 //! ```toml
 //! name = "ours"
-//! extends = "strict"          # default: start from nothing
+//! extends = "strict"          # default: no rules
 //! remove = ["gdn-dt-bias"]
 //!
 //! [[rule]]
@@ -13,7 +13,7 @@
 //! families = ["*"]            # default: every architecture
 //! tensors = [{ module = "**.mlp", param = "gate_scale" }]
 //! dtype = "F32"               # default
-//! reason = "it is multiplied by the position"
+//! reason = "multiplied by the position"
 //! ```
 
 use std::sync::OnceLock;
@@ -23,27 +23,27 @@ use serde::{Deserialize, Serialize};
 use crate::holder::strip_fp32_holder_key;
 use crate::{Architecture, Dtype, Family, pattern};
 
-/// One row of the table: tensors that must be stored in `dtype`.
+/// A rule: tensors that must be stored in `dtype`.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rule {
-    /// The rule's name, for findings and for `remove`.
+    /// Name of the rule, used in findings and in `remove`.
     pub id: String,
     /// Families that have such tensors; `*` for any architecture.
     #[serde(default = "any_family")]
     pub families: Vec<String>,
-    /// Which tensors.
+    /// Tensors that the rule covers.
     pub tensors: Vec<TensorPattern>,
-    /// The dtype they must be stored in.
+    /// Required dtype.
     #[serde(default = "f32_dtype")]
     pub dtype: Dtype,
-    /// A parameter of the same module: where it exists, the rule's tensor must exist too.
+    /// Parameter of the same module; where it exists, the rule's tensor must exist too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub beside: Option<String>,
-    /// The built-in policies that include the rule.
+    /// Built-in policies that include the rule.
     #[serde(default)]
     pub policies: Vec<String>,
-    /// Why, in one line.
+    /// Reason, in one line.
     pub reason: String,
 }
 
@@ -51,14 +51,14 @@ pub struct Rule {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorPattern {
-    /// A [`pattern`] for the module's path.
+    /// [`pattern`] of the module's path.
     pub module: String,
-    /// The parameter's name below the module, literally.
+    /// Name of the parameter below the module, literally.
     pub param: String,
 }
 
 impl TensorPattern {
-    /// The module's path when `name` is this tensor of such a module.
+    /// Returns the module's path if `name` is `param` of a module that matches.
     pub fn module_of<'a>(&self, name: &'a str, param: &str) -> Option<&'a str> {
         let module = name.strip_suffix(param)?.strip_suffix('.')?;
         pattern::matches(&self.module, module).then_some(module)
@@ -86,7 +86,7 @@ impl Rule {
         self.families.iter().any(|f| f == "*" || architecture.families.contains(f))
     }
 
-    /// Given the name of an existing tensor: the name of the rule's tensor that must exist beside it.
+    /// Returns the name of the rule's tensor that must exist beside the existing tensor `name`.
     pub fn expected_beside(&self, name: &str) -> Option<String> {
         let beside = self.beside.as_ref()?;
         self.tensors
@@ -100,37 +100,37 @@ impl Rule {
 pub struct Policy {
     /// `strict`, `megatron`, `nemo`, `none`, or the name in the user's file.
     pub name: String,
-    /// One line about it.
+    /// Description in one line.
     pub description: String,
-    /// The rules it includes.
+    /// Rules of the policy.
     pub rules: Vec<Rule>,
 }
 
 impl Policy {
-    /// The policy, reduced to the rules of one architecture.
+    /// Returns the policy reduced to the rules of one architecture.
     pub fn for_architecture(&self, architecture: &Architecture) -> Policy {
         let rules = self.rules.iter().filter(|r| r.applies_to(architecture)).cloned().collect();
         Policy { rules, ..self.clone() }
     }
 
-    /// The rule that protects the tensor called `name`, if any; bare and routed names alike.
+    /// Returns the rule that protects the tensor called `name`, bare or routed, if there is one.
     pub fn rule_for(&self, name: &str) -> Option<&Rule> {
         let name = strip_fp32_holder_key(name);
         self.rules.iter().find(|rule| rule.covers(&name))
     }
 }
 
-/// Why a policy could not be had.
+/// An error in a policy or its name.
 #[derive(Debug, thiserror::Error)]
 pub enum PolicyError {
     /// No built-in policy of that name.
-    #[error("there is no policy `{0}`; the named ones are {1}, or give a policy file (.toml)")]
+    #[error("unknown policy `{0}`; use one of {1}, or a policy file (.toml)")]
     Unknown(String, String),
     /// The file is not valid TOML, or not a policy.
-    // Not a `#[from]`: a source's words would be printed once more, after the message that has them already.
+    // Not `#[from]`: the source's message would be printed twice.
     #[error("not a policy file: {0}")]
     Syntax(toml::de::Error),
-    /// The file is TOML, but says something impossible.
+    /// The file is valid TOML with a contradiction.
     #[error("{0}")]
     Meaning(String),
 }
@@ -175,21 +175,21 @@ struct PolicyFile {
 /// The families, the rules, and the policies over them.
 #[derive(Clone, Debug)]
 pub struct Registry {
-    /// The architectures that rules can name.
+    /// Architectures that rules can name.
     pub families: Vec<Family>,
     /// All rules.
     pub rules: Vec<Rule>,
-    /// The named policies, the default first.
+    /// Named policies, the default first.
     pub policies: Vec<Policy>,
 }
 
 impl Registry {
-    /// The embedded table.
+    /// Returns the embedded table.
     pub fn builtin() -> &'static Registry {
         static BUILTIN: OnceLock<Registry> = OnceLock::new();
         BUILTIN.get_or_init(|| {
             let file: RegistryFile =
-                toml::from_str(include_str!("rules.toml")).expect("the embedded table is valid");
+                toml::from_str(include_str!("rules.toml")).expect("a test parses the embedded table");
             let selection = |row: PolicyRow| Policy {
                 rules: file.rule.iter().filter(|r| r.policies.contains(&row.name)).cloned().collect(),
                 name: row.name,
@@ -200,7 +200,7 @@ impl Registry {
         })
     }
 
-    /// A built-in policy by name.
+    /// Returns a built-in policy by name.
     pub fn policy(&self, name: &str) -> Result<Policy, PolicyError> {
         self.policies.iter().find(|p| p.name == name).cloned().ok_or_else(|| {
             let names: Vec<&str> = self.policies.iter().map(|p| p.name.as_str()).collect();
@@ -208,7 +208,7 @@ impl Registry {
         })
     }
 
-    /// The registry and the policy that a user's policy file describes.
+    /// Parses a user's policy file. Returns the registry with its rules, and the policy.
     pub fn with_policy_file(&self, text: &str) -> Result<(Registry, Policy), PolicyError> {
         let file: PolicyFile = toml::from_str(text)?;
         let mut registry = self.clone();
@@ -221,7 +221,7 @@ impl Registry {
             if !rules.iter().any(|r| &r.id == id) {
                 let known: Vec<&str> = rules.iter().map(|r| r.id.as_str()).collect();
                 return Err(PolicyError::Meaning(format!(
-                    "`remove` names the rule `{id}`, which is not in the policy; its rules are: {}",
+                    "`remove`: rule `{id}` is not in the policy; its rules are: {}",
                     known.join(", ")
                 )));
             }
@@ -245,13 +245,13 @@ fn check_rule(rule: &Rule, families: &[Family]) -> Result<(), PolicyError> {
     if let Some(family) = unknown {
         let known: Vec<&str> = families.iter().map(|f| f.name.as_str()).collect();
         return Err(PolicyError::Meaning(format!(
-            "rule `{}` names the family `{family}`, which is neither built in nor in the file; known: {}",
+            "rule `{}`: unknown family `{family}`; known families: {}",
             rule.id,
             known.join(", ")
         )));
     }
     if rule.dtype != Dtype::F32 {
-        let message = format!("rule `{}` requires {}: only F32 can be required", rule.id, rule.dtype);
+        let message = format!("rule `{}`: dtype must be F32, got {}", rule.id, rule.dtype);
         return Err(PolicyError::Meaning(message));
     }
     Ok(())
@@ -364,10 +364,10 @@ mod tests {
         let error = |text: &str| Registry::builtin().with_policy_file(text).unwrap_err().to_string();
         assert!(error("name = ").contains("not a policy file"));
         assert!(error("name = 'x'\nrulez = []").contains("rulez"));
-        assert!(error("name = 'x'\nextends = 'strictt'").contains("there is no policy `strictt`"));
+        assert!(error("name = 'x'\nextends = 'strictt'").contains("unknown policy `strictt`"));
         assert!(error("name = 'x'\nextends = 'strict'\nremove = ['nope']").contains("`nope`"));
         let rule = "name='x'\n[[rule]]\nid='r'\nreason='y'\ntensors=[{module='**',param='p'}]\n";
         assert!(error(&format!("{rule}families=['llama']")).contains("llama"));
-        assert!(error(&format!("{rule}dtype='BF16'")).contains("only F32"));
+        assert!(error(&format!("{rule}dtype='BF16'")).contains("must be F32"));
     }
 }

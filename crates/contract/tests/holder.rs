@@ -69,14 +69,14 @@ fn keys_are_tracked_routed_and_stripped_as_the_table_says() {
             "m.linear_attn.A_log.lora_A.weight",
             "m.linear_attn.A_log.lora_A.weight",
         ),
-        // a holder elsewhere is not ours
+        // a holder elsewhere is not tracked
         (
             "m.self_attn._fp32_params.A_log",
             false,
             "m.self_attn._fp32_params.A_log",
             "m.self_attn._fp32_params.A_log",
         ),
-        // every occurrence goes
+        // every occurrence is removed
         (
             "a.linear_attn._fp32_params.b.linear_attn._fp32_params.A_log",
             true,
@@ -186,7 +186,7 @@ fn key() -> impl Strategy<Value = String> {
 proptest! {
     #[test]
     fn strip_undoes_route(key in key()) {
-        // A key that holds no holder is a bare key; for the others strip is the answer by itself.
+        // A key without a holder is a bare key; for the others, strip gives the answer.
         let bare = strip_fp32_holder_key(&key).into_owned();
         let routed = route_fp32_holder_key(&bare).into_owned();
         prop_assert_eq!(strip_fp32_holder_key(&routed), bare.as_str());

@@ -1,4 +1,4 @@
-//! Mixture-of-experts weights: one tensor per expert, or one over all.
+//! Mixture-of-experts weights: one tensor per expert, or one for all.
 //!
 //! ```text
 //! split   experts.{e}.gate_proj.weight, up_proj.weight [Im, H]    experts.{e}.down_proj.weight [H, Im]
@@ -17,7 +17,7 @@ pub(super) fn is_fused(name: &str) -> bool {
     name.ends_with(GATE_UP) && !is_carried(name)
 }
 
-/// Fused to split.
+/// Converts fused to split.
 pub(super) fn split(views: Vec<View>) -> Result<Vec<View>> {
     let of = |v: &View| Some(format!("{}.experts.", v.name.strip_suffix(GATE_UP)?));
     let modules: Vec<String> = views.iter().filter(|v| !is_carried(&v.name)).filter_map(of).collect();
@@ -29,10 +29,10 @@ pub(super) fn split(views: Vec<View>) -> Result<Vec<View>> {
         gate_up.require_elements()?;
         let (&[count, rows, hidden], &[down_count, out, inner]) = (&gate_up.shape[..], &down.shape[..])
         else {
-            return Err(Error::tensor(gate_up.name, "fused experts have three dimensions"));
+            return Err(Error::tensor(gate_up.name, "fused experts must have three dimensions"));
         };
         if down_count != count || rows % 2 != 0 {
-            let problem = format!("shape {:?} does not go with down_proj's {:?}", gate_up.shape, down.shape);
+            let problem = format!("shape {:?} does not match down_proj's {:?}", gate_up.shape, down.shape);
             return Err(Error::tensor(gate_up.name, problem));
         }
         for e in 0..count {
@@ -46,9 +46,9 @@ pub(super) fn split(views: Vec<View>) -> Result<Vec<View>> {
     Ok([pool.rest(), made].concat())
 }
 
-/// Split to fused.
+/// Converts split to fused.
 pub(super) fn fuse(views: Vec<View>) -> Result<Vec<View>> {
-    // Module -> number of experts, by the highest index that is there.
+    // Module -> number of experts, by the highest index.
     let mut modules: BTreeMap<String, u64> = BTreeMap::new();
     for view in views.iter().filter(|v| !is_carried(&v.name)) {
         if let Some((module, index)) = expert_index(&view.name) {
@@ -65,7 +65,7 @@ pub(super) fn fuse(views: Vec<View>) -> Result<Vec<View>> {
             let (gate, up, down_proj) = (take("gate_proj")?, take("up_proj")?, take("down_proj")?);
             gate.require_elements()?;
             if gate.shape != up.shape {
-                let problem = format!("shape {:?} does not go with up_proj's {:?}", gate.shape, up.shape);
+                let problem = format!("shape {:?} does not match up_proj's {:?}", gate.shape, up.shape);
                 return Err(Error::tensor(gate.name, problem));
             }
             let both = View::concat(format!("{module}{e}.gate_up_proj"), 0, &[gate, up])?;
@@ -80,7 +80,7 @@ pub(super) fn fuse(views: Vec<View>) -> Result<Vec<View>> {
     Ok([pool.rest(), made].concat())
 }
 
-/// `X.experts.7.up_proj.weight` -> (`X`, 7).
+/// Parses `X.experts.7.up_proj.weight` into (`X`, 7).
 pub(super) fn expert_index(name: &str) -> Option<(&str, u64)> {
     let (module, rest) = name.rsplit_once(".experts.")?;
     let (index, leaf) = rest.split_once('.')?;

@@ -1,14 +1,14 @@
-//! The Megatron layout of the Qwen hybrids, whole or cut into tensor-parallel ranks.
+//! The Megatron layout of the Qwen hybrids, in one piece or divided into tensor-parallel ranks.
 //!
-//! One table ([`recipes`]) says of every Megatron tensor which rows of which hf tensors it is made of, and
-//! how ranks share it; both directions follow from it. A tensor is a list of stripes, each a list of
-//! row blocks; rank i of n takes the i-th of n equal parts of every stripe, so that e.g. the packed
-//! `in_proj` of a rank is again q|k|v|z|b|a.
+//! One table ([`recipes`]) lists, for every Megatron tensor, the rows of hf tensors it consists of, and how
+//! ranks divide it. Both directions follow from the table. A tensor is a list of stripes, each a list of row
+//! blocks; rank i of n takes the i-th of n equal parts of every stripe, so that the packed `in_proj` of a
+//! rank is again q|k|v|z|b|a.
 //!
 //! ```text
 //! linear attention   in_proj = q | k | v | z | beta | alpha      conv1d = q | k | v      out_norm = norm - 1
 //! softmax attention  linear_qkv = per kv head: queries, their gates, key, value
-//! mlp, experts       linear_fc1 = gate | up      linear_fc2 = down, cut by columns
+//! mlp, experts       linear_fc1 = gate | up      linear_fc2 = down, divided by columns
 //! ```
 
 use std::collections::BTreeMap;
@@ -21,14 +21,14 @@ use crate::cast::Buffer;
 use crate::error::{Error, Result};
 use crate::view::View;
 
-/// How the ranks share a tensor.
+/// The division of a tensor among ranks.
 #[derive(Clone, Copy, PartialEq)]
 enum Cut {
-    /// Every rank has all of it.
+    /// Every rank has the whole tensor.
     Replicated,
-    /// Every stripe is cut by rows.
+    /// Every stripe is divided by rows.
     Rows,
-    /// By columns (one stripe only).
+    /// Divided by columns (one stripe only).
     Columns,
 }
 
@@ -49,11 +49,11 @@ struct Recipe {
     megatron: String,
     stripes: Stripes,
     cut: Cut,
-    /// The Megatron tensor is the hf one plus this.
+    /// Added to the hf tensor to give the Megatron tensor.
     shift: i8,
 }
 
-/// What a decoder layer consists of, as far as names go.
+/// The parts of a decoder layer, by its tensor names.
 #[derive(Default)]
 struct LayerKind {
     linear: bool,
@@ -62,7 +62,8 @@ struct LayerKind {
     shared_expert: bool,
 }
 
-/// From hf (split projections, split experts) to Megatron, by rank. What no recipe knows stays on rank 0.
+/// Converts hf (split projections, split experts) to Megatron, by rank. Tensors without a recipe go to rank
+/// 0.
 pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec<Vec<View>>> {
     let mut kinds: BTreeMap<u64, LayerKind> = BTreeMap::new();
     for view in &views {
@@ -77,8 +78,7 @@ pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec
     }
     if !kinds.values().any(|k| k.linear) {
         return Err(Error::Refused(
-            "the megatron layout is known for the Gated-DeltaNet hybrids only, and this checkpoint has no \
-             linear_attn layers"
+            "the megatron layout is supported for Gated-DeltaNet hybrids only; this checkpoint has no linear_attn layers"
                 .into(),
         ));
     }
@@ -88,10 +88,8 @@ pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec
         ("num_key_value_heads", g.kv_heads),
     ];
     if let Some((field, heads)) = uneven.into_iter().find(|(_, heads)| heads % to.ranks as u64 != 0) {
-        let message = format!(
-            "--tp {}: {field} is {heads}, which cannot be divided among {} ranks",
-            to.ranks, to.ranks
-        );
+        let message =
+            format!("--tp {}: {field} is {heads} and cannot be divided among {} ranks", to.ranks, to.ranks);
         return Err(Error::Refused(message));
     }
     let tied = !views.iter().any(|v| v.name == "lm_head.weight");
@@ -120,7 +118,7 @@ pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec
                 stripes.iter().map(|s| recipe.part(s, rank, to.ranks)).collect::<Result<_>>()?;
             let mut view = View::concat(&recipe.megatron, 0, &parts)?;
             if recipe.shift != 0 {
-                // The shift is done, and stored, in f32: a narrower type would round the difference.
+                // The shift is computed and stored in f32: a narrower type would round the result.
                 view = f32_for_shift(view)?.shifted(recipe.shift);
             }
             out.push(view);
@@ -130,7 +128,7 @@ pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec
     Ok(ranks)
 }
 
-/// From Megatron, by rank, to hf (split projections, split experts).
+/// Converts Megatron, by rank, to hf (split projections, split experts).
 pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Result<Vec<View>> {
     let mut kinds: BTreeMap<u64, LayerKind> = BTreeMap::new();
     for view in &ranks[0] {
@@ -154,7 +152,7 @@ pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Resul
             .iter_mut()
             .enumerate()
             .map(|(rank, pool)| {
-                pool.take(&recipe.megatron, &format!("the whole tensor (rank {rank} lacks it)"))
+                pool.take(&recipe.megatron, &format!("the whole tensor (missing on rank {rank})"))
             })
             .collect::<Result<_>>()?;
         let first = &parts[0];
@@ -165,7 +163,7 @@ pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Resul
             );
             return Err(Error::tensor(&recipe.megatron, problem));
         }
-        // Stripe by stripe: the ranks' parts joined again.
+        // Concatenates the ranks' parts, stripe by stripe.
         let stripe_rows: Vec<u64> = match &recipe.stripes {
             Stripes::Whole(names) => vec![first.shape[0] / names.len() as u64; names.len()],
             Stripes::Blocks(stripes) => {
@@ -174,7 +172,7 @@ pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Resul
         };
         let total: u64 = stripe_rows.iter().sum();
         if total != first.shape[0] {
-            let problem = format!("it has {} rows per rank where config.json makes {total}", first.shape[0]);
+            let problem = format!("must have {total} rows per rank by config.json, got {}", first.shape[0]);
             return Err(Error::tensor(&recipe.megatron, problem));
         }
         let mut stripes = Vec::new();
@@ -222,14 +220,14 @@ pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Resul
             }
         }
     }
-    // What no recipe knows lives on rank 0; on another rank nobody would find it again.
+    // Tensors without a recipe are on rank 0; on another rank they would be lost.
     for (rank, pool) in pools.into_iter().enumerate() {
         let rest = pool.rest();
         if rank == 0 {
             made.extend(rest);
         } else if let Some(view) = rest.first() {
             let problem =
-                format!("rank {rank} has it, but it is no tensor of the megatron layout known here");
+                format!("unknown tensor on rank {rank}; unknown tensors are allowed on rank 0 only");
             return Err(Error::tensor(&view.name, problem));
         }
     }
@@ -244,14 +242,14 @@ impl Recipe {
         }
     }
 
-    /// Blocks must cover each hf tensor exactly; whole tensors must have equally many rows.
+    /// Checks that blocks cover each hf tensor exactly, and that whole tensors have the same shape.
     fn check_rows(&self, whole: &BTreeMap<&str, View>) -> Result<()> {
         let Stripes::Blocks(stripes) = &self.stripes else {
             let mut shapes = whole.values().map(|v| (&v.name, &v.shape));
             let first = shapes.next();
             return match shapes.find(|(_, shape)| first.is_some_and(|(_, s)| s != *shape)) {
                 Some((name, shape)) => {
-                    Err(Error::tensor(name, format!("shape {shape:?} does not go with {first:?}")))
+                    Err(Error::tensor(name, format!("shape {shape:?} does not match {first:?}")))
                 }
                 None => Ok(()),
             };
@@ -259,8 +257,10 @@ impl Recipe {
         for (hf, view) in whole {
             let expected: u64 = stripes.iter().flatten().filter(|b| b.hf == *hf).map(|b| b.rows).sum();
             if view.shape.first() != Some(&expected) {
-                let problem =
-                    format!("shape {:?}: config.json's head counts make {expected} rows", view.shape);
+                let problem = format!(
+                    "must have {expected} rows by the head counts of config.json, got shape {:?}",
+                    view.shape
+                );
                 return Err(Error::tensor(*hf, problem));
             }
         }
@@ -284,7 +284,7 @@ impl Recipe {
     }
 }
 
-/// All Megatron tensors of the decoder, in the order the network runs them.
+/// Returns the recipes of all Megatron tensors of the decoder, in the order of the network.
 fn recipes(kinds: &BTreeMap<u64, LayerKind>, layout: &Layout, g: &Geometry, tied: bool) -> Vec<Recipe> {
     let p = &layout.prefix;
     let whole = |megatron: String, hf: &[String], cut| Recipe {
@@ -386,7 +386,7 @@ fn softmax_attention(hf: Names, mg: Names, one: One, g: &Geometry) -> Vec<Recipe
     for kv_head in 0..g.kv_heads {
         let heads = kv_head * group..(kv_head + 1) * group;
         let block = |leaf: &str, from| Block { hf: hf(leaf), from, rows: d };
-        // hf stacks query and gate per head; Megatron takes the group's queries, then its gates.
+        // hf has query and gate per head; Megatron has the queries of a group, then its gates.
         blocks.extend(heads.clone().map(|h| block("self_attn.q_proj.weight", h * 2 * d)));
         blocks.extend(heads.map(|h| block("self_attn.q_proj.weight", h * 2 * d + d)));
         blocks.push(block("self_attn.k_proj.weight", kv_head * d));
@@ -408,19 +408,22 @@ fn softmax_attention(hf: Names, mg: Names, one: One, g: &Geometry) -> Vec<Recipe
 
 fn f32_for_shift(view: View) -> Result<View> {
     if !view.dtype.widens_exactly_to(Dtype::F32) {
-        let problem = format!("it is {}: its shift to zero-centred gamma is defined in f32", view.dtype);
+        let problem = format!(
+            "is {}; the shift to zero-centered gamma needs a dtype that f32 can represent",
+            view.dtype
+        );
         return Err(Error::tensor(view.name, problem));
     }
     Ok(view.widened(Dtype::F32))
 }
 
-/// `<before>12.mlp.x` -> (12, `mlp.x`).
+/// Parses `<before>12.mlp.x` into (12, `mlp.x`).
 fn layer_of<'a>(name: &'a str, before: &str) -> Option<(u64, &'a str)> {
     let (layer, rest) = name.strip_prefix(before)?.split_once('.')?;
     Some((layer.parse().ok()?, rest))
 }
 
-/// A tensor that every rank has must be the same on every rank.
+/// Checks that a replicated tensor is the same on every rank.
 fn check_replicas(parts: &[View]) -> Result<()> {
     let mut scratch = Buffer::default();
     let mut read = |view: &View| {
@@ -431,8 +434,7 @@ fn check_replicas(parts: &[View]) -> Result<()> {
     let first = read(&parts[0])?;
     for (rank, part) in parts.iter().enumerate().skip(1) {
         if read(part)?.as_ref() != first.as_ref() {
-            let problem =
-                format!("every rank should hold the same values, but rank {rank} differs from rank 0");
+            let problem = format!("replicated tensor differs between rank 0 and rank {rank}");
             return Err(Error::tensor(&part.name, problem));
         }
     }

@@ -1,4 +1,4 @@
-//! How a checkpoint names and groups its tensors, and the way from one layout to another.
+//! Layouts: the names and grouping of a checkpoint's tensors, and conversions between them.
 //!
 //! | aspect | values |
 //! |---|---|
@@ -6,8 +6,8 @@
 //! | projections | `split` (Qwen3.5: in_proj_qkv, z, b, a) or `fused` (Qwen3-Next: in_proj_qkvz, in_proj_ba) |
 //! | experts | `split` (one tensor per expert) or `fused` (gate_up_proj and down_proj over all experts) |
 //!
-//! A layout is recognised from the names. Tensors that a change of layout does not know (vision, mtp,
-//! anything new) are carried through under their own names.
+//! A layout is recognized by the names. Tensors that a change of layout does not know (vision, mtp, anything
+//! new) are copied under their own names.
 
 mod experts;
 mod megatron;
@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::open::Checkpoint;
 use crate::view::View;
 
-/// Whose names.
+/// The naming convention of a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -43,7 +43,7 @@ impl std::fmt::Display for Naming {
     }
 }
 
-/// Whether tensors that belong together are apart or in one.
+/// The form of tensors that belong together: one each, or one for all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -52,40 +52,40 @@ pub enum Form {
     Fused,
 }
 
-/// How a checkpoint names and groups its tensors.
+/// The layout of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Layout {
-    /// Whose names.
+    /// Naming convention.
     pub naming: Naming,
-    /// The linear-attention input projections, if any; for megatron, the form they had before.
+    /// Form of the linear-attention input projections, if any; for megatron, the form in the hf layout.
     pub projections: Option<Form>,
-    /// The experts, if any; for megatron, the form they had before.
+    /// Form of the experts, if any; for megatron, the form in the hf layout.
     pub experts: Option<Form>,
-    /// Tensor-parallel ranks.
+    /// Number of tensor-parallel ranks.
     pub ranks: usize,
     /// Megatron only: out_norm.weight is stored minus one.
     pub zero_centered_gamma: bool,
-    /// What stands before `layers.` in the hf names.
+    /// Prefix before `layers.` in the hf names.
     pub prefix: String,
 }
 
-/// What a conversion was asked for; the rest stays as it is.
+/// A requested layout; `None` keeps the source's.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LayoutRequest {
-    /// Whose names.
+    /// Naming convention.
     pub naming: Option<Naming>,
     /// Form of the projections.
     pub projections: Option<Form>,
     /// Form of the experts.
     pub experts: Option<Form>,
-    /// Tensor-parallel ranks to write.
+    /// Number of tensor-parallel ranks to write.
     pub ranks: Option<usize>,
-    /// Whether Megatron's out_norm is stored minus one: of the source if that is Megatron's, else of
-    /// the destination. Default: as the file says, else yes.
+    /// True if Megatron's out_norm is stored minus one: in the source if it is a Megatron checkpoint, else in
+    /// the destination. Default: as the file says, else true.
     pub zero_centered_gamma: Option<bool>,
 }
 
-/// Keys of `__metadata__` in files that are not in the hf layout, so that the way back is known.
+/// Keys of `__metadata__` in files of other layouts than hf, needed to convert back.
 pub mod metadata {
     #![allow(missing_docs)]
     pub const LAYOUT: &str = "ballast.layout";
@@ -97,7 +97,7 @@ pub mod metadata {
 }
 
 impl Layout {
-    /// Recognises the layout of a checkpoint from its names, and from what our own files say.
+    /// Detects the layout of a checkpoint by its names, and by the metadata that Ballast writes.
     pub fn detect(checkpoint: &Checkpoint) -> Layout {
         let names = || checkpoint.tensors.iter().map(|t| t.name.as_str()).filter(|n| !is_carried(n));
         let said = |key| checkpoint.metadata_value(key);
@@ -107,7 +107,7 @@ impl Layout {
         {
             Naming::Megatron
         } else if names().any(|n| n.contains(".linear_attn._fp32_params."))
-            // Without linear attention nothing has a holder.
+            // A model without linear attention has no holder keys.
             || said(metadata::LAYOUT) == Some("nemo") && !names().any(|n| n.contains(".linear_attn."))
         {
             Naming::Nemo
@@ -132,7 +132,7 @@ impl Layout {
         } else {
             let nested = names().any(|n| n.starts_with("model.language_model."));
             (
-                form_found(names().any(projections::is_fused), names().any(projections::concerns)),
+                form_found(names().any(projections::is_fused), names().any(projections::is_projection)),
                 form_found(
                     names().any(experts::is_fused),
                     names().any(|n| experts::expert_index(n).is_some()),
@@ -144,16 +144,15 @@ impl Layout {
         Layout { naming, projections, experts, ranks: checkpoint.ranks, zero_centered_gamma, prefix }
     }
 
-    /// The layout to write, given the layout of the source and what was asked for.
+    /// Returns the layout to write for a request; `self` is the layout of the source.
     pub fn requested(&self, request: &LayoutRequest) -> Result<Layout> {
         let naming = request.naming.unwrap_or(self.naming);
         let ranks = request.ranks.unwrap_or(if naming == self.naming { self.ranks } else { 1 });
         if ranks == 0 || ranks > 64 {
-            return Err(Error::Refused(format!("--tp {ranks}: between 1 and 64 ranks can be written")));
+            return Err(Error::Refused(format!("--tp must be 1 to 64, got {ranks}")));
         }
         if ranks > 1 && naming != Naming::Megatron {
-            let message =
-                format!("--tp {ranks}: only the megatron layout is split into ranks; add --layout megatron");
+            let message = format!("--tp {ranks} needs the megatron layout; add --layout megatron");
             return Err(Error::Refused(message));
         }
         Ok(Layout {
@@ -166,7 +165,7 @@ impl Layout {
         })
     }
 
-    /// What a file in this layout says about itself in `__metadata__`.
+    /// Returns the `__metadata__` entries of a file in this layout.
     pub fn describe(&self) -> Vec<(String, String)> {
         let entry = |key: &str, value: &str| (key.to_string(), value.to_string());
         let form = |f: Form| if f == Form::Fused { "fused" } else { "split" };
@@ -195,7 +194,7 @@ fn form_found(fused: bool, any: bool) -> Option<Form> {
     }
 }
 
-/// The tensors of a checkpoint by rank, as views of themselves.
+/// Returns the tensors of a checkpoint as views, by rank.
 pub fn stored_views(checkpoint: &Arc<Checkpoint>) -> Vec<Vec<View>> {
     let mut ranks = vec![Vec::new(); checkpoint.ranks];
     for (i, t) in checkpoint.tensors.iter().enumerate() {
@@ -204,7 +203,7 @@ pub fn stored_views(checkpoint: &Arc<Checkpoint>) -> Vec<Vec<View>> {
     ranks
 }
 
-/// [`stored_views`] by rank and name.
+/// Returns [`stored_views`] by rank and name.
 pub(crate) fn stored_by_name(
     checkpoint: &Arc<Checkpoint>,
 ) -> std::collections::HashMap<(usize, String), View> {
@@ -212,7 +211,7 @@ pub(crate) fn stored_by_name(
     ranks.flat_map(|(rank, views)| views.into_iter().map(move |v| ((rank, v.name.clone()), v))).collect()
 }
 
-/// The tensors of `checkpoint`, which is in layout `from`, as layout `to` has them, by rank.
+/// Converts the tensors of `checkpoint` from layout `from` to layout `to`. Returns views by rank.
 pub fn relayout(checkpoint: &Arc<Checkpoint>, from: &Layout, to: &Layout) -> Result<Vec<Vec<View>>> {
     rearranged(checkpoint, from, to).map_err(|e| e.of(&checkpoint.root))
 }
@@ -220,14 +219,14 @@ pub fn relayout(checkpoint: &Arc<Checkpoint>, from: &Layout, to: &Layout) -> Res
 fn rearranged(checkpoint: &Arc<Checkpoint>, from: &Layout, to: &Layout) -> Result<Vec<Vec<View>>> {
     let keys = checkpoint.tensors.iter().filter(|t| t.rank == 0).map(|t| t.name.as_str());
     if let Some((key, bare)) = find_holder_collision(keys) {
-        let problem = format!("the checkpoint holds it twice, bare and as {key}; remove one of them");
+        let problem = format!("stored twice, bare and as {key}; remove one of them");
         return Err(Error::tensor(bare, problem));
     }
     let ranks = stored_views(checkpoint);
     if from == to {
         return Ok(ranks);
     }
-    // The geometry is read only where it is needed: a checkpoint without a config can still be renamed.
+    // The geometry is read only if needed: a checkpoint without config.json can still be renamed.
     let geometry = || Geometry::of(checkpoint);
     let packed = |form: Option<Form>| form.map(|_| Form::Split);
     let (mut views, projections, experts) = match from.naming {
@@ -269,7 +268,7 @@ fn renamed(ranks: Vec<Vec<View>>, rename: fn(&str) -> std::borrow::Cow<'_, str>)
         .collect()
 }
 
-/// Vision, audio and mtp tensors: no change of layout touches them.
+/// Returns true for vision, audio and mtp tensors, which no change of layout affects.
 pub fn is_carried(name: &str) -> bool {
     name.split('.')
         .any(|s| matches!(s, "mtp" | "visual" | "vision_tower" | "audio_tower" | "multi_modal_projector"))
@@ -280,7 +279,7 @@ fn text_config(checkpoint: &Checkpoint) -> Option<&Value> {
     Some(config.get("text_config").unwrap_or(config))
 }
 
-/// The head counts and widths that the packed forms depend on.
+/// Head counts and widths that the packed forms depend on.
 pub(crate) struct Geometry {
     /// Linear attention: key heads, value heads, their widths.
     pub(crate) key_heads: u64,
@@ -298,12 +297,14 @@ impl Geometry {
         let file = checkpoint.config_path();
         let fail = |problem: String| Error::Config { file: file.clone(), problem };
         let config = text_config(checkpoint).ok_or_else(|| {
-            fail("this change of layout needs the head counts of config.json, which is not there".into())
+            fail("config.json not found; its head counts are needed to change the layout".into())
         })?;
         let field = |name: &str| match config.get(name).map(|v| (v.as_u64(), v)) {
             Some((Some(value), _)) if (1..1 << 24).contains(&value) => Ok(value),
-            Some((_, value)) => Err(fail(format!("`{name}` is {value}, not a usable count"))),
-            None => Err(fail(format!("this change of layout needs the field `{name}`, which is not there"))),
+            Some((_, value)) => {
+                Err(fail(format!("`{name}` must be a count from 1 to 16777215, got {value}")))
+            }
+            None => Err(fail(format!("field `{name}` is missing; it is needed to change the layout"))),
         };
         let geometry = Geometry {
             key_heads: field("linear_num_key_heads")?,
@@ -317,25 +318,24 @@ impl Geometry {
         if !geometry.value_heads.is_multiple_of(geometry.key_heads)
             || !geometry.heads.is_multiple_of(geometry.kv_heads)
         {
-            let problem =
-                "the value heads must be a multiple of the key heads, and the heads of the key/value heads";
+            let problem = "value heads must be a multiple of key heads, and attention heads a multiple of key/value heads";
             return Err(fail(problem.into()));
         }
         Ok(geometry)
     }
 
-    /// Rows of q (and of k) in the linear-attention projections.
+    /// Number of rows of q (and of k) in the linear-attention projections.
     pub(crate) fn qk_rows(&self) -> u64 {
         self.key_heads * self.key_dim
     }
 
-    /// Rows of v (and of z).
+    /// Number of rows of v (and of z).
     pub(crate) fn v_rows(&self) -> u64 {
         self.value_heads * self.value_dim
     }
 }
 
-/// Views by name, to take them out one by one while the order of the rest is kept.
+/// Views that can be taken out by name; the rest keeps its order.
 pub(crate) struct Pool {
     views: Vec<Option<View>>,
     places: std::collections::HashMap<String, usize>,
@@ -347,13 +347,13 @@ impl Pool {
         Pool { views: views.into_iter().map(Some).collect(), places }
     }
 
-    /// Takes the tensor called `name` out, or says that `needed_for` lacks it.
+    /// Takes the tensor called `name`; the error names `needed_for`.
     pub(crate) fn take(&mut self, name: &str, needed_for: &str) -> Result<View> {
         let view = self.places.get(name).and_then(|&i| self.views[i].take());
-        view.ok_or_else(|| Error::tensor(name, format!("it is missing, and {needed_for} is made from it")))
+        view.ok_or_else(|| Error::tensor(name, format!("missing; it is needed for {needed_for}")))
     }
 
-    /// What nobody took.
+    /// Returns the views that were not taken.
     pub(crate) fn rest(self) -> Vec<View> {
         self.views.into_iter().flatten().collect()
     }

@@ -1,4 +1,4 @@
-//! The input projections of linear attention: Qwen3.5's four tensors and Qwen3-Next's two.
+//! Input projections of linear attention: four tensors in Qwen3.5, two in Qwen3-Next.
 //!
 //! ```text
 //! split   in_proj_qkv [2*kd+vd, H] = all q | all k | all v     in_proj_z [vd, H]     in_proj_b, in_proj_a [Nv, H]
@@ -17,18 +17,18 @@ pub(super) fn is_fused(name: &str) -> bool {
     name.ends_with(QKVZ) && !is_carried(name)
 }
 
-/// Whether the form of the projections concerns the tensor at all.
-pub(super) fn concerns(name: &str) -> bool {
+/// Returns true for a tensor of the input projections.
+pub(super) fn is_projection(name: &str) -> bool {
     name.contains(".linear_attn.in_proj_") && !is_carried(name)
 }
 
-/// Modules (the path up to and with `linear_attn.`) whose projections end in `suffix`.
+/// Returns the modules (paths ending in `linear_attn.`) that have a projection ending in `suffix`.
 fn modules(views: &[View], suffix: &str) -> Vec<String> {
     let of = |v: &View| Some(format!("{}.linear_attn.", v.name.strip_suffix(suffix)?));
     views.iter().filter(|v| !is_carried(&v.name)).filter_map(of).collect()
 }
 
-/// Fused to split.
+/// Converts fused to split.
 pub(super) fn split(views: Vec<View>, g: &Geometry) -> Result<Vec<View>> {
     let modules = modules(&views, QKVZ);
     let mut pool = Pool::new(views);
@@ -49,7 +49,7 @@ pub(super) fn split(views: Vec<View>, g: &Geometry) -> Result<Vec<View>> {
     Ok([pool.rest(), made].concat())
 }
 
-/// Split to fused.
+/// Converts split to fused.
 pub(super) fn fuse(views: Vec<View>, g: &Geometry) -> Result<Vec<View>> {
     let modules = modules(&views, QKV);
     let mut pool = Pool::new(views);
@@ -86,7 +86,8 @@ pub(super) fn fuse(views: Vec<View>, g: &Geometry) -> Result<Vec<View>> {
     Ok([pool.rest(), made].concat())
 }
 
-/// For a tensor whose rows repeat `heads` times a pattern of `N` sections: each section's pieces, head by head.
+/// Splits a tensor whose rows repeat a pattern of `N` sections `heads` times. Returns the pieces of each
+/// section, head by head.
 fn sections<const N: usize>(view: &View, heads: u64, rows: [u64; N]) -> Result<[Vec<View>; N]> {
     check_rows(view, heads * rows.iter().sum::<u64>())?;
     let mut pieces = [const { Vec::new() }; N];
@@ -105,6 +106,7 @@ fn check_rows(view: &View, rows: u64) -> Result<()> {
     if view.shape.first() == Some(&rows) {
         return Ok(());
     }
-    let problem = format!("its shape is {:?}, where config.json's head counts make {rows} rows", view.shape);
+    let problem =
+        format!("must have {rows} rows by the head counts of config.json, got shape {:?}", view.shape);
     Err(Error::tensor(&view.name, problem))
 }

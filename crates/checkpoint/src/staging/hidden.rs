@@ -1,7 +1,7 @@
 //! The hidden folder of a write: `.<name>.ballast-partial-<process>`, locked while its process lives.
 //!
-//! Whoever removes such a folder holds its lock, and looks after locking whether the path still leads to the folder that
-//! was locked; so does the process that creates one. So no folder is removed between its creation and its lock.
+//! A process that creates or removes such a folder locks it, then checks that the path still leads to the
+//! locked folder. So no folder is removed between its creation and its lock.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -16,21 +16,21 @@ use super::publish::rename_new;
 use crate::error::{Error, Result};
 
 const MARK: &str = ".ballast-partial-";
-/// Longest name of a file on common file systems, in bytes.
+/// Largest length of a file name on common file systems, in bytes.
 const MAX_NAME: usize = 255;
-/// Room for a process number and a counter.
+/// Length of a process id and a counter.
 const MAX_OWNER: usize = 24;
-/// Attempts at creating a folder that other processes remove or take first.
+/// Number of attempts to create a folder that other processes remove or create first.
 const ATTEMPTS: usize = 1000;
 
-/// What is to be published: a folder or a file.
+/// Name of the new content: a folder or a file.
 pub(super) const NEW: &str = "new";
-/// The old destination, while it waits for the new one where two paths cannot be exchanged at once.
+/// Name of the old destination while it is replaced, where two paths cannot be exchanged.
 pub(super) const OLD: &str = "old";
-/// The end of a name in the folder's place that holds an old destination, as version 0.1 left it.
+/// Suffix of a folder with an old destination, as version 0.1 left it.
 const OLD_SUFFIX: &str = "-old";
 
-/// A hidden folder; it goes with everything in it when this value is dropped.
+/// A hidden folder; removed with its content when this value is dropped.
 pub(super) struct Hidden {
     pub(super) path: PathBuf,
     _lock: File,
@@ -43,7 +43,7 @@ impl Drop for Hidden {
 }
 
 impl Hidden {
-    /// Creates and locks a folder in `home`, which is created as well, for a destination called `name`.
+    /// Creates and locks a folder in `home`, which is created if missing, for a destination called `name`.
     pub(super) fn create(home: &Path, name: &OsStr) -> Result<Hidden> {
         let prefix = prefix(name);
         let mut number = 0;
@@ -58,7 +58,7 @@ impl Hidden {
             match fs::create_dir(&path) {
                 Ok(()) => {}
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-                // A thread of this process, or a process of the same number in another container.
+                // Another thread, or a process with the same id in another container.
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                     number += 1;
                     continue;
@@ -74,7 +74,7 @@ impl Hidden {
                 return Ok(Hidden { path, _lock: lock });
             }
         }
-        let problem = format!("{}: other processes keep removing the folder to write into", home.display());
+        let problem = format!("{}: other processes keep removing the temporary folder", home.display());
         Err(Error::Refused(problem))
     }
 }
@@ -88,7 +88,8 @@ fn is_at(file: &File, path: &Path) -> bool {
     }
 }
 
-/// Returns the prefix of the names of a destination's hidden folders. A name that leaves no room is replaced by its hash.
+/// Returns the prefix of the names of a destination's hidden folders. A name that leaves no room is replaced
+/// by its hash.
 fn prefix(name: &OsStr) -> OsString {
     let mut prefix = OsString::from(".");
     if name.len() + 1 + MARK.len() + MAX_OWNER <= MAX_NAME {
@@ -108,9 +109,9 @@ pub(super) fn is_hidden_of(name: &OsStr, entry: &OsStr) -> bool {
     })
 }
 
-/// Removes hidden folders in `home` of runs that died: nobody holds their lock. One that died between moving the old
-/// destination away and moving the new one in gives the old one back; returns true if one did. An old destination whose
-/// place was taken since is left alone.
+/// Removes hidden folders in `home` of runs that died, whose lock is free. If a run died between moving the
+/// old destination away and the new one in, the old one is moved back; returns true in that case. An old
+/// destination whose path exists again is kept.
 pub(super) fn recover(home: &Path, name: &OsStr, target: &Path) -> bool {
     let Ok(entries) = fs::read_dir(home) else { return false };
     let mut recovered = false;
@@ -119,7 +120,7 @@ pub(super) fn recover(home: &Path, name: &OsStr, target: &Path) -> bool {
         if !is_hidden_of(name, &entry.file_name()) {
             continue;
         }
-        // Held until the folder is gone.
+        // Held until the folder is removed.
         let Some(_lock) = File::open(&path).ok().filter(|file| file.try_lock().is_ok() && is_at(file, &path))
         else {
             continue;

@@ -1,17 +1,19 @@
-//! A destination that appears whole or not at all, in the place of nothing but what was checked.
+//! Atomic writes: a destination appears complete or not at all, and replaces only what was checked before.
 //!
-//! Everything is written into a hidden folder, flushed to disk, and renamed into place. A process that dies leaves only
-//! the hidden folder, which does not look like a checkpoint; the next run removes it. What is at the destination is
-//! looked at twice, when the work begins and when it is published:
+//! Everything is written into a hidden folder, flushed to disk, and renamed into place. A process that dies
+//! leaves only the hidden folder, which does not look like a checkpoint; the next run removes it. The
+//! destination is checked twice, when the work starts and when the result is published:
 //!
-//! - Nothing was there: the rename fails if something is there now. Of two runs to one destination one succeeds.
-//! - An empty folder was there: the rename fails unless it is still empty.
-//! - A checkpoint was there, and may be replaced: old and new are exchanged in one step, or the old one is moved aside
-//!   where that is not possible. If what came out is not what was checked, it is put back. The old one is removed last.
-//! - An empty mount point was there, which cannot be renamed over: the hidden folder is inside it, and its entries are
-//!   moved out one by one, the index first and config.json last. An index without all of its shards is refused by every
-//!   reader, rank 0 comes after the other ranks, and without config.json there is no model. A mount point that is not
-//!   empty is refused.
+//! - It did not exist: the rename fails if it exists now. Of two runs with the same destination, one
+//!   succeeds.
+//! - It was an empty folder: the rename fails unless it is still empty.
+//! - It was a checkpoint that may be replaced: old and new are exchanged in one step, or, where that is not
+//!   possible, the old one is moved aside first. If the old one is not what was checked, it is put back. It
+//!   is removed last.
+//! - It was an empty mount point, which cannot be replaced by a rename: the hidden folder is inside it, and
+//!   its entries are moved out one by one, the index first and config.json last. Every reader rejects an
+//!   index with missing shards, rank 0 comes after the other ranks, and without config.json there is no
+//!   model. A mount point that is not empty is rejected.
 
 mod hidden;
 mod publish;
@@ -33,26 +35,26 @@ pub struct Staging {
     target: PathBuf,
     before: Before,
     hidden: Hidden,
-    /// What is written: a folder or a file in the hidden folder.
+    /// New content: a folder or a file in the hidden folder.
     staged: PathBuf,
     is_file: bool,
-    // Dropped after the hidden folder was removed from them.
+    // Dropped last, after the hidden folder was removed.
     _created: CreatedFolders,
 }
 
-/// What is at the destination when the work begins.
+/// The state of the destination when the work starts.
 enum Before {
     Nothing,
     EmptyFolder,
-    /// The root of a mounted file system, empty but for what a file system has of its own.
+    /// Root of a mounted file system, empty but for the file system's own entries.
     EmptyMountPoint,
     Checkpoint(Snapshot),
 }
 
-/// Every entry below a path, without following links: its kind, and a file's length and time of change.
+/// All entries below a path, links not followed: their kind, and the length and modification time of files.
 type Snapshot = BTreeMap<PathBuf, (fs::FileType, Option<(u64, Option<SystemTime>)>)>;
 
-/// Folders that did not exist before, innermost first; those that are still empty at the end go again.
+/// Folders that were created, innermost first; those still empty at the end are removed.
 struct CreatedFolders(Vec<PathBuf>);
 
 impl Drop for CreatedFolders {
@@ -64,12 +66,11 @@ impl Drop for CreatedFolders {
 }
 
 impl Staging {
-    /// Prepares to write `target`, which must not exist unless `force` is set; even then only something
-    /// that looks like a checkpoint is ever replaced. `sources` must not be in the way. Nothing is created
-    /// before all of that is known.
+    /// Prepares to write `target`, which must not exist unless `force` is set; even then, only a checkpoint
+    /// is replaced. `target` must not overlap `sources`. Nothing is created before these checks.
     pub fn new(target: &Path, is_file: bool, force: bool, sources: &[PathBuf]) -> Result<Staging> {
         let Some(name) = target.file_name() else {
-            return Err(Error::Refused(format!("{}: not a name that can be written to", target.display())));
+            return Err(Error::Refused(format!("{}: not a valid name for an output", target.display())));
         };
         let parent = resolved(&parent_of(target))?;
         let target = parent.join(name);
@@ -78,7 +79,7 @@ impl Staging {
             let resolved = target.canonicalize().unwrap_or(target.clone());
             if source == resolved || resolved.starts_with(&source) || source.starts_with(&resolved) {
                 return Err(Error::Refused(format!(
-                    "source {} and destination {} overlap; write somewhere else, so that the source is never at risk",
+                    "source {} and destination {} overlap; choose another destination",
                     source.display(),
                     target.display()
                 )));
@@ -86,7 +87,7 @@ impl Staging {
         }
         let is_mount_point = is_mount_point(&target, &parent);
         let home = if is_mount_point { &target } else { &parent };
-        // A run that died while it replaced a destination had leave to do so.
+        // A run that died while it replaced the destination had --force.
         let force = hidden::recover(home, name, &target) || force;
         let before = look(&target, is_mount_point, is_file, force)?;
         let missing = parent.ancestors().take_while(|p| !p.exists()).map(PathBuf::from).collect();
@@ -99,22 +100,22 @@ impl Staging {
         Ok(Staging { target, before, hidden, staged, is_file, _created: created })
     }
 
-    /// The folder to write into.
+    /// Returns the folder to write into.
     pub fn folder(&self) -> &Path {
         if self.is_file { &self.hidden.path } else { &self.staged }
     }
 
-    /// The name in [`Staging::folder`] under which the target is written, where it is one file.
+    /// Returns the name in [`Staging::folder`] of a target that is one file.
     pub fn file_name(&self) -> Option<&'static str> {
         self.is_file.then_some(NEW)
     }
 
-    /// Where a reader finds what was staged: the folder, or the one file.
+    /// Returns the path of the staged folder or file.
     pub fn staged(&self) -> PathBuf {
         self.staged.clone()
     }
 
-    /// Refuses early when the disk cannot hold `bytes` more.
+    /// Returns an error if the disk has no room for `bytes` more.
     pub fn check_space(&self, bytes: u64) -> Result<()> {
         let folder = &self.hidden.path;
         let stat = rustix::fs::statvfs(folder).map_err(|e| Error::io(folder, "look at")(e.into()))?;
@@ -125,8 +126,8 @@ impl Staging {
         Ok(())
     }
 
-    /// Flushes folders and renames into place. The files must have been flushed by their writers. An error if the
-    /// destination is no longer what it was; then it stays as it is, and nothing is published.
+    /// Flushes folders and renames into place; files must be flushed already. Returns an error if the
+    /// destination has changed; it is then left as it is, and nothing is published.
     pub fn commit(self) -> Result<()> {
         if !self.is_file {
             for folder in folders_below(&self.staged)? {
@@ -136,7 +137,7 @@ impl Staging {
         let (staged, target) = (&self.staged, &self.target);
         let renamed = match &self.before {
             Before::Nothing => rename_new(staged, target),
-            // A folder goes where nothing is, or an empty folder; a plain rename does exactly that.
+            // A plain rename of a folder succeeds only if the target is missing or an empty folder.
             Before::EmptyFolder if !self.is_file => fs::rename(staged, target),
             Before::EmptyFolder => fs::remove_dir(target).and_then(|()| rename_new(staged, target)),
             Before::EmptyMountPoint => return self.fill(),
@@ -146,10 +147,10 @@ impl Staging {
         sync(&parent_of(target))
     }
 
-    /// Moves what was staged to the root of a mounted file system, entry by entry; none if one cannot be moved.
+    /// Moves the staged entries to the root of a mounted file system; all of them or none.
     fn fill(&self) -> Result<()> {
         let target = &self.target;
-        // Of two runs, the first that comes here publishes.
+        // Of two runs, the first to get the lock publishes.
         let lock = File::open(target).map_err(Error::io(target, "open"))?;
         lock.lock().map_err(Error::io(target, "lock"))?;
         if !entries(target, true)?.is_empty() {
@@ -161,7 +162,7 @@ impl Staging {
         self.move_in(&names).map_err(|error| self.refused(error))
     }
 
-    /// Moves entries to the target in this order; none if one cannot be moved.
+    /// Moves entries to the target in this order; all of them or none.
     fn move_in(&self, names: &[OsString]) -> io::Result<()> {
         let target = &self.target;
         let moved = names.iter().try_for_each(|name| {
@@ -179,7 +180,7 @@ impl Staging {
         moved
     }
 
-    /// Puts what was staged in the place of the checkpoint that was checked.
+    /// Replaces the checked checkpoint with the staged one.
     fn replace(&self, checked: &Snapshot) -> Result<()> {
         let (staged, target) = (&self.staged, &self.target);
         let is_checked = |path: &Path| snapshot(path).is_ok_and(|found| found == *checked);
@@ -189,7 +190,7 @@ impl Staging {
         if exchange(staged, target).is_err() {
             return self.replace_in_steps(&is_checked);
         }
-        // The old one is in the hidden folder now, and goes with it.
+        // The old one is now in the hidden folder and is removed with it.
         if !is_checked(staged) {
             if exchange(staged, target).is_err() {
                 self.put_back(staged)?;
@@ -199,7 +200,7 @@ impl Staging {
         sync(&parent_of(target))
     }
 
-    /// [`Staging::replace`] where two paths cannot be exchanged.
+    /// Does the same as [`Staging::replace`] where two paths cannot be exchanged.
     fn replace_in_steps(&self, is_checked: &dyn Fn(&Path) -> bool) -> Result<()> {
         let (target, old) = (&self.target, self.hidden.path.join(OLD));
         rename_new(target, &old).map_err(Error::io(target, "move aside"))?;
@@ -214,34 +215,34 @@ impl Staging {
         sync(&parent_of(target))
     }
 
-    /// Gives the destination back what was moved into the hidden folder, or where its place is taken, a name beside it.
+    /// Moves the old destination back from the hidden folder; if its place is taken, to a name beside it.
     fn put_back(&self, moved: &Path) -> Result<()> {
         let Err(cause) = rename_new(moved, &self.target) else { return Ok(()) };
         let beside = self.target.with_file_name(format!("ballast-displaced-{}", std::process::id()));
         rename_new(moved, &beside).map_err(Error::io(&beside, "rename"))?;
         Err(Error::Refused(format!(
-            "{}: its place was taken while it was replaced ({cause}); it is now {}, and nothing was published",
+            "{}: another process created this path while it was replaced ({cause}); the old content is now {}, and nothing was published",
             self.target.display(),
             beside.display()
         )))
     }
 
-    /// The error of a publishing rename.
+    /// Returns the error of a failed rename into place.
     fn refused(&self, error: io::Error) -> Error {
         if !is_taken(&error) {
             return Error::io(&self.target, "rename into place")(error);
         }
         Error::Refused(format!(
-            "{} was created or filled by another process while this one ran; it was left as it is, and this result was \
-             discarded; write somewhere else, or run again with --force to replace it",
+            "{} was created or filled by another process while this one ran; it was left unchanged, and this result was \
+             discarded; choose another destination, or run again with --force to replace it",
             self.target.display()
         ))
     }
 
     fn changed(&self) -> Error {
         Error::Refused(format!(
-            "{} was changed by another process while this one ran; it was left as it is, and this result was \
-             discarded; run the command again to replace what is there now",
+            "{} was changed by another process while this one ran; it was left unchanged, and this result was \
+             discarded; run the command again to replace it",
             self.target.display()
         ))
     }
@@ -254,7 +255,7 @@ fn parent_of(path: &Path) -> PathBuf {
     }
 }
 
-/// The path without links and `..`; what does not exist yet stands at its end as given.
+/// Resolves links and `..`; components that do not exist yet stay as given.
 fn resolved(path: &Path) -> Result<PathBuf> {
     match path.canonicalize() {
         Err(e) if e.kind() == io::ErrorKind::NotFound => match path.file_name() {
@@ -265,14 +266,14 @@ fn resolved(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// Returns true if a folder is the root of a mounted file system: it can be neither renamed over nor exchanged.
+/// Returns true if a folder is the root of a mounted file system, which cannot be replaced by a rename.
 fn is_mount_point(target: &Path, parent: &Path) -> bool {
     let Ok(found) = fs::symlink_metadata(target) else { return false };
     let other_device = fs::metadata(parent).is_ok_and(|parent| parent.dev() != found.dev());
     found.is_dir() && (other_device || is_bind_mount(target))
 }
 
-/// A folder of the same file system can be mounted, too.
+/// Returns true for a mounted folder of the same file system.
 #[cfg(target_os = "linux")]
 fn is_bind_mount(folder: &Path) -> bool {
     use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
@@ -290,14 +291,15 @@ fn list(folder: &Path) -> Result<Vec<fs::DirEntry>> {
     listed.map_err(Error::io(folder, "list"))
 }
 
-/// The entries of a destination. A mount point is also home to hidden folders, and to the file system's own folder.
+/// Returns the entries of a destination, without hidden folders and the file system's own entries on a mount
+/// point.
 fn entries(target: &Path, is_mount_point: bool) -> Result<Vec<fs::DirEntry>> {
     let name = target.file_name().unwrap_or_default();
     let own = |entry: &OsStr| entry == "lost+found" || hidden::is_hidden_of(name, entry);
     Ok(list(target)?.into_iter().filter(|e| !is_mount_point || !own(&e.file_name())).collect())
 }
 
-/// What is at the destination; an error if it must not be replaced.
+/// Returns the state of the destination, or an error if it must not be replaced.
 fn look(target: &Path, is_mount_point: bool, is_file: bool, force: bool) -> Result<Before> {
     let existing = match fs::symlink_metadata(target) {
         Ok(existing) => existing,
@@ -306,7 +308,7 @@ fn look(target: &Path, is_mount_point: bool, is_file: bool, force: bool) -> Resu
     };
     if is_mount_point && is_file {
         return Err(Error::Refused(format!(
-            "{} is a mount point; one file cannot take its place; write to a name below it",
+            "{} is a mount point and cannot be replaced by a file; choose a name below it",
             target.display()
         )));
     }
@@ -331,15 +333,14 @@ fn look(target: &Path, is_mount_point: bool, is_file: bool, force: bool) -> Resu
     let problem = match (force, foreign.first()) {
         (false, _) => "exists; add --force to replace it".into(),
         (true, Some(folder)) => format!(
-            "holds the folder {folder:?}, which would be lost with it: not even --force replaces it; move \
-             that folder away, or write somewhere else"
+            "contains the folder {folder:?}, which is not part of a checkpoint; --force does not replace it; move that \
+             folder away, or choose another destination"
         ),
         (true, None) if !names.iter().any(weights) => {
-            "exists and does not look like a checkpoint: not even --force replaces it".into()
+            "exists and does not look like a checkpoint; --force does not replace it".into()
         }
         (true, None) if is_mount_point => {
-            "is a mount point, which cannot be replaced in one step: not even --force does that; empty it first, or \
-             write to a folder below it"
+            "is a mount point with content; --force does not replace it; empty it first, or write to a folder below it"
                 .into()
         }
         (true, None) => return Ok(Before::Checkpoint(snapshot(target).map_err(Error::io(target, "look at"))?)),
@@ -365,7 +366,7 @@ fn snapshot(path: &Path) -> io::Result<Snapshot> {
     Ok(found)
 }
 
-/// Sorts entries into the order in which they are moved to a mount point: see the module's header.
+/// Sorts entries into the order in which they are moved to a mount point; see the module documentation.
 fn sort_for_publishing(names: &mut [OsString]) {
     let rank = |name: &str| match name {
         name if name.ends_with(crate::index::INDEX_SUFFIX) => 0,

@@ -1,11 +1,11 @@
-//! Renames that never replace anything by accident.
+//! Renames that never replace an existing path.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
-/// Renames `from` to `to`. Fails if there is something at `to`; only an empty folder may give way to a folder, where the
-/// file system has no rename that refuses.
+/// Renames `from` to `to`. Fails if `to` exists; on file systems without such a rename, a folder may replace
+/// an empty folder.
 pub(super) fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     match rename_noreplace(from, to) {
         Err(error) if is_unsupported(&error) => rename_new_portable(from, to),
@@ -13,9 +13,9 @@ pub(super) fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// [`rename_new`] where the file system cannot do it in one call (NFS, some FUSE file systems). A folder is never renamed
-/// over a file or over a folder with something in it; a file gets a second name, which must be new. Without hard links
-/// an empty file claims the name first.
+/// Does the same as [`rename_new`] on file systems that lack the call (NFS, some FUSE file systems). A folder
+/// never replaces a file or a folder with content; a file gets a hard link, whose name must be new. Without
+/// hard links, an empty file claims the name first.
 fn rename_new_portable(from: &Path, to: &Path) -> io::Result<()> {
     if fs::symlink_metadata(from)?.is_dir() {
         return fs::rename(from, to);
@@ -30,7 +30,7 @@ fn rename_new_portable(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns true if a rename failed because something is at its target.
+/// Returns true if a rename failed because its target exists.
 pub(super) fn is_taken(error: &io::Error) -> bool {
     use io::ErrorKind::{AlreadyExists, DirectoryNotEmpty, IsADirectory, NotADirectory};
     matches!(error.kind(), AlreadyExists | DirectoryNotEmpty | IsADirectory | NotADirectory)

@@ -124,7 +124,7 @@ fn where_nothing_can_be_exchanged_the_old_destination_waits_for_the_new_one() {
     let staging = home.stage("dst", "new", true);
     refused(staging.replace_in_steps(&|_| false), "dst was changed by another process");
     assert_eq!(home.text("dst/model.safetensors"), "old");
-    // The new one cannot be published: the old one comes back.
+    // The new one cannot be published: the old one is restored.
     let moved = home.path("away");
     fs::rename(staging.staged(), &moved).unwrap();
     assert!(staging.replace_in_steps(&|_| true).is_err());
@@ -145,7 +145,10 @@ fn an_old_destination_whose_place_was_taken_is_kept_beside_it() {
         home.put("dst/model.safetensors", "of another");
         true
     };
-    refused(staging.replace_in_steps(&take_its_place), "its place was taken while it was replaced");
+    refused(
+        staging.replace_in_steps(&take_its_place),
+        "another process created this path while it was replaced",
+    );
     drop(staging);
     assert_eq!(home.text("dst/model.safetensors"), "of another");
     assert_eq!(home.text(&format!("ballast-displaced-{}/model.safetensors", std::process::id())), "old");
@@ -163,7 +166,7 @@ fn a_name_of_255_bytes_can_be_written_and_replaced() {
     assert_eq!(fs::read_dir(home.folder.path()).unwrap().count(), 3);
 }
 
-/// A write of these files to `dst`, an empty folder, in the way of a mount point.
+/// Creates a write of these files to `dst`, an empty folder treated as a mount point.
 fn stage_inside(home: &Home, files: &[&str]) -> Staging {
     let target = home.path("dst");
     let hidden = Hidden::create(&target, OsStr::new("dst")).unwrap();
@@ -226,7 +229,7 @@ fn a_mount_point_that_cannot_take_every_entry_gets_none() {
     let home = Home::new();
     fs::create_dir(home.path("dst")).unwrap();
     let staging = stage_inside(&home, &["config.json", "model.safetensors", "tokenizer.json"]);
-    // The last entry cannot be moved: it is gone when its turn comes.
+    // The last entry is missing and cannot be moved.
     let names = ["tokenizer.json", "model.safetensors", "no-such-file"].map(OsString::from);
     assert!(staging.move_in(&names).is_err());
     assert!(entries(&home.path("dst"), true).unwrap().is_empty());

@@ -1,5 +1,5 @@
-//! Helpers for the integration tests: small checkpoints written through the `safetensors` crate, which we did
-//! not write, and read back the same way.
+//! Helpers for the integration tests: small checkpoints, written and read with the independent `safetensors`
+//! crate.
 #![allow(dead_code)] // not every test file uses every helper
 
 use std::collections::BTreeMap;
@@ -25,7 +25,7 @@ pub fn policy(name: &str) -> Policy {
     Registry::builtin().policy(name).unwrap()
 }
 
-/// Options under a policy, reduced to the checkpoint's architecture as the command does.
+/// Returns options with a policy, reduced to the checkpoint's architecture as in the command.
 pub fn options(checkpoint: &Checkpoint, policy_name: &str) -> ConvertOptions {
     let architecture = checkpoint.architecture(Registry::builtin()).unwrap();
     ConvertOptions::new(policy(policy_name).for_architecture(&architecture))
@@ -57,7 +57,7 @@ pub fn write_file(path: &Path, tensors: &[Tensor]) {
     safetensors::serialize_to_file(views, None, path).unwrap();
 }
 
-/// What the `safetensors` crate reads: name to dtype, shape and bytes.
+/// Reads a file with the `safetensors` crate: name to dtype, shape and bytes.
 pub fn read_file(path: &Path) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
     let bytes = std::fs::read(path).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();

@@ -14,10 +14,10 @@ use crate::output::{self, bytes, clean, clean_lines, plural, table};
 
 #[derive(Args)]
 pub(crate) struct AuditArgs {
-    /// A safetensors file, an index, or a folder.
+    /// Checkpoint: a folder, an index, or a safetensors file.
     #[arg(required_unless_present = "rules")]
     path: Option<PathBuf>,
-    /// Print the registry of intrinsically f32 tensors and the policies over it.
+    /// Print all rules and policies and exit.
     #[arg(long)]
     rules: bool,
     #[command(flatten)]
@@ -46,7 +46,7 @@ pub(crate) fn run(args: AuditArgs, global: &Global) -> anyhow::Result<Outcome> {
     Ok(if report.passed { Outcome::Ok } else { Outcome::CheckFailed })
 }
 
-/// The report as a person reads it.
+/// Formats the report as text.
 pub(super) fn text(report: &AuditReport) -> String {
     let mut text = format!(
         "{} ({}), {}, {} read\npolicy {}: {} protected\n",
@@ -58,8 +58,7 @@ pub(super) fn text(report: &AuditReport) -> String {
         plural(report.protected, "tensor")
     );
     if !report.findings.is_empty() {
-        let mut findings =
-            table(&["finding", ">count", "needs", "stored", "first of them, why it matters, what to do"]);
+        let mut findings = table(&["finding", ">tensors", "required", "stored", "first tensor, reason, fix"]);
         for f in &report.findings {
             let mark = if f.severity == Severity::Violation { "VIOLATION" } else { "warning" };
             let what = f.rule.as_deref().map_or(f.kind.to_string(), |r| format!("{}: {}", f.kind, clean(r)));
@@ -78,10 +77,10 @@ pub(super) fn text(report: &AuditReport) -> String {
         let (mean, worst) = (100.0 * cost.mean, 100.0 * cost.worst);
         text += &match cost.tense {
             "would" => format!(
-                "A_log ({heads}) carries f32. Stored in bf16 its decay rates exp(A_log) would be wrong by {mean:.2} % on average, {worst:.2} % at worst.\n"
+                "A_log ({heads}) has full f32 precision. In bf16 its decay rates exp(A_log) would be off by {mean:.2} % on average, {worst:.2} % at worst.\n"
             ),
             _ => format!(
-                "A_log ({heads}) has been rounded to bf16. That has made its decay rates exp(A_log) wrong by about {mean:.2} % on average, up to {worst:.2} %.\n"
+                "A_log ({heads}) was rounded to bf16. Its decay rates exp(A_log) are off by about {mean:.2} % on average, up to {worst:.2} %.\n"
             ),
         };
     }
@@ -102,7 +101,7 @@ pub(super) fn text(report: &AuditReport) -> String {
 }
 
 fn rules_text(registry: &Registry) -> String {
-    let mut rules = table(&["rule", "tensors", "needs", "architectures", "policies", "reason"]);
+    let mut rules = table(&["rule", "tensors", "required", "architectures", "policies", "reason"]);
     for rule in &registry.rules {
         let tensors: Vec<String> = rule.tensors.iter().map(|t| format!("{}.{}", t.module, t.param)).collect();
         let includes = |p: &&Policy| p.rules.iter().any(|r| r.id == rule.id);
@@ -117,7 +116,7 @@ fn rules_text(registry: &Registry) -> String {
             clean(&rule.reason),
         ]);
     }
-    let mut policies = table(&["policy", "keeps in F32"]);
+    let mut policies = table(&["policy", "tensors in F32"]);
     for policy in &registry.policies {
         policies.add_row([clean(&policy.name), clean(&policy.description)]);
     }

@@ -17,37 +17,38 @@ use crate::output::{self, bytes, clean, count, patterns, plural, table};
 
 #[derive(Args)]
 pub(crate) struct ConvertArgs {
-    /// A safetensors file, an index, or a folder.
+    /// Checkpoint: a folder, an index, or a safetensors file.
     source: PathBuf,
-    /// Folder to write, or a file ending in .safetensors.
+    /// Output folder, or a file ending in .safetensors.
     destination: PathBuf,
-    /// Names to write [default: as the source].
+    /// Layout to write [default: the source's].
     #[arg(long, value_name = "LAYOUT")]
     layout: Option<LayoutArg>,
-    /// dtype of ordinary float tensors; protected ones are F32 whatever this says.
+    /// dtype of float tensors that are not protected; protected ones are always F32.
     #[arg(long, default_value = "keep")]
     dtype: DtypeArg,
     #[command(flatten)]
     policy: PolicyArg,
-    /// Linear-attention input projections as Qwen3.5 (split) or Qwen3-Next (fused) has them.
+    /// Form of the linear-attention input projections: split (Qwen3.5) or fused (Qwen3-Next) [default: the
+    /// source's].
     #[arg(long)]
     projections: Option<FormArg>,
-    /// Experts one by one, or all in one tensor.
+    /// Form of the experts: one tensor each, or one for all [default: the source's].
     #[arg(long)]
     experts: Option<FormArg>,
-    /// Tensor-parallel ranks to write (megatron only).
+    /// Number of tensor-parallel ranks to write (megatron only).
     #[arg(long, value_name = "N")]
     tp: Option<usize>,
-    /// Whether Megatron's out_norm is stored minus one [default: as the file says, else true].
+    /// Store Megatron's out_norm minus one [default: as the source says, else true].
     #[arg(long, value_name = "BOOL")]
     zero_centered_gamma: Option<bool>,
-    /// Begin a new shard before this size, e.g. 500MB, 5GB, 2GiB.
+    /// Largest size of a shard, such as 500MB, 5GB or 2GiB [default: 5GB].
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     max_shard_size: Option<u64>,
-    /// Allow a protected F64 tensor to become F32.
+    /// Allow protected F64 tensors to become F32.
     #[arg(long)]
     narrow_f64: bool,
-    /// Show what would be done, and write nothing.
+    /// Show the plan and write nothing.
     #[arg(long)]
     dry_run: bool,
     /// Replace an existing checkpoint at the destination.
@@ -81,7 +82,7 @@ fn parse_size(text: &str) -> Result<u64, String> {
     match text.parse::<ByteSize>() {
         Ok(ByteSize(0)) => Err("a shard must have at least one byte".into()),
         Ok(ByteSize(bytes)) => Ok(bytes),
-        Err(_) => Err("a number with a unit (B, KB, MB, GB, KiB, MiB, GiB) was expected, such as 5GB".into()),
+        Err(_) => Err("must be a number with a unit (B, KB, MB, GB, KiB, MiB or GiB), such as 5GB".into()),
     }
 }
 
@@ -146,9 +147,9 @@ pub(super) fn plan_text(plan: &ConvertPlan) -> String {
         count(plan.protected.len() as u64)
     );
     if plan.dtype_changes.is_empty() {
-        text += "dtypes   nothing changes\n";
+        text += "dtypes   unchanged\n";
     } else {
-        let mut changes = table(&["from", "to", ">count", "tensors", "because"]);
+        let mut changes = table(&["from", "to", ">count", "tensors", "reason"]);
         for change in &plan.dtype_changes {
             let loss = if change.lossy { " (rounds)" } else { "" };
             for (pattern, n) in patterns(&change.tensors) {
@@ -164,13 +165,13 @@ pub(super) fn plan_text(plan: &ConvertPlan) -> String {
         text += &format!("{changes}\n");
     }
     for (why, names) in &plan.left_alone {
-        text += &format!("left as they are ({why}): {}\n", listed(names));
+        text += &format!("unchanged ({why}): {}\n", listed(names));
     }
     if !plan.carried.is_empty() {
-        text += &format!("carried under their own names: {}\n", listed(&plan.carried));
+        text += &format!("copied under their own names: {}\n", listed(&plan.carried));
     }
     if !plan.shifted.is_empty() {
-        text += &format!("shifted by one in f32 (zero-centred gamma): {}\n", listed(&plan.shifted));
+        text += &format!("shifted by one in f32 (zero-centered gamma): {}\n", listed(&plan.shifted));
     }
     for note in &plan.notes {
         text += &format!("note: {}\n", clean(note));
@@ -189,7 +190,7 @@ fn listed(names: &[String]) -> String {
 
 pub(super) fn report_text(report: &ConvertReport, destination: &str) -> String {
     format!(
-        "wrote    {} in {}, {} carried along, to {}\n{}",
+        "wrote    {} in {} and {}, to {}\n{}",
         bytes(report.plan.bytes),
         plural(report.files, "safetensors file"),
         plural(report.sidecars, "other file"),
@@ -198,19 +199,19 @@ pub(super) fn report_text(report: &ConvertReport, destination: &str) -> String {
     )
 }
 
-/// What reading back showed.
+/// Formats the result of the verification.
 pub(super) fn verification_text(v: &Verification) -> String {
     let mut parts = vec![format!("{} with the same bits", plural(v.same_bits, "tensor"))];
     if v.same_values > 0 {
         parts.push(format!("{} with the same values in a wider dtype", count(v.same_values as u64)));
     }
     if v.rounded > 0 {
-        parts.push(format!("{} exactly as rounded", count(v.rounded as u64)));
+        parts.push(format!("{} rounded as planned", count(v.rounded as u64)));
     }
     if !v.moved.is_empty() {
-        parts.push(format!("{} moved by the shift of gamma", count(v.moved.len() as u64)));
+        parts.push(format!("{} changed by the shift of gamma", count(v.moved.len() as u64)));
     }
-    let mut text = format!("verified by reading back and comparing with the source: {}\n", parts.join(", "));
+    let mut text = format!("verified against the source by reading back: {}\n", parts.join(", "));
     for m in &v.moved {
         text += &format!(
             "  {}: {} of {} values, by at most {:e}\n",

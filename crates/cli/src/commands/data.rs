@@ -28,74 +28,75 @@ pub(crate) struct DataArgs {
 
 #[derive(Subcommand)]
 enum Operation {
-    /// Documents, tokens, lengths, and samples in which one sees what is trained on.
+    /// Show documents, tokens, lengths, and samples with the trained tokens marked.
     Inspect(InspectArgs),
 }
 
-/// Documents, tokens, lengths, and samples in which one sees what is trained on.
+/// Show documents, tokens, lengths, and samples with the trained tokens marked.
 ///
-/// A .jsonl file has on every line `text`, `messages` (written by the chat template; what the assistant says is trained on) or
-/// `prompt` and `completion` (the completion is trained on). Any other file is plain text.
+/// Every line of a .jsonl file has `text`, `messages` (formatted by the chat template; the assistant's
+/// messages are trained on) or `prompt` and `completion` (the completion is trained on). Any other file is
+/// plain text.
 ///
-/// What is trained on is bold and green on a terminal and stands in ⟦brackets⟧ elsewhere. Every document that is read is checked
-/// on the way: --all checks the files as a whole.
+/// Trained tokens are bold and green on a terminal, and in ⟦brackets⟧ elsewhere. Every document read is
+/// checked; --all checks the whole files.
 ///
-/// Exit code 1 if nothing is trained on.
+/// The exit code is 1 if there is nothing to train on.
 #[derive(Args)]
 struct InspectArgs {
     /// Data files.
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// A model's folder: its tokenizer.json, and the chat template beside it.
+    /// Model folder with tokenizer.json and the chat template.
     #[arg(long, value_name = "FOLDER")]
     model: PathBuf,
-    /// Documents to show.
+    /// Number of documents to show.
     #[arg(long, value_name = "N", default_value_t = 3)]
     samples: usize,
-    /// Read all documents, not only a sample of 10,000.
+    /// Read all documents instead of a sample of 10,000.
     #[arg(long)]
     all: bool,
-    /// Tokens of a sequence at most.
+    /// Largest number of tokens in a sequence.
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(2..=1 << 22))]
     sequence_length: u32,
-    /// How documents become sequences.
+    /// Packing of documents into sequences.
     #[arg(long, value_name = "PACKING", default_value = "packed")]
     packing: PackingArg,
-    /// Roles whose messages are trained on.
+    /// Roles to train on.
     #[arg(long, value_name = "ROLE,...", value_delimiter = ',', default_value = "assistant")]
     train_roles: Vec<String>,
-    /// The line that stands between two documents of plain text [default: a file is one document].
+    /// Line that separates two documents of plain text [default: a file is one document].
     #[arg(long, value_name = "LINE", allow_hyphen_values = true)]
     document_separator: Option<String>,
-    /// Do not put the end-of-text token after texts and completions.
+    /// Append no end-of-text token to texts and completions.
     #[arg(long)]
     no_eos: bool,
-    /// Of the choice and order of documents.
+    /// Random seed of the sample and its order.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum PackingArg {
-    /// End to end, each document a sequence of its own.
+    /// Documents end to end, each a sequence of its own.
     Packed,
-    /// A document is a sequence; what is longer is left out.
+    /// One document per sequence; the rest of a longer one is dropped.
     Padded,
 }
 
-/// Documents that are read without --all.
+/// Number of documents read without --all.
 const SAMPLE: usize = 10_000;
 
-/// Documents that are read between two looks at the clock.
+/// Number of documents read between two updates of the progress.
 const CHUNK: usize = 256;
 
-/// Tokens that are shown of a document.
+/// Number of tokens shown of a document.
 const SHOWN_TOKENS: usize = 1000;
 
-/// Sequences that are shown of a micro-batch.
+/// Number of sequences shown of a micro-batch.
 const SHOWN_SEQUENCES: usize = 20;
 
-/// Sequences of full length that the shown micro-batch has room for.
+/// Number of full sequences that fit in the shown micro-batch.
 const SEQUENCES: usize = 4;
 
 impl InspectArgs {
@@ -166,7 +167,7 @@ fn inspect(args: InspectArgs, global: &Global) -> anyhow::Result<Outcome> {
     Ok(if micro_batch.is_some() { Outcome::Ok } else { Outcome::CheckFailed })
 }
 
-/// The first `read` documents in the seed's order, one after the other.
+/// Reads the first `read` documents in the order of the seed.
 fn read_sample(
     files: &Files,
     read: usize,
@@ -197,7 +198,7 @@ struct Report {
     files: Vec<String>,
     documents: usize,
     documents_read: usize,
-    /// Whether the figures below are of all documents.
+    /// True if the figures below cover all documents.
     all_read: bool,
     #[serde(flatten)]
     figures: Figures,
@@ -215,20 +216,20 @@ struct Statistics {
     longer: usize,
 }
 
-/// What the documents that were read say.
+/// Figures over the documents read.
 #[derive(Serialize)]
 struct Figures {
     tokens: usize,
     trained_tokens: usize,
     trained_share: f64,
-    /// Documents that nothing is learned from: they are passed over.
+    /// Documents without trained tokens; training skips them.
     untrained_documents: usize,
-    /// Documents that do not fit in a sequence.
+    /// Documents longer than a sequence.
     longer_documents: usize,
     lengths: Lengths,
 }
 
-/// Percentiles of the documents' tokens.
+/// Percentiles of tokens per document.
 #[derive(Serialize)]
 struct Lengths {
     least: usize,
@@ -251,7 +252,7 @@ impl Statistics {
     fn figures(mut self) -> Figures {
         self.lengths.sort_unstable();
         let (n, tokens) = (self.lengths.len(), self.lengths.iter().sum());
-        // The least length that so many documents do not exceed.
+        // The smallest length that this share of documents does not exceed.
         let percentile = |part: f64| self.lengths[((part * n as f64).ceil() as usize).clamp(1, n) - 1];
         Figures {
             tokens,
@@ -272,19 +273,19 @@ impl Statistics {
     }
 }
 
-/// A document in words.
+/// A document as shown.
 #[derive(Serialize)]
 struct Sample {
     #[serde(flatten)]
     origin: Origin,
     tokens: usize,
     trained_tokens: usize,
-    /// From its begin on; at most so many tokens as are shown.
+    /// The first SHOWN_TOKENS tokens.
     parts: Vec<Part>,
     tokens_not_shown: usize,
 }
 
-/// Tokens in a row that are all trained on, or none.
+/// Consecutive tokens that are all trained on, or all not.
 #[derive(Serialize)]
 struct Part {
     trained: bool,
@@ -310,16 +311,16 @@ impl Sample {
         })
     }
 
-    fn words(&self, coloured: bool) -> String {
+    fn words(&self, colored: bool) -> String {
         let mut out = format!(
-            "\n{}: {}, {} trained on\n",
+            "\n{}: {}, {} trained\n",
             clean(&self.origin.to_string()),
             plural(self.tokens, "token"),
             count(self.trained_tokens as u64)
         );
         for Part { trained, text } in &self.parts {
             let text = text.split('\t').map(clean_lines).collect::<Vec<_>>().join("\t");
-            out += &match (trained, coloured) {
+            out += &match (trained, colored) {
                 (false, _) => text,
                 (true, true) => format!("\x1b[1;32m{text}\x1b[0m"),
                 (true, false) => format!("⟦{text}⟧"),
@@ -332,11 +333,11 @@ impl Sample {
     }
 }
 
-/// Where the sequences of a micro-batch begin and end.
+/// The sequences of a micro-batch.
 #[derive(Serialize)]
 struct Boundaries {
     tokens: usize,
-    /// Tokens that are predicted: trained on, and not the first of their sequence.
+    /// Predicted tokens: trained on, and not the first of their sequence.
     targets: usize,
     sequences: Vec<Sequence>,
 }
@@ -367,26 +368,29 @@ fn words(report: &Report) -> String {
     let number = |n: usize| count(n as u64);
     let read = match report.all_read {
         true => "all read".to_string(),
-        false => format!("a sample of {} read, --all reads all", number(report.documents_read)),
+        false => format!("a sample of {} read (--all reads all)", number(report.documents_read)),
     };
     let mut table = table(&["data", &clean(&report.files.join(", "))]);
     for (name, value) in [
         ("documents", format!("{}, {read}", number(report.documents))),
-        ("tokens", format!("{} in those that were read", number(figures.tokens))),
-        ("trained on", format!("{} ({})", number(figures.trained_tokens), percent(figures.trained_share))),
-        ("nothing trained on", plural(figures.untrained_documents, "document")),
+        ("tokens", format!("{} in the documents read", number(figures.tokens))),
+        (
+            "trained tokens",
+            format!("{} ({})", number(figures.trained_tokens), percent(figures.trained_share)),
+        ),
+        ("without trained tokens", plural(figures.untrained_documents, "document")),
         (
             "longer than a sequence",
             format!(
-                "{}; it has {} tokens",
+                "{} (sequence length {})",
                 plural(figures.longer_documents, "document"),
                 report.sequence_length
             ),
         ),
         (
-            "tokens of a document",
+            "tokens per document",
             format!(
-                "least {}, 10 % {}, median {}, 90 % {}, 99 % {}, most {}, mean {:.1}",
+                "min {}, p10 {}, median {}, p90 {}, p99 {}, max {}, mean {:.1}",
                 number(lengths.least),
                 number(lengths.p10),
                 number(lengths.median),
@@ -400,13 +404,13 @@ fn words(report: &Report) -> String {
         table.add_row([name.to_string(), value]);
     }
     let mut out = format!("{table}\n");
-    let coloured = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let colored = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     for sample in &report.samples {
-        out += &sample.words(coloured);
+        out += &sample.words(colored);
     }
     match &report.micro_batch {
         Some(boundaries) => out + &micro_batch_words(boundaries, report.packing),
-        None => out + "\nnothing is trained on\n",
+        None => out + "\nno tokens to train on\n",
     }
 }
 
@@ -427,7 +431,7 @@ fn micro_batch_words(boundaries: &Boundaries, packing: Packing) -> String {
     };
     let more = match boundaries.sequences.len().saturating_sub(SHOWN_SEQUENCES) {
         0 => String::new(),
-        more => format!("and {}\n", plural(more, "sequence")),
+        more => format!("and {} more\n", plural(more, "sequence")),
     };
     format!(
         "\na {name} micro-batch: {} in {}, {} predicted\n{table}\n{more}",

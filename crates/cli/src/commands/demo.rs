@@ -1,4 +1,4 @@
-//! `ballast demo`: the tools at work on a small made-up model.
+//! `ballast demo`: the checkpoint commands on a small synthetic model.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::output;
 
 #[derive(Args)]
 pub(crate) struct DemoArgs {
-    /// Keep the four checkpoints in this new folder, to go on with by hand.
+    /// Keep the four checkpoints in this new folder.
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
 }
@@ -49,25 +49,25 @@ impl Demo<'_> {
     fn play(&self) -> anyhow::Result<Outcome> {
         let registry = Registry::builtin();
         let (strict, none) = (registry.policy("strict")?, registry.policy("none")?);
-        self.say("A small Qwen3.5-type hybrid, as its authors would release it: A_log, dt_bias and the GDN output norm in f32.");
+        self.say("A small Qwen3.5-style hybrid as released: A_log, dt_bias and the GDN output norm are f32.");
         let original = self.folder.join("original");
         SyntheticModel::tiny().write(&original, u64::MAX)?;
         let original = Arc::new(Checkpoint::open_consistent(&original)?);
 
         self.say(
-            "\n1. What a whole-model cast to bf16 makes of it (here: our own convert with no policy at all).",
+            "\n1. Cast the whole model to bf16, as many frameworks do (here: convert without a policy).",
         );
         self.command("convert original broken --dtype bf16 --policy none");
         let options = ConvertOptions { dtype: Some(Dtype::Bf16), ..ConvertOptions::new(none) };
         self.convert(&original, "broken", &options)?;
 
-        self.say("\n2. The audit finds it.");
+        self.say("\n2. Audit finds the damage.");
         self.command("audit broken");
         let broken = self.open("broken")?;
         let before = audit(&broken, registry, &strict, &Silent)?;
         self.print(&audit_command::text(&before));
 
-        self.say("\n3. Convert makes the dtype right again; the lost bits it cannot bring back, and the audit says so.");
+        self.say("\n3. Convert restores the dtype, not the lost bits, and audit says so.");
         self.command("convert broken upcast");
         let options = ConvertOptions::new(strict.for_architecture(&broken.architecture(registry)?));
         self.convert(&broken, "upcast", &options)?;
@@ -76,7 +76,7 @@ impl Demo<'_> {
         let between = audit(&upcast, registry, &strict, &Silent)?;
         self.print(&audit_command::text(&between));
 
-        self.say("\n4. With the original at hand, repair puts the f32 bits back, and diff proves it.");
+        self.say("\n4. Repair restores the f32 bits from the original, and diff proves it.");
         self.command("repair upcast repaired --original original");
         let report =
             repair(&upcast, &original, Some(&self.folder.join("repaired")), &options.policy, false, &Silent)?;

@@ -13,28 +13,28 @@ use super::{Global, open};
 use crate::exit::Outcome;
 use crate::output::{self, clean, count, plural, table};
 
-/// Rows of differing tensors that are shown without `--all`.
+/// Number of rows shown without `--all`.
 const SHOWN: usize = 20;
 
 #[derive(Args)]
 pub(crate) struct DiffArgs {
-    /// A safetensors file, an index, or a folder.
+    /// Checkpoint: a folder, an index, or a safetensors file.
     a: PathBuf,
-    /// What to compare it with.
+    /// Checkpoint to compare with.
     b: PathBuf,
-    /// Largest relative RMS difference, RMS(a-b)/(RMS(b)+1e-8), of a tensor that still counts as equal.
+    /// Treat tensors as equal up to this relative RMS difference, RMS(a-b)/(RMS(b)+1e-8).
     #[arg(long, default_value_t = 0.0, value_name = "X", value_parser = parse_tolerance)]
     tolerance: f64,
-    /// The same values in another dtype count as different.
+    /// Treat the same values in another dtype as different.
     #[arg(long)]
     strict_dtype: bool,
-    /// List every tensor that is not the same bits.
+    /// List every tensor whose bits differ.
     #[arg(long)]
     all: bool,
 }
 
 fn parse_tolerance(text: &str) -> Result<f64, String> {
-    text.parse().ok().filter(|x: &f64| *x >= 0.0).ok_or_else(|| "not a number that is 0 or more".into())
+    text.parse().ok().filter(|x: &f64| *x >= 0.0).ok_or_else(|| "must be a number of at least 0".into())
 }
 
 pub(crate) fn run(args: DiffArgs, global: &Global) -> anyhow::Result<Outcome> {
@@ -58,7 +58,8 @@ pub(crate) fn run(args: DiffArgs, global: &Global) -> anyhow::Result<Outcome> {
     Ok(if differing.is_empty() { Outcome::Ok } else { Outcome::CheckFailed })
 }
 
-/// Tensors of a role by verdict: same bits, same values, same after rounding, different, not in both.
+/// Number of tensors of a role by verdict: same bits, same values, same after rounding, different, in one
+/// only.
 #[derive(Default)]
 struct Counts([u64; 5]);
 

@@ -18,30 +18,30 @@ use super::model::{AdapterArg, PrecisionArg, load, peak, rate};
 use crate::exit::{Outcome, Usage};
 use crate::output::{self, clean, count, table};
 
-/// Perplexity of a model on a text, with its standard error.
+/// Measure a model's perplexity on a text, with its standard error.
 ///
-/// The documents are turned into tokens one by one, each with what the tokenizer puts around a text, and laid end to end;
-/// the tokens are cut into windows that do not overlap, and every token but a window's first is predicted. This is what
-/// published figures mean, and it depends on the window's length: compare like with like. With `--stride` below the
-/// window, windows overlap and a token counts in the first window that predicts it.
+/// Documents are tokenized one by one, with the tokenizer's special tokens, and concatenated. The tokens are
+/// cut into windows that do not overlap, and every token but the first of a window is predicted. Published
+/// figures are computed this way; they depend on the window, so compare equal windows only. With --stride
+/// below the window, windows overlap and a token counts in the first window that predicts it.
 ///
-/// The standard error is that of the mean over windows, since tokens of one window depend on each other; the perplexity's
-/// is that times the perplexity. Bits per byte are the mean over predicted tokens for the bytes of a mean token, so
-/// models with different tokenizers can be compared.
+/// The standard error is that of the mean over windows, because the tokens of a window depend on each other;
+/// for the perplexity it is multiplied by the perplexity. Bits per byte compare models with different
+/// tokenizers.
 #[derive(Args)]
 pub(crate) struct EvalArgs {
-    /// A model: a folder, an index or a safetensors file, with tokenizer.json beside it.
+    /// Model: a folder, an index or a safetensors file, with tokenizer.json beside it.
     model: PathBuf,
-    /// The text: one document, or JSON lines with a `text` each (.jsonl).
+    /// Text: one document, or a .jsonl file with a `text` on every line.
     #[arg(long, value_name = "FILE")]
     data: PathBuf,
-    /// Tokens that are read together [default: 2048, or what the model was made for if that is less].
+    /// Number of tokens per window [default: 2048, or the model's positions if fewer].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     window: Option<u32>,
-    /// Tokens from one window's begin to the next [default: the window].
+    /// Number of tokens between the starts of two windows [default: the window].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     stride: Option<u32>,
-    /// Use the first N tokens only.
+    /// Evaluate the first N tokens only.
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
     #[command(flatten)]
@@ -80,7 +80,7 @@ pub(crate) fn run(args: EvalArgs, global: &Global) -> anyhow::Result<Outcome> {
     let window = args.window.map_or(DEFAULT_WINDOW.min(model.config.max_positions), |n| n as usize);
     let stride = args.stride.map_or(window, |n| n as usize);
     if stride > window {
-        return Err(Usage(format!("--stride {stride} leaves tokens out between windows of {window}")).into());
+        return Err(Usage(format!("--stride must be at most the window ({window}), got {stride}")).into());
     }
     global.warnings.check_length("a window", window, model.config.max_positions);
     let windows = windows(text.ids.len(), window, stride);
@@ -98,7 +98,7 @@ pub(crate) fn run(args: EvalArgs, global: &Global) -> anyhow::Result<Outcome> {
     let time = begun.elapsed();
     let result = Perplexity::of(&sums);
     if !result.nll.is_finite() {
-        return Err(Error::NotFinite(format!("the mean loss is {}", result.nll)).into());
+        return Err(Error::NotFinite(format!("mean loss is {}", result.nll)).into());
     }
     let read = windows.iter().map(|w| w.tokens.len()).sum();
     let report = Report {
@@ -126,7 +126,7 @@ pub(crate) fn run(args: EvalArgs, global: &Global) -> anyhow::Result<Outcome> {
 
 fn words(report: &Report) -> String {
     let error = |value: Option<f64>| {
-        value.map_or(" (one window: no standard error)".into(), |e| format!(" ± {e:.4}"))
+        value.map_or(" (no standard error: one window)".into(), |e| format!(" ± {e:.4}"))
     };
     let result = &report.result;
     let stride =
@@ -147,16 +147,16 @@ fn words(report: &Report) -> String {
     format!("{table}\n")
 }
 
-/// The tokens of a file.
+/// The tokens of a data file.
 struct Tokens {
     ids: Vec<u32>,
     documents: usize,
-    /// Of the text that the ids stand for.
+    /// Bytes of the text that the ids cover.
     bytes: usize,
 }
 
 impl Tokens {
-    /// Only as much of the file is read as `limit` tokens need.
+    /// Reads as much of the file as `limit` tokens need.
     fn read(file: &Path, tokenizer: &Tokenizer, limit: Option<usize>) -> anyhow::Result<Tokens> {
         let mut tokens = Tokens { ids: Vec::new(), documents: 0, bytes: 0 };
         let mut source = Source::open(file)?;
@@ -167,12 +167,12 @@ impl Tokens {
         }
         if tokens.ids.len() < 2 {
             let found = output::plural(tokens.ids.len(), "token");
-            return Err(source.error(format!("{found} in it; two are needed")).into());
+            return Err(source.error(format!("at least 2 tokens are needed, found {found}")).into());
         }
         Ok(tokens)
     }
 
-    /// One document from the begin of the file to its end.
+    /// Reads the file as one document.
     fn read_text(
         &mut self,
         source: &mut Source,
@@ -202,7 +202,7 @@ impl Tokens {
         Ok(())
     }
 
-    /// A document from the `text` of every line.
+    /// Reads a document from the `text` of every line.
     fn read_lines(
         &mut self,
         source: &mut Source,
@@ -238,14 +238,14 @@ impl Tokens {
             None => Ok(()),
             Some(id) => Err(Error::Text {
                 file: tokenizer.file().into(),
-                problem: format!("it gives the id {id}, outside the model's vocabulary of {vocabulary}"),
+                problem: format!("token id {id} is outside the model's vocabulary of {vocabulary}"),
             }
             .into()),
         }
     }
 }
 
-/// The `text` of a line, or what is wrong with the line.
+/// Returns the `text` of a line, or the problem with the line.
 fn text_field(line: &str) -> Result<String, String> {
     let mut value: serde_json::Value =
         serde_json::from_str(line).map_err(|error| format!("not valid JSON: {error}"))?;
@@ -255,17 +255,17 @@ fn text_field(line: &str) -> Result<String, String> {
     }
 }
 
-/// A file of UTF-8 that is read part by part; a byte-order mark at its begin is left out.
+/// A UTF-8 file that is read in parts, without a byte-order mark at its start.
 struct Source {
     file: PathBuf,
     reader: BufReader<File>,
-    /// Bytes that were read.
+    /// Number of bytes read.
     at: usize,
-    /// The begin of a character that the last part cut.
+    /// First bytes of a character that the last part cut.
     cut: Vec<u8>,
 }
 
-/// Bytes of a part.
+/// Size of a part in bytes.
 const PART: usize = 64 << 10;
 
 impl Source {
@@ -285,7 +285,7 @@ impl Source {
         Error::Text { file: self.file.clone(), problem }
     }
 
-    /// The next part; an empty one at the end of the file.
+    /// Returns the next part; empty at the end of the file.
     fn next_part(&mut self) -> Result<String, Error> {
         let mut bytes = std::mem::take(&mut self.cut);
         let room = PART as u64;
@@ -309,7 +309,7 @@ impl Source {
         Ok(text)
     }
 
-    /// The next line; `None` at the end of the file.
+    /// Returns the next line; `None` at the end of the file.
     fn next_line(&mut self) -> Result<Option<String>, Error> {
         let mut bytes = Vec::new();
         let read = self.reader.read_until(b'\n', &mut bytes);

@@ -21,45 +21,47 @@ use crate::output::{self, clean_lines, plural};
 use crate::progress::Progress;
 use crate::warnings::Warnings;
 
-/// Write a text: continue a prompt, answer a conversation, or chat.
+/// Generate text: continue a prompt, answer a conversation, or chat.
 ///
-/// Without a prompt, on a terminal: a chat, line by line, until Ctrl-D.
+/// Without a prompt on a terminal, chat line by line until Ctrl-D.
 ///
-/// What generation_config.json says (do_sample, temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens,
-/// eos_token_id) is the default for the options here. Tokens are drawn at random if --temperature is above 0; without
-/// it, if --top-k, --top-p, --min-p or --seed is given or the file has do_sample; else the likeliest is taken.
+/// Defaults come from generation_config.json (do_sample, temperature, top_k, top_p, min_p,
+/// repetition_penalty, max_new_tokens, eos_token_id). Tokens are sampled if --temperature is above 0; without
+/// --temperature, if --top-k, --top-p, --min-p or --seed is given or the file sets do_sample. Otherwise
+/// decoding is greedy.
 #[derive(Args)]
 pub(crate) struct GenerateArgs {
-    /// A model: a folder, an index or a safetensors file, with tokenizer.json beside it.
+    /// Model: a folder, an index or a safetensors file, with tokenizer.json beside it.
     model: PathBuf,
-    /// Read the prompt from standard input (without a line break at its end).
+    /// Read the prompt from standard input, without its final line break.
     #[arg(value_name = "-", value_parser = ["-"], conflicts_with_all = ["prompt", "chat"])]
     input: Option<String>,
-    /// The text to continue, as it is.
+    /// Text to continue; no chat template is applied.
     #[arg(long, value_name = "TEXT", conflicts_with = "chat", allow_hyphen_values = true)]
     prompt: Option<String>,
-    /// A conversation to answer: JSON messages [{"role", "content"}, ...], {"messages", "tools"}, or one message per line.
+    /// Conversation to answer: JSON messages [{"role", "content"}, ...], {"messages", "tools"}, or one
+    /// message per line.
     #[arg(long, value_name = "FILE")]
     chat: Option<PathBuf>,
-    /// Tokens to write at most [default: max_new_tokens of the file, else 256].
+    /// Largest number of tokens to generate [default: max_new_tokens of the file, else 256].
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
-    /// Divides the scores; 0 takes the likeliest token [default: the file's, else 1 when drawing].
+    /// Sampling temperature; 0 is greedy [default: the file's, else 1 when sampling].
     #[arg(long, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
     temperature: Option<f64>,
-    /// Only the K likeliest tokens; 0 for all.
+    /// Sample from the K most likely tokens; 0 for all [default: the file's, else 0].
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Only the likeliest tokens that together have this probability.
+    /// Sample from the most likely tokens whose probabilities sum to P [default: the file's, else 1].
     #[arg(long, value_name = "P", value_parser = top_p)]
     top_p: Option<f64>,
-    /// Only tokens with at least this part of the likeliest one's probability.
+    /// Sample from tokens with at least P times the highest probability [default: the file's, else 0].
     #[arg(long, value_name = "P", value_parser = min_p)]
     min_p: Option<f64>,
-    /// Makes tokens less likely that occurred already; 1 for none.
+    /// Penalty on tokens that occurred before; 1 for none [default: the file's, else 1].
     #[arg(long, value_name = "R", value_parser = penalty)]
     repetition_penalty: Option<f64>,
-    /// Of the random numbers: the same seed gives the same text [default: 0].
+    /// Random seed; the same seed gives the same text [default: 0].
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
     #[command(flatten)]
@@ -72,15 +74,15 @@ fn number(text: &str, expected: &str, holds: fn(f64) -> bool) -> Result<f64, Str
     text.parse()
         .ok()
         .filter(|x: &f64| x.is_finite() && holds(*x))
-        .ok_or_else(|| format!("expected {expected}"))
+        .ok_or_else(|| format!("must be {expected}"))
 }
 
 fn temperature(text: &str) -> Result<f64, String> {
-    number(text, "a number from 0", |x| x >= 0.0)
+    number(text, "a number of at least 0", |x| x >= 0.0)
 }
 
 fn top_p(text: &str) -> Result<f64, String> {
-    number(text, "a number above 0, up to 1", |x| x > 0.0 && x <= 1.0)
+    number(text, "a number above 0 and at most 1", |x| x > 0.0 && x <= 1.0)
 }
 
 fn min_p(text: &str) -> Result<f64, String> {
@@ -91,11 +93,11 @@ fn penalty(text: &str) -> Result<f64, String> {
     number(text, "a number above 0", |x| x > 0.0)
 }
 
-/// Tokens, when nobody says how many.
+/// Number of tokens without --max-tokens and max_new_tokens.
 const DEFAULT_TOKENS: usize = 256;
 
 impl GenerateArgs {
-    /// Flags before the file.
+    /// Returns the sampling options; flags override the file.
     fn sampling(&self, file: &GenerationSettings) -> Sampling {
         let asked =
             self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some() || self.seed.is_some();
@@ -110,7 +112,7 @@ impl GenerateArgs {
         }
     }
 
-    /// The ids of the prompt; `None` for a chat.
+    /// Returns the token ids of the prompt; `None` for a chat.
     fn prompt_ids(&self, folder: &Path, tokenizer: &Tokenizer) -> anyhow::Result<Option<Vec<u32>>> {
         if let Some(file) = &self.chat {
             let fail = |error: std::io::Error| Error::Text {
@@ -146,8 +148,9 @@ fn template(folder: &Path) -> anyhow::Result<ChatTemplate> {
     ChatTemplate::load(folder)?.ok_or_else(|| {
         Error::Text {
             file: folder.join("tokenizer_config.json"),
-            problem: "no `chat_template` there, nor a chat_template.jinja beside it; --prompt needs none"
-                .into(),
+            problem:
+                "no `chat_template`, and no chat_template.jinja beside it; use --prompt, which needs none"
+                    .into(),
         }
         .into()
     })
@@ -187,7 +190,7 @@ pub(crate) fn run(args: GenerateArgs, global: &Global) -> anyhow::Result<Outcome
         silent: global.json,
     };
     let Some(prompt) = prompt else {
-        let template = template.expect("it was read where there is no prompt");
+        let template = template.expect("loaded if there is no prompt");
         return chat(&mut writer, &template, std::io::stdin().lock());
     };
     let written = writer.write(&prompt)?;
@@ -233,23 +236,23 @@ struct Timings {
     generation_tokens_per_second: f64,
 }
 
-/// Why a text ended.
+/// The reason why generation ended.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Ended {
     StopToken,
     MaxTokens,
     Interrupted,
-    /// Nobody reads what is written.
+    /// Standard output was closed.
     OutputClosed,
 }
 
-/// What was written, and how long it took.
+/// A generated text and the time it took.
 struct Written {
     ids: Vec<u32>,
     text: String,
     ended: Ended,
-    /// Tokens of the prompt that had to be read.
+    /// Prompt tokens that were not in the cache.
     read: usize,
     prompt_time: Duration,
     generation_time: Duration,
@@ -268,7 +271,7 @@ impl Written {
 
     fn summary(&self) {
         output::note(&format!(
-            "prompt: {}, {:.1}/s; written: {}, {:.1}/s; peak memory {}",
+            "prompt: {}, {:.1}/s; generated: {}, {:.1}/s; peak memory {}",
             plural(self.read, "token"),
             rate(self.read, self.prompt_time),
             plural(self.ids.len(), "token"),
@@ -282,7 +285,7 @@ impl Written {
     }
 }
 
-/// Writes texts with one model.
+/// Generates texts with one model.
 struct Writer<'a> {
     text: Generation<'a>,
     model: &'a Model,
@@ -296,7 +299,7 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Continues `prompt`, and shows the text as it comes.
+    /// Continues `prompt` and prints the text as it is generated.
     fn write(&mut self, prompt: &[u32]) -> anyhow::Result<Written> {
         let positions = self.model.config.max_positions;
         self.warnings.check_length("the prompt", prompt.len(), positions);
@@ -330,7 +333,8 @@ impl Writer<'_> {
         Ok(Written { ids, text, ended, read, prompt_time, generation_time: begun.elapsed() })
     }
 
-    /// Whether anybody reads it. What could command a terminal does not reach one.
+    /// Prints a piece of text; control characters do not reach a terminal. Returns false if standard output
+    /// is closed.
     fn show(&self, piece: &str) -> bool {
         if self.silent || piece.is_empty() {
             return true;
@@ -343,13 +347,13 @@ impl Writer<'_> {
     }
 }
 
-/// Answers line by line; the conversation so far stands before each.
+/// Chats line by line; every prompt is the whole conversation so far.
 fn chat(
     writer: &mut Writer<'_>,
     template: &ChatTemplate,
     mut lines: impl BufRead,
 ) -> anyhow::Result<Outcome> {
-    output::note("a line is a message; Ctrl-D ends");
+    output::note("each line is a message; Ctrl-D exits");
     let mut conversation = Conversation::default();
     loop {
         if !output::print_now("> ") {
@@ -367,7 +371,7 @@ fn chat(
             Ok(line) => line,
             Err(error) => {
                 output::note(&format!(
-                    "the line is not UTF-8 (byte {}) and was left out; type it again",
+                    "the line is not UTF-8 (byte {}) and was ignored; type it again",
                     error.valid_up_to() + 1
                 ));
                 continue;
@@ -394,7 +398,7 @@ mod tests {
 
     use super::*;
 
-    /// A small model with a tokenizer and a chat template.
+    /// Makes a small model with a tokenizer and a chat template.
     fn folder() -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures");

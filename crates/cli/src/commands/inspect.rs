@@ -14,7 +14,7 @@ use crate::output::{self, bytes, clean, count, plural, table};
 
 #[derive(Args)]
 pub(crate) struct InspectArgs {
-    /// A safetensors file, an index, or a folder.
+    /// Checkpoint: a folder, an index, or a safetensors file.
     path: PathBuf,
     /// List every tensor.
     #[arg(long)]
@@ -39,12 +39,12 @@ pub(crate) fn run(args: InspectArgs, global: &Global) -> anyhow::Result<Outcome>
     Ok(Outcome::Ok)
 }
 
-/// A layout in a few words.
+/// Describes a layout in a few words.
 pub(super) fn layout_words(layout: &Layout) -> String {
     let form = |f| if f == Form::Fused { "fused" } else { "split" };
     match layout.naming {
         Naming::Megatron if layout.ranks > 1 => format!("megatron, {} tensor-parallel ranks", layout.ranks),
-        Naming::Megatron => "megatron, whole".into(),
+        Naming::Megatron => "megatron, one rank".into(),
         naming => {
             let name = if naming == Naming::Hf { "hf" } else { "nemo" };
             let projections =
@@ -83,7 +83,7 @@ fn text(report: &InspectReport, list_tensors: bool) -> String {
     }
     text += &format!("{files}\n{roles}\n");
     if report.protected.is_empty() {
-        text += "no tensor here is protected by the policy\n";
+        text += "the policy protects none of these tensors\n";
     } else {
         let mut protected = table(&["protected by", "stored as", "first"]);
         for p in &report.protected {

@@ -18,73 +18,76 @@ use super::Global;
 use crate::exit::{Outcome, Usage};
 use crate::output::{self, bytes, clean, count, plural, table};
 
-/// What each precision choice costs on a model, measured.
+/// Measure what each precision choice costs on a model.
 ///
-/// Runs the same input under a reference in f64 and under each policy: presets, and single choices in an otherwise f32 model
-/// (only A_log in bf16, only the qk product, ...), and compares outputs, every inner tensor, and gradients. Without
-/// arguments: the embedded model, in under a minute.
+/// Runs the same input through an f64 reference and under each policy, and compares outputs, every
+/// activation, and gradients. Policies are presets, and single choices in an otherwise f32 model (only A_log
+/// in bf16, only the qk product, ...). Without arguments, runs the embedded model in under a minute.
 ///
-/// A policy is a preset (f32, bf16, megatron, nemo, maxtext-default, hf-bf16), a protected tensor (A_log, out_norm, dt_bias,
-/// ...), a site (qk_product, logits, beta, l2norm, state, router, ...; =f16 for f16), params, activations, all-sites, or
-/// several with +: `--policies hf-bf16,A_log,bf16+logits=f16`.
+/// A policy is a preset (f32, bf16, megatron, nemo, maxtext-default, hf-bf16), a protected tensor (A_log,
+/// out_norm, dt_bias, ...), a site (qk_product, logits, beta, l2norm, state, router, ...; =f16 for f16),
+/// params, activations, all-sites, or several joined by +: `--policies hf-bf16,A_log,bf16+logits=f16`.
 ///
 /// Layers are read one at a time, so a large checkpoint needs little memory.
 #[derive(Args)]
 pub(crate) struct LabArgs {
-    /// A model: a folder, an index or a safetensors file, in any layout [default: the embedded model].
+    /// Model: a folder, an index or a safetensors file, in any layout [default: the embedded model].
     model: Option<PathBuf>,
-    /// Read this text: .txt, or .jsonl with `text`, `messages` or `prompt` and `completion` [default: an embedded text].
+    /// Input text: .txt, or .jsonl with `text`, `messages` or `prompt` and `completion` [default: an embedded
+    /// text].
     #[arg(long, value_name = "FILE", conflicts_with = "ids")]
     data: Option<PathBuf>,
-    /// Read these tokens: a file as `ballast trace` takes it.
+    /// Input tokens, in the format of `ballast trace --ids`.
     #[arg(long, value_name = "FILE.safetensors")]
     ids: Option<PathBuf>,
-    /// Read held-out documents of the task that `ballast train` learns without arguments, as the embedded model does.
+    /// Use held-out documents of the embedded task of `ballast train` as input.
     #[arg(long, conflicts_with_all = ["data", "ids"])]
     task: bool,
-    /// Tokens of a sequence of the text [default: 512; of the task, its documents one by one].
+    /// Number of tokens per sequence of the text [default: 512; for the task, one document per sequence].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     tokens: Option<u32>,
-    /// Sequences of the text at most [default: 1].
+    /// Largest number of sequences of the text [default: 1].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     sequences: Option<u32>,
-    /// What to compare, with commas [default: everything that means something for the model].
+    /// Policies to compare, separated by commas [default: all that apply to the model].
     #[arg(long, value_name = "A,B,C", value_delimiter = ',')]
     policies: Vec<String>,
-    /// What the reference computes in.
+    /// Arithmetic of the reference.
     #[arg(long, default_value = "f64")]
     reference: ReferenceArg,
-    /// No backward: faster, less memory.
+    /// Skip the backward pass; faster and with less memory.
     #[arg(long)]
     no_gradients: bool,
-    /// Also take this many training steps (AdamW) in f32 and under each policy; the whole model must fit in memory.
+    /// Also take N training steps (AdamW) in f32 and under each policy; the whole model must fit in memory.
     #[arg(long, value_name = "N", conflicts_with_all = ["compare", "dump"])]
     steps: Option<u32>,
-    /// Of those steps.
+    /// Learning rate of the training steps.
     #[arg(long, value_name = "LR", default_value_t = 1e-4)]
     learning_rate: f64,
-    /// Also read the input token by token, as generate does, in f32 and under each policy; twice the model must fit in memory.
+    /// Also decode the input token by token, in f32 and under each policy; two copies of the model must fit
+    /// in memory.
     #[arg(long, conflicts_with_all = ["compare", "dump"])]
     decode: bool,
-    /// Compare two checkpoints of the same model, before and after a conversion or a fine-tune: where does B part from A.
+    /// Compare two checkpoints of the same model, such as before and after a conversion: find where B departs
+    /// from A.
     #[arg(long, num_args = 2, value_names = ["A", "B"], conflicts_with_all = ["model", "policies", "dump"])]
     compare: Option<Vec<PathBuf>>,
-    /// Compare tensors that another framework wrote, as safetensors by site name, with MODEL on the same --ids.
+    /// Compare MODEL on --ids with another framework's tensors: safetensors files, tensors named by site.
     #[arg(long, value_name = "DIR", conflicts_with = "policies", requires = "ids")]
     dump: Option<PathBuf>,
-    /// Largest error of a dumped tensor that is no difference.
+    /// Largest error at which a dumped tensor counts as equal.
     #[arg(long, value_name = "X", default_value_t = 1e-3, requires = "dump")]
     tolerance: f64,
-    /// Folder for lab.json and lab.html [default: runs/lab, or the next free name].
+    /// Output folder of lab.json and lab.html [default: runs/lab, or the next free name].
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Replace lab.json and lab.html that are there.
+    /// Replace existing lab.json and lab.html.
     #[arg(long)]
     force: bool,
 }
 
 impl LabArgs {
-    /// What is looked at: the first of two, or the one; `None` is the embedded model.
+    /// Returns the model to run: the first of --compare, or MODEL; `None` for the embedded model.
     fn model(&self) -> Option<&Path> {
         self.compare.as_ref().and_then(|both| both.first()).or(self.model.as_ref()).map(PathBuf::as_path)
     }
@@ -166,7 +169,10 @@ fn read_input(args: &LabArgs, model: &Path) -> anyhow::Result<(Batch, Input)> {
     };
     if let Some(file) = &args.ids {
         if args.tokens.is_some() || args.sequences.is_some() {
-            return Err(Usage("--tokens and --sequences cut a text; --ids is taken as it is".into()).into());
+            return Err(Usage(
+                "--tokens and --sequences apply to a text and cannot be combined with --ids".into(),
+            )
+            .into());
         }
         let (batch, _) = super::trace::read_batch(&TensorFile::open(file)?)?;
         let input = input::describe(&batch, file.display().to_string());
@@ -179,7 +185,7 @@ fn read_input(args: &LabArgs, model: &Path) -> anyhow::Result<(Batch, Input)> {
     })
 }
 
-/// Where the files go; nowhere with --json and no --out.
+/// The output folder; none with --json and without --out.
 struct Out {
     folder: Option<PathBuf>,
 }
@@ -194,7 +200,7 @@ impl Out {
         if let Some(folder) = &folder {
             for file in ["lab.json", "lab.html"].map(|name| folder.join(name)) {
                 if file.exists() && !args.force {
-                    return Err(Usage(format!("{} exists; --force replaces it", file.display())).into());
+                    return Err(Usage(format!("{} exists; use --force to replace it", file.display())).into());
                 }
             }
         }
@@ -204,7 +210,7 @@ impl Out {
     fn write(&self, findings: &Findings, global: &Global) -> anyhow::Result<()> {
         let Some(folder) = &self.folder else { return Ok(()) };
         std::fs::create_dir_all(folder)
-            .map_err(|error| anyhow::anyhow!("{}: cannot make the folder: {error}", folder.display()))?;
+            .map_err(|error| anyhow::anyhow!("{}: cannot create the folder: {error}", folder.display()))?;
         let json = output::json("lab", findings, &global.warnings) + "\n";
         for (name, text) in [("lab.json", json), ("lab.html", report::html(findings))] {
             let path = folder.join(name);
@@ -221,7 +227,7 @@ impl Out {
     }
 }
 
-/// The file is there whole, or not at all.
+/// Writes a file atomically.
 fn write_whole(path: &Path, text: &str) -> std::io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let partial = path.with_file_name(format!(".{name}.ballast-partial-{}", std::process::id()));
@@ -253,7 +259,7 @@ fn words(findings: &Findings, args: &LabArgs) -> String {
     );
     if args.compare.is_some() || args.dump.is_some() {
         for run in &findings.runs {
-            text += &parting(run, &findings.notes, args);
+            text += &difference_text(run, &findings.notes, args);
         }
     } else {
         text += &format!("{}\n", runs_table(findings));
@@ -272,7 +278,7 @@ fn words(findings: &Findings, args: &LabArgs) -> String {
     text + &format!("\n{}, peak memory {memory}\n", duration(findings.seconds))
 }
 
-/// Lines of at most 100 letters.
+/// Wraps text at 100 columns, indented by two.
 fn wrap(text: &str) -> String {
     let mut lines = vec![String::new()];
     for word in text.split(' ') {
@@ -295,7 +301,7 @@ fn runs_table(findings: &Findings) -> Table {
         let place = match (&run.not_finite, &run.first_difference) {
             (Some(bad), _) => format!("{}: {} non-finite", bad.site, count(bad.count as u64)),
             (None, Some(site)) => site.clone(),
-            (None, None) if run.name == "f32" => "f32 floor".into(),
+            (None, None) if run.name == "f32" => "f32 baseline".into(),
             (None, None) => "none, same bits as f32".into(),
         };
         rows.add_row([
@@ -343,8 +349,8 @@ fn decoding_table(runs: &[DecodingRun]) -> Table {
     rows
 }
 
-/// The comparison of two models: the first difference, and the tensors around it.
-fn parting(run: &Run, notes: &[String], args: &LabArgs) -> String {
+/// Formats the first difference between two runs, and the sites around it.
+fn difference_text(run: &Run, notes: &[String], args: &LabArgs) -> String {
     let mut text = String::new();
     text += &match &run.first_difference {
         Some(site) => format!("{} first differs at {}.\n", clean(&run.name), clean(site)),
@@ -369,10 +375,10 @@ fn parting(run: &Run, notes: &[String], args: &LabArgs) -> String {
         text += &format!("{}\n", clean(note));
     }
     if !run.has_outputs() {
-        text += "no logits: outputs were not compared\n";
+        text += "no logits in the dump: outputs were not compared\n";
     } else {
         text += &format!(
-            "loss {:.6} ({}), KL {} per token (p99 {}, max {}), top-1 agreement {}\n",
+            "loss {:.6} ({}), KL {} per token (p99 {}, largest {}), same top-1 token for {}\n",
             run.loss,
             signed(run.loss_difference),
             number(run.kl.mean),

@@ -11,17 +11,17 @@ use super::model::PrecisionArg;
 use crate::exit::Outcome;
 use crate::output::{self, clean, plural};
 
-/// Make adapters part of the weights: W + scale B A, computed in f32, then in the type that weights are stored in.
+/// Merge LoRA adapters into the weights: W + scale B A, computed in f32, stored in the dtype of the weights.
 #[derive(Args)]
 pub(crate) struct MergeArgs {
-    /// The model that the adapters were trained on.
+    /// Base model of the adapters.
     model: PathBuf,
     /// Folder with adapter_config.json and adapter_model.safetensors, from `ballast train` or PEFT.
     adapter: PathBuf,
-    /// Where the merged model goes.
+    /// Output folder of the merged model.
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
-    /// Replace an existing checkpoint there.
+    /// Replace an existing checkpoint at the output folder.
     #[arg(long)]
     force: bool,
     #[command(flatten)]

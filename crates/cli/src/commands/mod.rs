@@ -1,4 +1,4 @@
-//! The commands: what was typed (`*Args`), and what is done about it.
+//! The commands: their arguments (`*Args`) and what they do.
 
 mod audit;
 mod convert;
@@ -33,11 +33,11 @@ use crate::output;
 use crate::progress::Progress;
 use crate::warnings::Warnings;
 
-/// Keeps the critical tensors of hybrid Gated-DeltaNet models in f32: train and fine-tune them; write text with them and
-/// measure their perplexity; inspect, audit, convert, diff and repair their checkpoints; and see in the lab what each
-/// precision choice costs.
+/// Train, run, convert and check hybrid Gated-DeltaNet language models in mixed precision, with critical
+/// tensors in f32.
 ///
-/// Exit codes: 0 ok, 1 a check failed, 2 usage, 3 bad or missing input, 4 does not fit, 5 not finite, 130 interrupted.
+/// Exit codes: 0 success, 1 a check failed, 2 usage or configuration, 3 bad or missing input, 4 not enough
+/// memory or disk space, 5 NaN or infinity, 130 interrupted.
 #[derive(Parser)]
 #[command(name = "ballast", version, max_term_width = 100)]
 pub(crate) struct Cli {
@@ -52,10 +52,10 @@ pub(crate) struct Global {
     /// Print one JSON document instead of tables.
     #[arg(long, global = true)]
     pub(crate) json: bool,
-    /// No progress.
+    /// Show no progress.
     #[arg(long, short, global = true)]
     pub(crate) quiet: bool,
-    /// Threads to use [default: all cores].
+    /// Number of threads [default: all cores].
     #[arg(long, global = true, value_name = "N")]
     pub(crate) threads: Option<usize>,
     #[arg(skip)]
@@ -64,33 +64,35 @@ pub(crate) struct Global {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Make a small checkpoint, break it as frameworks do, and watch the tools find and mend it.
+    /// Break a small checkpoint with a cast to bf16, then find and repair the damage.
     Demo(demo::DemoArgs),
-    /// Architecture, layout, files, dtypes and protected tensors of a checkpoint.
+    /// Show a checkpoint's architecture, layout, files, dtypes and protected tensors.
     Inspect(inspect::InspectArgs),
-    /// Check a checkpoint against the precision contract, its index, and its values.
+    /// Check a checkpoint's dtypes, index and values against the precision contract.
     Audit(audit::AuditArgs),
-    /// Change layout, dtype or shards; protected tensors stay or become F32.
+    /// Convert a checkpoint's layout, dtype or shards; protected tensors stay or become F32.
     Convert(convert::ConvertArgs),
     /// Compare two checkpoints across layouts and dtypes.
     Diff(diff::DiffArgs),
-    /// Put the f32 bits of rounded protected tensors back from the original.
+    /// Restore the f32 bits of rounded protected tensors from the original checkpoint.
     Repair(repair::RepairArgs),
-    /// Train a model; without arguments, a small hybrid on an embedded task.
+    /// Train or fine-tune a model; without arguments, a small hybrid on an embedded task.
     Train(train::TrainArgs),
-    /// Make adapters part of the weights of a model.
+    /// Merge LoRA adapters into a model's weights.
     Merge(merge::MergeArgs),
-    /// Write a text: continue a prompt, answer a conversation, or chat.
+    /// Generate text: continue a prompt, answer a conversation, or chat.
     Generate(generate::GenerateArgs),
-    /// Perplexity of a model on a text, with its standard error.
+    /// Measure a model's perplexity on a text, with its standard error.
     Eval(eval::EvalArgs),
-    /// Look at training data: what becomes of it, and which part of it is trained on.
+    /// Inspect training data: documents, tokens, and which of them are trained on.
     Data(data::DataArgs),
-    /// What each precision choice costs on a model, measured against f64; without arguments, on an embedded model.
+    /// Measure what each precision choice costs on a model, against f64; without arguments, on an embedded
+    /// model.
     Lab(lab::LabArgs),
-    /// Run a kernel on given inputs, and compare with expected results.
+    /// Run one kernel on given inputs and compare with expected results.
     Oracle(oracle::OracleArgs),
-    /// Run a model on given tokens: logits, loss, gradients and inner tensors, compared with another framework's.
+    /// Run a model on given tokens and compare logits, loss, gradients and activations with another
+    /// framework's.
     Trace(trace::TraceArgs),
 }
 
@@ -135,8 +137,8 @@ impl Global {
         output::print(&(output::json(command, value, &self.warnings) + "\n"));
     }
 
-    /// The number of threads that was asked for, here or in rayon's own variable. More than there is any use for would only take
-    /// memory: every thread has its scratch.
+    /// Returns the number of threads from `--threads` or RAYON_NUM_THREADS, limited because every thread has
+    /// scratch memory.
     fn threads(&self) -> Option<usize> {
         const PER_CORE: usize = 16;
         let variable = || std::env::var("RAYON_NUM_THREADS").ok()?.parse().ok();
@@ -153,16 +155,16 @@ impl Global {
     }
 }
 
-/// `--policy`, wherever it is offered.
+/// The option `--policy`.
 #[derive(Args)]
 pub(crate) struct PolicyArg {
-    /// Which tensors must be F32: strict, megatron, nemo, none, or a policy file (.toml).
+    /// Policy that says which tensors must be F32: strict, megatron, nemo, none, or a file (.toml).
     #[arg(long, default_value = "strict", value_name = "POLICY")]
     policy: OsString,
 }
 
 impl PolicyArg {
-    /// The registry and policy that were asked for.
+    /// Loads the registry and the policy.
     fn load(&self) -> anyhow::Result<(Registry, Policy)> {
         let builtin = Registry::builtin();
         let path = Path::new(&self.policy);
@@ -176,7 +178,7 @@ impl PolicyArg {
         Ok((builtin.clone(), builtin.policy(&self.policy.to_string_lossy())?))
     }
 
-    /// The policy, reduced to the architecture of `checkpoint`.
+    /// Loads the policy, reduced to the architecture of `checkpoint`.
     fn load_for(&self, checkpoint: &Checkpoint) -> anyhow::Result<Policy> {
         let (registry, policy) = self.load()?;
         Ok(policy.for_architecture(&checkpoint.architecture(&registry)?))
@@ -187,7 +189,7 @@ fn open(path: &Path) -> anyhow::Result<Arc<Checkpoint>> {
     Ok(Arc::new(Checkpoint::open_consistent(path)?))
 }
 
-/// Where the sequences of a [B, T] batch begin and end: by `cu_seqlens`, else one per row.
+/// Returns the offsets of the sequences in a [B, T] batch: `cu_seqlens`, else one sequence per row.
 fn sequences(file: &TensorFile, b: usize, t: usize) -> anyhow::Result<Vec<usize>> {
     if !file.has("cu_seqlens") {
         return Ok((0..=b).map(|i| i * t).collect());
@@ -195,9 +197,8 @@ fn sequences(file: &TensorFile, b: usize, t: usize) -> anyhow::Result<Vec<usize>
     let offsets = file.integers("cu_seqlens")?.values;
     let tokens = (b * t) as i64;
     if b != 1 || offsets.first() != Some(&0) || offsets.last() != Some(&tokens) || !offsets.is_sorted() {
-        let problem = format!(
-            "offsets from 0 to {tokens} that never fall were expected with B = 1, found {offsets:?} with B = {b}"
-        );
+        let problem =
+            format!("must be ascending offsets from 0 to {tokens} with B = 1, got {offsets:?} with B = {b}");
         return Err(file.error("cu_seqlens", problem).into());
     }
     Ok(offsets.iter().map(|x| *x as usize).collect())

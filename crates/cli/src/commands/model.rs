@@ -1,4 +1,4 @@
-//! What the commands that run a model share.
+//! Options and helpers of the commands that run a model.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -12,10 +12,10 @@ use super::open;
 use crate::output::bytes;
 use crate::warnings::Warnings;
 
-/// `--precision`.
+/// The option `--precision`.
 #[derive(Args)]
 pub(crate) struct PrecisionArg {
-    /// What is stored and computed in which type [default: bf16 when most weights are stored in 16 bits, else f32].
+    /// Precision preset [default: bf16 if most weights are stored in 16 bits, else f32].
     #[arg(long, value_name = "PRECISION", value_parser = presets())]
     precision: Option<String>,
 }
@@ -25,8 +25,8 @@ fn presets() -> PossibleValuesParser {
 }
 
 impl PrecisionArg {
-    /// The preset that was asked for, or that suits the checkpoint at `path`, which is looked at either way; warns of its
-    /// config.json.
+    /// Returns the given preset, or the one that suits the checkpoint at `path`. Opens the checkpoint either
+    /// way and warns of unknown keys in its config.json.
     pub(crate) fn name(&self, path: &Path, warnings: &Warnings) -> anyhow::Result<String> {
         let checkpoint = open(path)?;
         warnings.check_config(&checkpoint);
@@ -34,15 +34,16 @@ impl PrecisionArg {
     }
 }
 
-/// `--adapter`.
+/// The option `--adapter`.
 #[derive(Args)]
 pub(crate) struct AdapterArg {
-    /// Run with these adapters: a folder with adapter_config.json and adapter_model.safetensors, from `ballast train` or PEFT.
+    /// Folder of LoRA adapters to apply: adapter_config.json and adapter_model.safetensors, from `ballast
+    /// train` or PEFT.
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
 }
 
-/// A model with its adapters, and the seconds that it took to read.
+/// Loads a model with its adapters. Returns it and the seconds it took.
 pub(crate) fn load(
     path: &Path,
     precision: &str,
@@ -58,12 +59,12 @@ pub(crate) fn load(
     Ok((model, begun.elapsed().as_secs_f64()))
 }
 
-/// `n` per second.
+/// Returns `n` per second.
 pub(crate) fn rate(n: usize, time: Duration) -> f64 {
     n as f64 / time.as_secs_f64().max(1e-9)
 }
 
-/// The peak of this process's memory in words.
+/// Formats the peak memory of this process.
 pub(crate) fn peak() -> String {
     ballast_model::memory::peak().map_or_else(|| "unknown".into(), bytes)
 }

@@ -12,16 +12,16 @@ use crate::output::{self, clean, count, plural, table};
 
 #[derive(Args)]
 pub(crate) struct RepairArgs {
-    /// The checkpoint whose protected tensors were rounded.
+    /// Checkpoint whose protected tensors were rounded.
     checkpoint: PathBuf,
-    /// Folder to write, or a file ending in .safetensors.
+    /// Output folder, or a file ending in .safetensors.
     destination: PathBuf,
-    /// The checkpoint that it came from, with the f32 bits.
+    /// Original checkpoint with the f32 bits.
     #[arg(long, value_name = "ORIG")]
     original: PathBuf,
     #[command(flatten)]
     policy: PolicyArg,
-    /// Show what would be done, and write nothing.
+    /// Show the plan and write nothing.
     #[arg(long)]
     dry_run: bool,
     /// Replace an existing checkpoint at the destination.
@@ -51,18 +51,22 @@ pub(crate) fn run(args: RepairArgs, global: &Global) -> anyhow::Result<Outcome> 
     Ok(Outcome::Ok)
 }
 
-/// The fate of every protected tensor, grouped.
+/// Formats the outcomes of the protected tensors, grouped.
 pub(super) fn text(report: &RepairReport) -> String {
     let mut rows = table(&["outcome", ">tensors", "first", "meaning"]);
     for (fate, word, meaning) in [
         (
             Fate::Restored,
             "restored",
-            "exactly the bf16 rounding of the original: the original's f32 bits are back",
+            "was the bf16 rounding of the original; has the original's f32 bits again",
         ),
-        (Fate::Intact, "intact", "already the original's bits"),
-        (Fate::Trained, "kept, trained since", "not the rounding of the original: it was trained, and stays"),
-        (Fate::NoOriginal, "kept, no original", "the original does not have it in F32"),
+        (Fate::Intact, "intact", "already has the original's bits"),
+        (
+            Fate::Trained,
+            "kept, trained since",
+            "not a rounding of the original: trained since then, so left unchanged",
+        ),
+        (Fate::NoOriginal, "kept, no original", "the original has no F32 tensor of this name"),
     ] {
         let of: Vec<_> = report.tensors.iter().filter(|t| t.outcome == fate).collect();
         if let Some(first) = of.first() {
@@ -76,7 +80,7 @@ pub(super) fn text(report: &RepairReport) -> String {
     }
     let protected = plural(report.tensors.len(), "protected tensor");
     if report.tensors.is_empty() {
-        "no protected tensor here: nothing to repair\n".into()
+        "nothing to repair: no protected tensors\n".into()
     } else {
         format!("{protected}\n{rows}\n")
     }

@@ -13,7 +13,7 @@ use clap::{Args, ValueEnum};
 use serde_json::json;
 
 use super::Global;
-use crate::compare::{Comparison, not_finite_words};
+use crate::compare::{Comparison, non_finite_text};
 use crate::exit::Outcome;
 use crate::output;
 
@@ -21,34 +21,34 @@ use crate::output;
 pub(crate) struct TraceArgs {
     /// The checkpoint, in any layout, with its config.json.
     model: PathBuf,
-    /// `input_ids` [B, T] (I32 or I64), and optionally `labels` [B, T], and `attention_mask` [B, T] (padding on either side)
-    /// or `cu_seqlens` with B = 1.
+    /// Input: `input_ids` [B, T] (I32 or I64), optionally `labels` [B, T], and `attention_mask` [B, T]
+    /// (padding on either side) or `cu_seqlens` with B = 1.
     #[arg(long, value_name = "IN.safetensors")]
     ids: PathBuf,
-    /// Write logits, loss, `grad.<name in the checkpoint>` and the chosen sites here.
+    /// Output file for logits, loss, `grad.<name in the checkpoint>` and the chosen sites.
     #[arg(long, value_name = "OUT.safetensors")]
     out: Option<PathBuf>,
-    /// Run backward too.
+    /// Also run the backward pass.
     #[arg(long)]
     grads: bool,
-    /// Sites to show, `*` for any characters, several with commas: `layers.*.linear_attn.g,logits`. Gradients of sites begin
-    /// with `d.`; `layers.N.self_attn.logits` are made only if they are asked for.
+    /// Sites to record, separated by commas, `*` for any characters: `layers.*.linear_attn.g,logits`. The
+    /// gradient of a site has the prefix `d.`; `layers.N.self_attn.logits` are computed only if recorded.
     #[arg(long, value_name = "GLOB")]
     sites: Option<String>,
-    /// f32, bf16, megatron, nemo, maxtext-default or hf-bf16.
+    /// Precision preset: f32, bf16, megatron, nemo, maxtext-default or hf-bf16.
     #[arg(long, default_value = "f32", value_name = "P")]
     precision: String,
-    /// The form of the experts' gradients [default: as in the checkpoint].
+    /// Form of the experts' gradients [default: the checkpoint's].
     #[arg(long)]
     experts: Option<Experts>,
-    /// Which of several equal scores DeepSeek's indexer takes. `torch`: those that torch.topk takes on a CPU, for comparisons
-    /// with transformers; everywhere else it is the earliest.
+    /// Choice among equal scores of DeepSeek's indexer: `torch`, as torch.topk on a CPU, to compare with
+    /// transformers; or `earliest`, the first key, as all other commands do.
     #[arg(long, default_value = "torch")]
     topk_ties: TopkTies,
-    /// Compare with the tensors of this file that have the same names.
+    /// File to compare with, tensor by tensor of the same name.
     #[arg(long, value_name = "GOLDEN.safetensors")]
     expect: Option<PathBuf>,
-    /// Largest RMS(a-b)/(RMS(b)+1e-8) of a result that still passes [default: 1e-4 in f32, 0.1 in bf16].
+    /// Largest RMS(a-b)/(RMS(b)+1e-8) that passes [default: 1e-4 in f32, 0.1 in bf16].
     #[arg(long, value_name = "X")]
     tolerance: Option<f64>,
     /// Replace an existing output file.
@@ -60,7 +60,7 @@ pub(crate) struct TraceArgs {
 enum Experts {
     /// One tensor per expert.
     Split,
-    /// One over all.
+    /// One tensor for all experts.
     Fused,
 }
 
@@ -70,7 +70,7 @@ enum TopkTies {
     Earliest,
 }
 
-/// The results by name.
+/// Results by name.
 type Results = BTreeMap<String, Array<f32>>;
 
 pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
@@ -102,8 +102,8 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
         };
         comparison.add(name, result, expected.as_ref());
     }
-    if let Some(result) = comparison.not_finite() {
-        let first = first_not_finite(&model, &batch)?.unwrap_or_else(|| result.to_string());
+    if let Some(result) = comparison.non_finite() {
+        let first = first_non_finite(&model, &batch)?.unwrap_or_else(|| result.to_string());
         return Err(Error::NotFinite(first).into());
     }
     if let Some(file) = &expected {
@@ -112,8 +112,7 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
             comparison.add_missing(name, &file.f32(name)?.shape);
         }
         if comparison.compared() == 0 {
-            let problem =
-                "it has none of the results: logits, loss, grad.<name> (with --grads), sites (with --sites)";
+            let problem = "no tensor to compare: logits, loss, grad.<name> (with --grads) or sites (with --sites) expected";
             return Err(file.error("logits", problem).into());
         }
     }
@@ -138,15 +137,15 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
     Ok(comparison.report("trace", notes, global))
 }
 
-/// Where the tokens of a batch stand in the file's [B, T].
+/// The positions of a batch's tokens in the file's [B, T].
 pub(super) struct Rows {
     shape: [usize; 2],
-    /// By token of the batch: its place among the B * T.
+    /// Index in the B * T positions, by token of the batch.
     places: Vec<usize>,
 }
 
 impl Rows {
-    /// A tensor [tokens, ...] of the batch as [B, T, ...]; padding is zero.
+    /// Expands a tensor [tokens, ...] of the batch to [B, T, ...]; padding is zero.
     fn spread(&self, values: &[f32]) -> Array<f32> {
         let width = values.len() / self.places.len().max(1);
         let mut all = vec![0.0; self.shape[0] * self.shape[1] * width];
@@ -160,15 +159,15 @@ impl Rows {
 pub(super) fn read_batch(input: &TensorFile) -> anyhow::Result<(Batch, Rows)> {
     let ids = input.integers("input_ids")?;
     let &[rows, columns] = &ids.shape[..] else {
-        return Err(input.error("input_ids", format!("[B, T] was expected, found {:?}", ids.shape)).into());
+        return Err(input.error("input_ids", format!("shape must be [B, T], got {:?}", ids.shape)).into());
     };
     if rows * columns == 0 {
-        return Err(input.error("input_ids", "there are no tokens").into());
+        return Err(input.error("input_ids", "no tokens").into());
     }
     let tokens: Option<Vec<u32>> = ids.values.iter().map(|id| u32::try_from(*id).ok()).collect();
     let Some(tokens) = tokens else {
         let bad = ids.values.iter().position(|id| u32::try_from(*id).is_err()).unwrap_or(0);
-        let problem = format!("the id at [{}, {}] is {}", bad / columns, bad % columns, ids.values[bad]);
+        let problem = format!("token id at [{}, {}] is {}", bad / columns, bad % columns, ids.values[bad]);
         return Err(input.error("input_ids", problem).into());
     };
     let same_shape = |name: &str| -> anyhow::Result<Option<Vec<i64>>> {
@@ -177,27 +176,28 @@ pub(super) fn read_batch(input: &TensorFile) -> anyhow::Result<(Batch, Rows)> {
         }
         let array = input.integers(name)?;
         if array.shape != ids.shape {
-            let problem =
-                format!("shape {:?} was expected, as input_ids has, found {:?}", ids.shape, array.shape);
+            let problem = format!("shape must be {:?} as for input_ids, got {:?}", ids.shape, array.shape);
             return Err(input.error(name, problem).into());
         }
         Ok(Some(array.values))
     };
     for name in ["position_ids", "token_type_ids", "inputs_embeds"] {
         if input.has(name) {
-            return Err(input.error(name, "is not supported; positions follow from the sequences").into());
+            return Err(input
+                .error(name, "is not supported; positions are derived from the sequences")
+                .into());
         }
     }
     let labels = same_shape("labels")?.unwrap_or(ids.values.clone());
     let shape = [rows, columns];
     if let Some(mask) = same_shape("attention_mask")? {
         if input.has("cu_seqlens") {
-            let problem = "stands beside cu_seqlens; padded rows have the one, packed sequences the other";
+            let problem = "cannot be combined with cu_seqlens; use attention_mask for padded rows, cu_seqlens for packed sequences";
             return Err(input.error("attention_mask", problem).into());
         }
         if let Some(bad) = mask.iter().position(|m| ![0, 1].contains(m)) {
             let problem =
-                format!("0 or 1 was expected, found {} at [{}, {}]", mask[bad], bad / columns, bad % columns);
+                format!("must be 0 or 1, got {} at [{}, {}]", mask[bad], bad / columns, bad % columns);
             return Err(input.error("attention_mask", problem).into());
         }
         let mask: Vec<bool> = mask.iter().map(|m| *m != 0).collect();
@@ -221,7 +221,7 @@ fn trace(args: &TraceArgs, model: &Model, batch: &Batch, rows: &Rows) -> Result<
     } else {
         0
     };
-    memory::check("the trace of these tokens", logits + step)?;
+    memory::check("the trace of this input", logits + step)?;
     let logits = rows.spread(&model.logits(batch, None)?);
     results.insert("logits".into(), logits);
     let mut recorder = Recorder { pattern: args.sites.clone(), ..Recorder::default() };
@@ -256,14 +256,14 @@ fn trace(args: &TraceArgs, model: &Model, batch: &Batch, rows: &Rows) -> Result<
     Ok(results)
 }
 
-/// The first tensor of a forward that has a NaN or an infinity, in words.
-fn first_not_finite(model: &Model, batch: &Batch) -> Result<Option<String>, Error> {
+/// Describes the first non-finite tensor of a forward pass.
+fn first_non_finite(model: &Model, batch: &Batch) -> Result<Option<String>, Error> {
     let mut finder = Finder::default();
     model.loss(batch, &LossOptions::default(), Some(&mut finder))?;
     Ok(finder.found)
 }
 
-/// Looks for the first tensor that is not finite.
+/// Finds the first non-finite tensor.
 #[derive(Default)]
 struct Finder {
     found: Option<String>,
@@ -271,23 +271,24 @@ struct Finder {
 
 impl Probe for Finder {
     fn wants(&self, site: &str) -> bool {
-        // The rows of the embedding that are read are `embed`; square tensors are too large, and what they make is seen.
+        // The embedding is covered by `embed`; square tensors are too large, and their results are checked.
         let left_out = site == "param.embed_tokens.weight" || site.ends_with("self_attn.logits");
         self.found.is_none() && !left_out && !site.ends_with("indexer.scores")
     }
 
     fn see(&mut self, site: &str, _dtype: &'static str, _shape: &[usize], values: &[f32]) {
         if self.found.is_none() {
-            self.found = not_finite_words(site, values);
+            self.found = non_finite_text(site, values);
         }
     }
 }
 
-/// The expected tensor, of as many elements as the result; dimensions of 1 and trailing ones may be grouped otherwise.
+/// Returns the expected tensor, which must have as many elements as the result; dimensions may be grouped
+/// otherwise.
 fn same_size(file: &TensorFile, name: &str, result: &Array<f32>) -> anyhow::Result<Array<f32>> {
     let expected = file.f32(name)?;
     if expected.values.len() != result.values.len() {
-        let problem = format!("shape {:?} was expected, found {:?}", result.shape, expected.shape);
+        let problem = format!("shape must be {:?}, got {:?}", result.shape, expected.shape);
         return Err(file.error(name, problem).into());
     }
     Ok(expected)

@@ -23,65 +23,66 @@ use crate::exit::{self, Outcome, Usage};
 use crate::output::{self, bytes, clean, count, table};
 use crate::progress::Progress;
 
-/// Train a model. Without arguments: a small hybrid learns an embedded task, in about two minutes.
+/// Train or fine-tune a model. Without arguments, train a small hybrid on an embedded task in about two
+/// minutes.
 ///
-/// What a run does is in a TOML file (--config); --set changes single keys of it, and flags come last. --print-config shows
-/// what results, --keys every key with its meaning. A run leaves a folder: model/ (for `ballast generate` and transformers),
-/// checkpoints/, metrics.jsonl and report.html.
+/// A TOML file (--config) describes the run; --set overrides single keys, and other flags override both.
+/// --print-config prints the resolved configuration, --keys explains every key. A run writes a folder: model/
+/// (for `ballast generate` and transformers), checkpoints/, metrics.jsonl and report.html.
 ///
-/// Ctrl-C saves and ends with exit code 130; --resume goes on from there, with the same bits.
+/// Ctrl-C saves a checkpoint and exits with code 130; --resume continues from it with the same bits.
 #[derive(Args)]
 pub(crate) struct TrainArgs {
-    /// What to do, as TOML.
+    /// Run configuration (TOML).
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Change a key: `--set optimizer.learning_rate=1e-3`. Can be repeated.
+    /// Override a key, for example `--set optimizer.learning_rate=1e-3`; repeatable.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     settings: Vec<String>,
-    /// Go on with the run in this folder, from its last checkpoint.
+    /// Resume the run in this folder from its last checkpoint.
     #[arg(long, value_name = "OUT", conflicts_with = "config")]
     resume: Option<PathBuf>,
-    /// Folder of the run [default: runs/default, or the next free name].
+    /// Output folder of the run [default: runs/default, or the next free name].
     #[arg(long, value_name = "OUT")]
     out: Option<PathBuf>,
-    /// An embedded architecture with random weights: hybrid, hybrid-moe, gemma, deepseek.
+    /// Embedded architecture to initialize randomly: hybrid, hybrid-moe, gemma or deepseek.
     #[arg(long, value_name = "NAME")]
     preset: Option<String>,
-    /// A checkpoint in any layout to start from.
+    /// Checkpoint to start from, in any layout.
     #[arg(long, value_name = "CHECKPOINT")]
     model: Option<PathBuf>,
-    /// Files to train on (.txt, .jsonl). Can be repeated.
+    /// Training data (.txt or .jsonl); repeatable.
     #[arg(long, value_name = "FILE")]
     data: Vec<PathBuf>,
-    /// f32, bf16, megatron, nemo, maxtext-default or hf-bf16.
+    /// Precision preset: f32, bf16, megatron, nemo, maxtext-default or hf-bf16.
     #[arg(long, value_name = "PRECISION")]
     precision: Option<String>,
-    /// Steps of the optimiser.
+    /// Number of optimizer steps.
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
-    /// Of everything that is drawn.
+    /// Random seed.
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Write event files for TensorBoard.
+    /// Write TensorBoard event files.
     #[arg(long)]
     tensorboard: bool,
-    /// Show what would be done: samples, types, memory, time of a step. Nothing is trained or written.
+    /// Show samples, dtypes, memory and the time of a step; train and write nothing.
     #[arg(long, conflicts_with = "resume")]
     dry_run: bool,
-    /// Print the resolved configuration, and end.
+    /// Print the resolved configuration and exit.
     #[arg(long, conflicts_with = "resume")]
     print_config: bool,
-    /// Print every key of the configuration with its meaning, and end.
+    /// Print every configuration key with its meaning and exit.
     #[arg(long)]
     keys: bool,
 }
 
 impl TrainArgs {
-    /// What was typed, as settings in their order.
+    /// Returns the flags as settings `key=value`, in the order in which they apply.
     fn settings(&self) -> anyhow::Result<Vec<String>> {
         let name = |name: &String| Value::String(name.clone());
         let number = |flag: &str, n: u64| {
-            let problem = || Usage(format!("{flag} {n}: at most {} was expected", i64::MAX));
+            let problem = || Usage(format!("{flag} must be at most {}, got {n}", i64::MAX));
             i64::try_from(n).map(Value::Integer).map_err(|_| problem())
         };
         let out = self.out.as_deref().map(|out| path("--out", out)).transpose()?;
@@ -104,7 +105,8 @@ impl TrainArgs {
         Ok(self.settings.iter().cloned().chain(given).collect())
     }
 
-    /// From the file; without one, the embedded run, unless model or data are given.
+    /// Loads the configuration from the file; without one, the embedded run, unless a model or data are
+    /// given.
     fn load(&self) -> anyhow::Result<TrainConfig> {
         let settings = self.settings()?;
         let names = |key: &str| settings.iter().any(|setting| setting.starts_with(key));
@@ -122,11 +124,11 @@ impl TrainArgs {
     }
 }
 
-/// A path as a value of the configuration, which is saved as TOML and has no form for other bytes.
+/// Returns a path as a value of the configuration, which is TOML and can hold UTF-8 only.
 fn path(flag: &str, path: &Path) -> Result<Value, Usage> {
     let text = path.to_str().ok_or_else(|| {
         Usage(format!(
-            "{flag} {path:?}: the name is not UTF-8, and a run's configuration cannot hold it; rename it"
+            "{flag} {path:?}: the name is not UTF-8 and cannot be saved in the run's configuration; rename it"
         ))
     })?;
     Ok(Value::String(text.into()))
@@ -201,13 +203,13 @@ fn introduce(trainer: &Trainer) -> anyhow::Result<()> {
     let (model, config) = (&trainer.model, &trainer.config);
     let parameters: usize = model.specs.all().map(|spec| spec.len()).sum();
     let data = match config.data.files.len() {
-        0 => "the embedded task: associative recall and brackets".to_string(),
+        0 => "the embedded task (associative recall, brackets)".to_string(),
         1 => clean(&config.data.files[0].path.display().to_string()),
         n => format!("{n} files"),
     };
     let tokens = config.batch.sequences * config.batch.accumulation * config.data.sequence_length;
     output::note(&format!(
-        "{}: {} parameters, {}, {} protected tensors in f32\n{} steps of up to {} tokens on {data}\nmemory plan {}, run in {}\n",
+        "{}: {} parameters, {}, {} protected tensors in f32\n{} steps of up to {} tokens on {data}\nplanned memory {}, output in {}\n",
         model.config.model_type,
         count(parameters as u64),
         model.precision().name,
@@ -227,7 +229,7 @@ fn conclude(trainer: &Trainer, summary: &Summary) {
     }
     if let Some(evaluation) = &summary.evaluation {
         text += &format!(
-            "\nheld-out loss {:.4}, {} of {} tokens right",
+            "\nheld-out loss {:.4}, accuracy {} of {} tokens",
             evaluation.loss,
             percent(evaluation.accuracy),
             count(evaluation.tokens)
@@ -242,10 +244,8 @@ fn conclude(trainer: &Trainer, summary: &Summary) {
         text += &format!("{site} was raised to f32 at step {step}\n");
     }
     if trainer.sentinel.untrained > 0 {
-        text += &format!(
-            "{} steps were skipped: none of their tokens is trained on\n",
-            trainer.sentinel.untrained
-        );
+        text +=
+            &format!("{} steps were skipped: they had no tokens to train on\n", trainer.sentinel.untrained);
     }
     text += &format!(
         "{} steps, {}, {} tokens/s, peak memory {}\n\n",
@@ -258,26 +258,26 @@ fn conclude(trainer: &Trainer, summary: &Summary) {
     let shown = |path: Option<&PathBuf>, none: &str| {
         path.map_or(none.to_string(), |path| clean(&path.display().to_string()))
     };
-    text += &format!("{what:7} {}\n", shown(summary.model.as_ref(), "none was saved"));
-    text += &format!("report  {}\n", shown(summary.report.as_ref(), "could not be written"));
+    text += &format!("{what:7} {}\n", shown(summary.model.as_ref(), "not saved"));
+    text += &format!("report  {}\n", shown(summary.report.as_ref(), "not written"));
     if summary.stopped {
         text += &stop_message(trainer, summary);
     }
     output::print(&text);
 }
 
-/// What a stopped run has saved, and how to go on.
+/// Says what a stopped run has saved and how to resume it.
 fn stop_message(trainer: &Trainer, summary: &Summary) -> String {
     let out = clean(&trainer.config.out.display().to_string());
-    let go_on = format!("go on with: ballast train --resume {out}");
+    let resume = format!("resume with: ballast train --resume {out}");
     let step = summary.step;
     match (&summary.save_failure, &summary.checkpoint) {
-        (None, _) => format!("\nstopped after saving step {step}; {go_on}\n"),
+        (None, _) => format!("\nstopped after saving step {step}; {resume}\n"),
         (Some(error), checkpoint) => {
             let error = clean(&error.to_string());
             let newest = match checkpoint {
-                Some((saved, _)) => format!("the newest checkpoint is of step {saved}; {go_on}"),
-                None => "there is no checkpoint of this run".to_string(),
+                Some((saved, _)) => format!("the newest checkpoint is from step {saved}; {resume}"),
+                None => "this run has no checkpoint".to_string(),
             };
             format!("\nstopped at step {step}, which could not be saved ({error}); {newest}\n")
         }
@@ -313,7 +313,7 @@ fn print_json(trainer: &Trainer, summary: &Summary, global: &Global) {
         .iter()
         .map(|s| json!({ "step": s.step, "prompt": s.prompt, "expected": s.expected, "answer": s.answer, "right": s.right }))
         .collect();
-    // A path of bytes that are no text has no exact form in JSON.
+    // Lossy for a path that is not UTF-8: JSON cannot hold it.
     let shown = |path: Option<&PathBuf>| path.map(|path| path.display().to_string());
     global.print_json(
         "train",
@@ -339,9 +339,10 @@ fn print_json(trainer: &Trainer, summary: &Summary, global: &Global) {
     );
 }
 
-/// Samples with their masks, types by role, memory, time of a step. Everything happens in a folder that goes again.
+/// Shows samples with their masks, dtypes by role, memory and the time of a step. Works in a temporary
+/// folder.
 fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
-    // The destination of the real run; the folder below is another.
+    // Checks the destination of the real run, not the temporary folder.
     ballast_train::places::check_new(&config)?;
     let folder = tempfile::tempdir()?;
     let out = config.out.clone();
@@ -377,27 +378,27 @@ fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
         text += &format!("{}: {}\n", clean(&origin), clean(&marked));
     }
     text += &format!(
-        "what stands in ⟦ ⟧ is trained on: {} of {} tokens of a step\n\n",
+        "text in ⟦ ⟧ is trained on: {} of {} tokens per step\n\n",
         count(trained as u64),
         count(tokens as u64)
     );
-    let mut rows = table(&["role", "type", "tensors", "elements"]);
+    let mut rows = table(&["role", "dtype", ">tensors", ">elements"]);
     for (role, dtype, tensors, elements) in &roles {
         rows.add_row([role.clone(), dtype.clone(), tensors.to_string(), count(*elements as u64)]);
     }
     text += &format!("{rows}\n\n");
-    let mut rows = table(&["memory", "bytes"]);
+    let mut rows = table(&["memory", ">size"]);
     for (what, size) in &plan.rows {
         rows.add_row([what.clone(), bytes(*size)]);
     }
-    rows.add_row(["all".to_string(), bytes(plan.total())]);
+    rows.add_row(["total".to_string(), bytes(plan.total())]);
     text += &format!("{rows}\n\n");
     if let Some(available) = ballast_model::memory::available() {
-        let fits = if plan.total() <= available { "fits" } else { "does NOT fit" };
-        text += &format!("{} are available: it {fits}\n", bytes(available));
+        let fits = if plan.total() <= available { "the run fits" } else { "the run does NOT fit" };
+        text += &format!("available memory {}: {fits}\n", bytes(available));
     }
     text += &format!(
-        "a step takes {} here ({} tokens/s), {} steps about {}\n",
+        "a step takes {} ({} tokens/s); {} steps take about {}\n",
         duration(seconds),
         count((tokens as f64 / seconds) as u64),
         trainer.config.steps,
@@ -407,7 +408,7 @@ fn dry_run(config: TrainConfig, global: &Global) -> anyhow::Result<Outcome> {
     Ok(Outcome::Ok)
 }
 
-/// What the run shows while it goes.
+/// Shows the progress of a run on stderr.
 struct Terminal {
     quiet: bool,
     steps: u64,
@@ -423,7 +424,7 @@ struct Shown {
     evaluation: Option<Evaluation>,
 }
 
-/// Between two plain lines.
+/// Time between two plain lines.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 
 impl Terminal {
@@ -462,10 +463,9 @@ impl Terminal {
         let seconds = shown.begun.elapsed().as_secs_f64();
         let speed = shown.tokens as f64 / seconds.max(1e-9);
         let eta = seconds / (step.step - first + 1) as f64 * self.steps.saturating_sub(step.step) as f64;
-        let held_out = shown
-            .evaluation
-            .as_ref()
-            .map_or(String::new(), |e| format!(", held-out {:.4} ({} right)", e.loss, percent(e.accuracy)));
+        let held_out = shown.evaluation.as_ref().map_or(String::new(), |e| {
+            format!(", held-out {:.4} (accuracy {})", e.loss, percent(e.accuracy))
+        });
         let figures = format!(
             "loss {:.4}{held_out}, {} tokens/s, learning rate {:.2e}, gradient norm {:.3}, {}",
             step.loss,
@@ -486,7 +486,7 @@ impl Terminal {
     }
 }
 
-/// A save is not to be broken off by the signal that asked for it.
+/// Never cancels: a save must not be interrupted by the signal that asked for it.
 impl Observer for Terminal {}
 
 impl Watcher for Terminal {
@@ -495,7 +495,7 @@ impl Watcher for Terminal {
             MetricsEntry::Step(step) => self.step(step),
             MetricsEntry::Evaluation(evaluation) => {
                 let line = format!(
-                    "step {}: held-out loss {:.4}, {} right",
+                    "step {}: held-out loss {:.4}, accuracy {}",
                     evaluation.step,
                     evaluation.loss,
                     percent(evaluation.accuracy)
@@ -517,7 +517,7 @@ impl Watcher for Terminal {
     }
 
     fn samples(&self, samples: &[Sample]) {
-        // The last ones are in the conclusion.
+        // The final samples are part of the summary.
         if samples.first().is_some_and(|sample| sample.step < self.steps) {
             self.say(&samples_table(samples));
         }

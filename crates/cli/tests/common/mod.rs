@@ -1,6 +1,6 @@
-//! Running the real binary in a scratch folder, and looking at everything that it left there.
+//! Runs the binary in a scratch folder and inspects the files it leaves.
 
-// Every test file uses its own part of this.
+// Every test file uses a part of this.
 #![allow(dead_code)]
 
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ pub(crate) const HYBRID_CONFIG: &str = r#"{"architectures": ["Qwen3_5ForCausalLM
 /// A protected tensor of that architecture.
 pub(crate) const A_LOG: &str = "model.layers.0.linear_attn.A_log";
 
-/// What a run of the binary printed, and how it ended.
+/// The output and exit code of a run of the binary.
 pub(crate) struct Run {
     /// The exit code; `None` after a signal.
     pub(crate) code: Option<i32>,
@@ -53,7 +53,7 @@ impl Run {
     }
 }
 
-/// What transformers says about the small model's texts: fixtures/text/`name`.
+/// Returns the results of transformers in fixtures/text/`name`.
 pub(crate) fn text_golden(name: &str) -> serde_json::Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/text").join(name);
     serde_json::from_slice(&fs::read(path).expect("a fixture")).expect("JSON")
@@ -93,7 +93,8 @@ impl Scratch {
         scratch
     }
 
-    /// With a small model that has a tokenizer as `src`: weights of fixtures/models, the other files of fixtures/text.
+    /// With a small model that has a tokenizer as `src`: weights of fixtures/models, the other files of
+    /// fixtures/text.
     pub(crate) fn with_text_model() -> Scratch {
         let scratch = Scratch::new();
         let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures");
@@ -137,8 +138,8 @@ impl Scratch {
         snapshot(self.folder.path())
     }
 
-    /// Asserts that a command fails as said, and that not a byte of the scratch folder changed: the source
-    /// is as it was, there is no destination and nothing half-written.
+    /// Asserts that a command fails with this code and these words, and that no byte of the scratch folder
+    /// changed.
     #[track_caller]
     pub(crate) fn refuses(&self, args: &[&str], code: i32, words: &[&str]) -> Run {
         let before = self.snapshot();
@@ -183,8 +184,8 @@ impl Scratch {
     }
 }
 
-/// Every path below `folder`, relative to it, with its content (nothing for folders, and for what cannot be
-/// read).
+/// Returns every path below `folder`, relative to it, with its content (empty for folders and unreadable
+/// files).
 pub(crate) fn snapshot(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     fn visit(root: &Path, folder: &Path, found: &mut BTreeMap<PathBuf, Vec<u8>>) {
         for entry in fs::read_dir(folder).expect("a folder") {
@@ -210,7 +211,7 @@ pub(crate) fn raw_file(header: impl AsRef<[u8]>, data: usize) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header, &data].concat()
 }
 
-/// The first byte of the data behind this header.
+/// Returns the offset of the data after this header.
 pub(crate) fn data_start(header: &str) -> usize {
     8 + header.len()
 }
@@ -242,7 +243,7 @@ pub(crate) fn f32_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-/// Whether files without permissions can be read all the same, as root can.
+/// Returns true if files without permissions can be read, as by root.
 pub(crate) fn permissions_do_not_bind(folder: &Path) -> bool {
     let path = folder.join("permission-probe");
     fs::write(&path, "x").expect("a file");
@@ -252,11 +253,11 @@ pub(crate) fn permissions_do_not_bind(folder: &Path) -> bool {
     readable
 }
 
-/// Where the small disk is, in the process that has one.
+/// Variable with the path of the small disk, in the process that has one.
 const SMALL_DISK: &str = "BALLAST_TEST_SMALL_DISK";
 
-/// Calls `body` with the path of a disk of its own, of this size. That takes a mount namespace: the test called
-/// `test` is run again inside one. Where the system allows none, the test says so and does nothing.
+/// Calls `body` with the path of a separate disk of this size. This needs a mount namespace: the test called
+/// `test` is run again inside one. If the system allows none, the test prints that and passes.
 pub(crate) fn on_small_disk(test: &str, size: &str, body: impl FnOnce(&Path)) {
     if let Some(disk) = std::env::var_os(SMALL_DISK) {
         return body(Path::new(&disk));
@@ -272,7 +273,7 @@ pub(crate) fn on_small_disk(test: &str, size: &str, body: impl FnOnce(&Path)) {
         let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
         match output.status.code() {
             Some(0) if text.contains("1 passed") => return,
-            // 101 is what a failed test exits with; 0 without a test means a wrong name.
+            // A failed test exits with 101; 0 without a test means a wrong name.
             Some(0 | 101) => panic!("on the small disk:\n{text}"),
             _ => {}
         }

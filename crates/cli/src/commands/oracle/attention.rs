@@ -18,16 +18,16 @@ use crate::exit::Outcome;
 pub(crate) struct AttentionArgs {
     #[command(flatten)]
     common: Common,
-    /// A query sees this many keys, itself included [default: as the file says, else all].
+    /// Number of keys that a query sees, itself included [default: the file's `window`, else all].
     #[arg(long, value_name = "W")]
     window: Option<usize>,
-    /// Soft cap of the logits [default: as the file says, else none].
+    /// Soft cap of the logits [default: the file's `cap`, else none].
     #[arg(long, value_name = "X")]
     cap: Option<f32>,
-    /// What the product of query and key is rounded to.
+    /// Rounding of the product of query and key.
     #[arg(long, default_value = "f32")]
     qk_product: Site,
-    /// What the softmax runs in.
+    /// Rounding of the logits before the softmax.
     #[arg(long, default_value = "f32")]
     logits: Site,
 }
@@ -37,7 +37,7 @@ pub(super) fn run(args: AttentionArgs, global: &Global) -> anyhow::Result<Outcom
     let (q, v) = (file.f32("q")?, file.f32("v")?);
     let (&[b, t, heads, head_dim], &[.., kv_heads, value_dim]) = (&q.shape[..], &v.shape[..]) else {
         let problem = format!(
-            "shapes [B,T,heads,hd] and [B,T,kv,vd] were expected, found {:?} and {:?}",
+            "shapes of q and v must be [B,T,heads,hd] and [B,T,kv,vd], got {:?} and {:?}",
             q.shape, v.shape
         );
         return Err(file.error("q", problem).into());

@@ -19,10 +19,11 @@ use crate::exit::Outcome;
 pub(crate) struct GdnArgs {
     #[command(flatten)]
     common: Common,
-    /// Tokens per chunk.
+    /// Number of tokens per chunk.
     #[arg(long, default_value_t = 32, value_name = "C", value_parser = clap::value_parser!(u16).range(1..=256))]
     chunk: u16,
-    /// Where q and k are normalised, if the file's `l2norm` asks for it or this is given.
+    /// Normalize q and k inside or outside the kernel [default: inside if the file's `l2norm` is set, else
+    /// not at all].
     #[arg(long)]
     l2norm: Option<L2NormArg>,
 }
@@ -57,7 +58,7 @@ pub(super) fn run(args: GdnArgs, global: &Global) -> anyhow::Result<Outcome> {
 
 struct Problem {
     dims: Dims,
-    /// B and T as the file has them
+    /// B and T of the file.
     batch: [usize; 2],
     q: Array<f32>,
     k: Array<f32>,
@@ -77,7 +78,7 @@ impl Problem {
         let (&[b, t, key_heads, key_dim], &[.., value_heads, value_dim]) = (&q.shape[..], &v.shape[..])
         else {
             let problem = format!(
-                "shapes [B,T,Hk,dk] and [B,T,Hv,dv] were expected, found {:?} and {:?}",
+                "shapes of q and v must be [B,T,Hk,dk] and [B,T,Hv,dv], got {:?} and {:?}",
                 q.shape, v.shape
             );
             return Err(file.error("q", problem).into());
@@ -103,7 +104,7 @@ impl Problem {
         })
     }
 
-    /// All results, and the bytes that forward kept for backward.
+    /// Returns the results, and the bytes that forward saved for backward.
     fn solve<T: Element>(&self, options: &Options) -> anyhow::Result<(Results, usize)> {
         let stored = |x: &Array<f32>| -> Vec<T> { x.values.iter().map(|x| T::from_f32(*x)).collect() };
         let Dims { key_heads, value_heads, key_dim, value_dim } = self.dims;
@@ -121,7 +122,7 @@ impl Problem {
             cu_seqlens: &self.cu_seqlens,
         };
         let state_len: usize = states.iter().product();
-        // The kernels check the sizes, then take what they need.
+        // Grows as the kernels need it, after they have checked the sizes.
         let scratch = Scratch::new(0);
         let (mut o, mut ht) = (vec![T::default(); v.len()], vec![0.0; state_len]);
         let mut saved = Saved::default();

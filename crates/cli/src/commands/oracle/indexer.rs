@@ -15,10 +15,10 @@ use crate::exit::Outcome;
 pub(crate) struct IndexerArgs {
     #[command(flatten)]
     common: Common,
-    /// Keys kept for every query [default: as the file says].
+    /// Number of keys selected per query [default: the file's `topk`].
     #[arg(long, value_name = "K")]
     topk: Option<usize>,
-    /// What q.k is rounded to before the relu.
+    /// Rounding of q.k before the relu.
     #[arg(long, default_value = "f32")]
     logits: Site,
 }
@@ -27,14 +27,14 @@ pub(super) fn run(args: IndexerArgs, global: &Global) -> anyhow::Result<Outcome>
     let file = TensorFile::open(&args.common.input)?;
     let q = file.f32("q")?;
     let &[b, t, heads, dim] = &q.shape[..] else {
-        return Err(file.error("q", format!("shape [B,T,heads,d] was expected, found {:?}", q.shape)).into());
+        return Err(file.error("q", format!("shape must be [B,T,heads,d], got {:?}", q.shape)).into());
     };
     check_nonzero(&file, "q", &q)?;
     let dims = Dims { heads, dim };
     let (k, w) = (expect(&file, "k", &[b, t, dim])?, expect(&file, "w", &[b, t, heads])?);
     let topk = args.topk.map_or_else(|| metadata_number(&file, "topk"), |k| Ok(Some(k)))?;
     let Some(topk) = topk else {
-        return Err(file.error("q", "metadata `topk` is not there; give --topk").into());
+        return Err(file.error("q", "metadata `topk` is missing; give --topk").into());
     };
     let options = Options { logits: args.logits.into(), ..Options::default() };
     let cu_seqlens = sequences(&file, b, t)?;
@@ -46,7 +46,8 @@ pub(super) fn run(args: IndexerArgs, global: &Global) -> anyhow::Result<Outcome>
     finish(&args.common, &file, results, serde_json::json!({ "topk": topk }), global)
 }
 
-/// scores [B, T, T], zero where a query does not see a key, and the chosen keys [B, T, topk], -1 in unused places.
+/// Returns scores [B, T, T], zero for keys that a query does not see, and the selected keys [B, T, topk], -1
+/// in unused places.
 fn solve<T: Element>(
     q: &Array<f32>,
     k: &Array<f32>,
@@ -62,7 +63,7 @@ fn solve<T: Element>(
     let input = Input { q: &q, k: &k, w: &w.values, cu_seqlens };
     let longest = cu_seqlens.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0);
     check_memory(&[&[3, b, t, topk], &[b, t, t], &[longest, longest]])?;
-    // The kernels check the sizes, then take what they need.
+    // Grows as the kernels need it, after they have checked the sizes.
     let scratch = Scratch::new(0);
     let mut selected = vec![0; b * t * topk];
     indexer_topk(&mut selected, &input, dims, options, topk, &scratch)?;
@@ -72,7 +73,7 @@ fn solve<T: Element>(
         let mut own = vec![0.0; length * length];
         indexer_scores(&mut own, &input, dims, options, sequence, 0..length, &scratch)?;
         for (i, row) in own.chunks(length.max(1)).enumerate() {
-            // Keys are numbered from the start of their sequence.
+            // Keys are numbered from the start of the sequence.
             scores[(w[0] + i) * t..][..=i].copy_from_slice(&row[..=i]);
         }
     }
@@ -80,7 +81,7 @@ fn solve<T: Element>(
     let chosen = selected
         .chunks(topk.max(1))
         .flat_map(|row| {
-            // In the order of the keys, unused places last.
+            // Ascending keys, unused places last.
             let mut row = row.to_vec();
             row.sort_unstable();
             row

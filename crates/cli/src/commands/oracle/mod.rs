@@ -23,14 +23,14 @@ pub(crate) struct OracleArgs {
 
 #[derive(Subcommand)]
 enum Operation {
-    /// The gated delta rule. IN holds q, k [B, T, Hk, dk] (raw), v [B, T, Hv, dv], g, beta [B, T, Hv], and optionally
-    /// h0 [N, Hv, dk, dv], cu_seqlens `[N+1]`, do, dht; metadata `scale` and `l2norm`.
+    /// Run the gated delta rule. IN holds q, k [B, T, Hk, dk] (raw), v [B, T, Hv, dv], g, beta [B, T, Hv],
+    /// and optionally h0 [N, Hv, dk, dv], cu_seqlens `[N+1]`, do, dht; metadata `scale` and `l2norm`.
     Gdn(gdn::GdnArgs),
-    /// Softmax attention, causal. IN holds q [B, T, heads, hd], k [B, T, kv, hd], v [B, T, kv, vd], and optionally sinks `[heads]`,
-    /// cu_seqlens `[N+1]`, do; metadata `scale`, `window`, `cap`.
+    /// Run causal softmax attention. IN holds q [B, T, heads, hd], k [B, T, kv, hd], v [B, T, kv, vd], and
+    /// optionally sinks `[heads]`, cu_seqlens `[N+1]`, do; metadata `scale`, `window`, `cap`.
     Attention(attention::AttentionArgs),
-    /// The sparse indexer: scores and choice of keys. IN holds q [B, T, heads, d], k [B, T, d], w [B, T, heads], and optionally
-    /// cu_seqlens `[N+1]`; metadata `topk`.
+    /// Run the sparse indexer: scores and selected keys. IN holds q [B, T, heads, d], k [B, T, d], w [B, T,
+    /// heads], and optionally cu_seqlens `[N+1]`; metadata `topk`.
     Indexer(indexer::IndexerArgs),
 }
 
@@ -42,19 +42,19 @@ pub(crate) fn run(args: OracleArgs, global: &Global) -> anyhow::Result<Outcome> 
     }
 }
 
-/// What every operation takes.
+/// Options of every operation.
 #[derive(Args)]
 struct Common {
-    /// The inputs; expected results in it are compared with.
+    /// Input tensors, and the expected results to compare with.
     #[arg(value_name = "IN.safetensors")]
     input: PathBuf,
-    /// Write the results here.
+    /// Output file for the results.
     #[arg(long, value_name = "OUT.safetensors")]
     out: Option<PathBuf>,
-    /// Largest RMS(a-b)/(RMS(b)+1e-8) of a result that still passes [default: 1e-4 in f32, 0.02 in bf16].
+    /// Largest RMS(a-b)/(RMS(b)+1e-8) that passes [default: 1e-4 in f32, 0.02 in bf16].
     #[arg(long, value_name = "X")]
     tolerance: Option<f64>,
-    /// What tensors are stored in; arithmetic is f32 either way.
+    /// Storage type of tensors; arithmetic is f32 either way.
     #[arg(long, default_value = "f32")]
     storage: Storage,
     /// Replace an existing output file.
@@ -89,7 +89,7 @@ impl From<Site> for Rounding {
     }
 }
 
-/// A number in the file's metadata.
+/// Returns a number from the file's metadata.
 fn metadata_number<T: std::str::FromStr>(file: &TensorFile, key: &str) -> anyhow::Result<Option<T>> {
     let parse = |text: &str| {
         text.parse().map_err(|_| file.error("q", format!("metadata `{key}` is {text:?}, not a number")))
@@ -97,35 +97,35 @@ fn metadata_number<T: std::str::FromStr>(file: &TensorFile, key: &str) -> anyhow
     Ok(file.metadata(key).map(parse).transpose()?)
 }
 
-/// The tensor `name`, of exactly this shape.
+/// Reads the tensor `name`, which must have this shape.
 fn expect(file: &TensorFile, name: &str, shape: &[usize]) -> anyhow::Result<Array<f32>> {
     let array = file.f32(name)?;
     expect_shape(file, name, &array, shape)?;
     Ok(array)
 }
 
-/// The same, for a tensor that need not be there.
+/// Reads an optional tensor, which must have this shape.
 fn optional(file: &TensorFile, name: &str, shape: &[usize]) -> anyhow::Result<Option<Array<f32>>> {
     if file.has(name) { expect(file, name, shape).map(Some) } else { Ok(None) }
 }
 
-/// An error where a dimension is 0. Without one, every size of an input is bounded by the bytes of the file.
+/// Rejects a dimension of 0. Without one, every size of an input is bounded by the bytes of the file.
 fn check_nonzero(file: &TensorFile, name: &str, array: &Array<f32>) -> anyhow::Result<()> {
     if array.shape.contains(&0) {
-        let problem = format!("dimensions of 1 or more were expected, found {:?}", array.shape);
+        let problem = format!("dimensions must be at least 1, got {:?}", array.shape);
         return Err(file.error(name, problem).into());
     }
     Ok(())
 }
 
-/// An error where tensors of these shapes, 4 bytes an element, do not fit in memory.
+/// Rejects tensors of these shapes, 4 bytes per element, if they do not fit in memory.
 fn check_memory(shapes: &[&[usize]]) -> anyhow::Result<()> {
     let bytes = |shape: &&[usize]| shape.iter().fold(4u64, |bytes, n| bytes.saturating_mul(*n as u64));
     let needed = shapes.iter().map(bytes).fold(0u64, u64::saturating_add);
-    Ok(memory::check("the result of this input", needed)?)
+    Ok(memory::check("the results of this input", needed)?)
 }
 
-/// Compares results with what `file` expects, writes and prints them.
+/// Compares results with those of `file`, writes and prints them.
 fn finish(
     common: &Common,
     file: &TensorFile,
@@ -139,7 +139,7 @@ fn finish(
         let expected = optional(file, name, &result.shape)?;
         comparison.add(name, result, expected.as_ref());
     }
-    let not_finite = comparison.not_finite().map(String::from);
+    let not_finite = comparison.non_finite().map(String::from);
     if let Some(out) = &common.out {
         let named = results.iter().map(|(name, array)| (*name, &array.shape[..], &array.values[..]));
         let tensors: Vec<Named<'_>> = named.collect();
@@ -151,10 +151,10 @@ fn finish(
     }
 }
 
-/// An error that says which tensor, what was expected, what was found.
+/// Rejects a tensor of another shape.
 fn expect_shape(file: &TensorFile, name: &str, array: &Array<f32>, expected: &[usize]) -> anyhow::Result<()> {
     if array.shape == expected {
         return Ok(());
     }
-    Err(file.error(name, format!("shape {expected:?} was expected, found {:?}", array.shape)).into())
+    Err(file.error(name, format!("shape must be {expected:?}, got {:?}", array.shape)).into())
 }
