@@ -53,7 +53,7 @@ pub struct Precision {
 /// The presets and what they are.
 pub const PRESETS: [(&str, &str); 6] = [
     ("f32", "everything in f32"),
-    ("bf16", "bf16 storage, strict contract, every site f32"),
+    ("bf16", "bf16 storage, strict contract, every site f32, the residual stream too"),
     ("megatron", "bf16 storage; A_log and out_norm f32; a, b and the router's logits bf16"),
     ("nemo", "bf16 storage; A_log and dt_bias f32; a, b and the router's logits bf16"),
     ("maxtext-default", "bf16 storage, strict contract; qk product and attention logits bf16"),

@@ -132,7 +132,7 @@ sites! {
     Residual {
         name: "residual",
         what: "the residual stream and its gradient, after every sum",
-        bf16_in: &["bf16", "megatron", "nemo", "maxtext-default", "hf-bf16"],
+        bf16_in: &["megatron", "nemo", "maxtext-default", "hf-bf16"],
         exists: always,
         probes: &["embed", "middle", "out"],
     }

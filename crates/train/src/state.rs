@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::{Named, TensorFile, write_f32};
-use ballast_model::{Config, Model};
+use ballast_model::{Config, Model, Site};
 use serde::{Deserialize, Serialize};
 
 use crate::checksum::{optimizer_checksum, parameters_checksum};
@@ -102,6 +102,11 @@ impl State {
     /// Returns false for a state of format version 1, whose checksums cannot be compared.
     pub(crate) fn has_checksums(&self) -> bool {
         self.version >= 2
+    }
+
+    /// Configuration of the run, as a table.
+    pub(crate) fn config_table(&self) -> Result<toml::Table, toml::de::Error> {
+        config_of_version(self.version, &self.config)
     }
 
     /// The state without checksums of files. Those of tensors stay: they are not compared.
@@ -306,6 +311,22 @@ fn write_file(path: &Path, bytes: &[u8]) -> Result {
     file.sync_all().map_err(Error::io(path, "flush"))
 }
 
+/// Reads a saved configuration. The preset `bf16` of format version 1 has the residual stream in bf16, and a run of that
+/// version keeps it.
+fn config_of_version(version: u32, config: &str) -> Result<toml::Table, toml::de::Error> {
+    let mut table: toml::Table = config.parse()?;
+    let precision = table.get_mut("precision").and_then(toml::Value::as_table_mut);
+    if let Some(precision) = precision.filter(|_| version == 1)
+        && precision.get("preset").and_then(toml::Value::as_str) == Some("bf16")
+    {
+        let sites = precision.entry("sites").or_insert(toml::Table::new().into());
+        if let Some(sites) = sites.as_table_mut() {
+            sites.entry(Site::Residual.name()).or_insert("bf16".into());
+        }
+    }
+    Ok(table)
+}
+
 /// The state of a checkpoint.
 pub fn read_state(checkpoint: &Path) -> Result<State> {
     let path = checkpoint.join("state.json");
@@ -439,6 +460,21 @@ mod tests {
         folder_with(&checkpoints, ".new-00000004", "new");
         store.replace(4).unwrap();
         assert_eq!(found(&checkpoints), [("step-00000004".to_string(), "new".to_string())]);
+    }
+
+    #[test]
+    fn a_bf16_run_of_format_version_1_keeps_its_residual_stream_in_bf16() {
+        let residual = |version: u32, config: &str| {
+            let table = config_of_version(version, config).unwrap();
+            let sites = table["precision"].get("sites").and_then(|sites| sites.get("residual"));
+            sites.and_then(toml::Value::as_str).map(String::from)
+        };
+        let bf16 = "[precision]\npreset = \"bf16\"";
+        assert_eq!(residual(1, bf16).as_deref(), Some("bf16"));
+        assert_eq!(residual(2, bf16), None);
+        assert_eq!(residual(1, "[precision]\npreset = \"f32\""), None);
+        let raised = format!("{bf16}\n[precision.sites]\nresidual = \"f32\"");
+        assert_eq!(residual(1, &raised).as_deref(), Some("f32"), "a site that was set stays");
     }
 
     #[test]

@@ -139,7 +139,7 @@ impl Trainer {
         let step = store.steps().pop().ok_or_else(none)?;
         let checkpoint = store.path(step);
         let state = state::read_state(&checkpoint)?;
-        let table: toml::Table = state.config.parse().map_err(|error| Error::Resume {
+        let table = state.config_table().map_err(|error| Error::Resume {
             path: checkpoint.join("state.json"),
             problem: format!("its configuration cannot be read: {error}"),
         })?;
