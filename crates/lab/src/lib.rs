@@ -1,8 +1,9 @@
-//! Measures the cost of precision choices on a model: the same input runs in an f64 reference and under several policies,
-//! and outputs, inner tensors and gradients are compared.
+//! Measures the cost of precision choices on a model: the same input runs in an f64 reference and under
+//! several policies, and outputs, inner tensors and gradients are compared.
 //!
 //! [`Study`] runs a comparison and returns [`Findings`], the results as plain data.
 
+#![forbid(unsafe_code)]
 // Arguments in the order of the kernels: outputs, inputs, sizes.
 #![allow(clippy::too_many_arguments)]
 
