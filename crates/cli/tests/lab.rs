@@ -67,7 +67,7 @@ fn mistakes_are_named_with_the_right_code() {
     let folder = tempfile::tempdir().unwrap();
     let missing = text(&folder.path().join("nothing"));
     let cases: [(&[&str], i32, &str); 7] = [
-        (&["--policies", "A_logg"], 2, "nothing is called \"A_logg\""),
+        (&["--policies", "A_logg"], 2, "unknown term \"A_logg\""),
         (&["--policies", "A_log=f16"], 2, "bf16 only"),
         (&["--dump", &missing], 3, "nothing"),
         (&["--tokens", "64"], 2, "cannot be combined with --ids"),

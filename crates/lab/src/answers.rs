@@ -1,7 +1,7 @@
 //! Answers to the published questions for this model, with numbers.
 //!
-//! A choice "matters" relative to two runs: `bf16` (bf16 storage with the contract kept), whose cost is accepted already,
-//! and `f32`, the floor.
+//! A choice "matters" relative to two runs: `bf16` (bf16 storage with the contract kept), whose cost is
+//! accepted already, and `f32`, the floor.
 
 use ballast_model::Site;
 use ballast_report::format::{

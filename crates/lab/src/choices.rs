@@ -1,6 +1,7 @@
 //! Precision choices to compare with the reference.
 //!
-//! A choice is a list of terms joined by `+`: optionally a preset first (default f32), then single tensors or sites to lower.
+//! A choice is a list of terms joined by `+`: optionally a preset first (default f32), then single tensors or
+//! sites to lower.
 //!
 //! ```text
 //! bf16                   a preset
@@ -32,8 +33,8 @@ pub struct Choice {
     pub precision: Precision,
 }
 
-/// Short names and descriptions of protected tensors, by the end of their full name. A protected tensor that is not listed
-/// here goes by its name within the layer.
+/// Short names and descriptions of protected tensors, by the end of their full name. A protected tensor that
+/// is not listed here goes by its name within the layer.
 const NAMES: [(&str, &str, &str); 7] = [
     ("linear_attn.A_log", "A_log", "the logarithm of the decay rate"),
     ("linear_attn.dt_bias", "dt_bias", "the bias of the decay's time step"),

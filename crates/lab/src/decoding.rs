@@ -1,6 +1,7 @@
 //! Decoding the input token by token: caches and recurrent states are rounded at every token.
 //!
-//! Each policy decodes in step with f32 and is compared with it, so only one row of logits of each exists at a time.
+//! Each policy decodes in step with f32 and is compared with it, so only one row of logits of each exists at
+//! a time.
 
 use std::path::Path;
 

@@ -1,9 +1,9 @@
 //! Dumps: tensors that another framework wrote, as safetensors files with the names of our sites.
 //!
-//! A tensor is compared with the site of its name and must have as many elements; [B, T, ...] and [tokens, ...] are the
-//! same. Gradients are `grad.<parameter>`, with or without the checkpoint's prefix before `layers.`. Parameters that a
-//! framework fuses and we do not, or the other way round (experts, the projections of Qwen3-Next), are not compared and
-//! are listed in the notes.
+//! A tensor is compared with the site of its name and must have as many elements; [B, T, ...] and [tokens,
+//! ...] are the same. Gradients are `grad.<parameter>`, with or without the checkpoint's prefix before
+//! `layers.`. Parameters that a framework fuses and we do not, or the other way round (experts, the
+//! projections of Qwen3-Next), are not compared and are listed in the notes.
 
 use std::ops::Range;
 use std::path::Path;

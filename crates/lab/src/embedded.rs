@@ -1,5 +1,5 @@
-//! The embedded model, the default of the lab: the result of `ballast train` without arguments (600 steps), in bf16 with
-//! its protected tensors in f32.
+//! The embedded model, the default of the lab: the result of `ballast train` without arguments (600 steps),
+//! in bf16 with its protected tensors in f32.
 
 use std::path::Path;
 

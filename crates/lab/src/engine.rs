@@ -1,4 +1,5 @@
-//! Engines of a run: the f64 reference, a model in some precision, or the files of a dump. All show their tensors in f64.
+//! Engines of a run: the f64 reference, a model in some precision, or the files of a dump. All show their
+//! tensors in f64.
 //!
 //! Each step has the parameters of its [`Part`] only.
 

@@ -1,8 +1,9 @@
 //! Experiment: the same input through the reference and through every run, layer by layer.
 //!
-//! All runs advance in lockstep. The parameters of a layer are read once; the reference goes first, each run follows and is
-//! compared at every named tensor; then the layer's parameters and tensors are dropped. A checkpoint of any size thus needs
-//! the memory of its largest layer and of the residual streams. Gradients, if wanted, are compared the same way in reverse.
+//! All runs advance in lockstep. The parameters of a layer are read once; the reference goes first, each run
+//! follows and is compared at every named tensor; then the layer's parameters and tensors are dropped. A
+//! checkpoint of any size thus needs the memory of its largest layer and of the residual streams. Gradients,
+//! if wanted, are compared the same way in reverse.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -80,7 +81,8 @@ struct Runner<'a> {
     checkpoint: &'a LazyCheckpoint,
     engine: Engine<'a>,
     rounds: Option<Roundings>,
-    /// Largest error that does not count as a difference; `None`: every bit that differs from the f32 run counts.
+    /// Largest error that does not count as a difference; `None`: every bit that differs from the f32 run
+    /// counts.
     tolerance: Option<f64>,
     found: Run,
     outputs: Outputs,
@@ -583,8 +585,8 @@ fn check_memory(setup: &Setup<'_>, contestants: usize) -> Result {
     let stream = tokens * config.hidden as u64;
     let kept = if setup.is_backward() { config.layers.len() as u64 + 1 } else { 2 };
     let streams = stream * kept * (8 + 4 * contestants as u64);
-    // Parameters as read and as held; about 20 tensors of a layer, each the size of the residual stream, of three runs in
-    // f64; three copies of a slice of logits of two runs; in backward, gradients of two runs.
+    // Parameters as read and as held; about 20 tensors of a layer, each the size of the residual stream, of
+    // three runs in f64; three copies of a slice of logits of two runs; in backward, gradients of two runs.
     let gradients = if setup.is_backward() { 3 * 8 * largest } else { 0 };
     let logits = 6 * 8 * (slice_rows(config.vocabulary) as u64).min(tokens) * config.vocabulary as u64;
     let needed = 2 * 4 * largest + gradients + streams + 3 * 20 * 8 * stream + logits;

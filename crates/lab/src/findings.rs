@@ -1,8 +1,8 @@
 //! Results of a study as plain data, written as lab.json and drawn by [`crate::report`].
 //!
-//! The error of a tensor a is `RMS(a - b) / RMS(b)` with b the reference's, unless stated otherwise. What was not measured
-//! (decay in a model without linear attention) is an empty list or `None`. If a dump has no logits, loss, perplexity, KL
-//! and agreement are NaN. Non-finite values are `null` in JSON.
+//! The error of a tensor a is `RMS(a - b) / RMS(b)` with b the reference's, unless stated otherwise. What was
+//! not measured (decay in a model without linear attention) is an empty list or `None`. If a dump has no
+//! logits, loss, perplexity, KL and agreement are NaN. Non-finite values are `null` in JSON.
 
 use serde::Serialize;
 
@@ -21,8 +21,8 @@ pub struct Findings {
     pub input: Input,
     /// Reference run.
     pub reference: Reference,
-    /// Runs, the largest mean KL first; non-finite runs come before all others. The run `f32` is the floor: the cost of f32
-    /// arithmetic itself.
+    /// Runs, the largest mean KL first; non-finite runs come before all others. The run `f32` is the floor:
+    /// the cost of f32 arithmetic itself.
     pub runs: Vec<Run>,
     /// Protected tensors as stored in the checkpoint.
     pub protected: Vec<ProtectedTensor>,
@@ -30,7 +30,8 @@ pub struct Findings {
     pub decays: Vec<Decay>,
     /// Range of attention logits by layer, in the reference.
     pub attention: Vec<LogitRange>,
-    /// Memory of the q/k norm inside and outside the kernel, by sequence length; empty without linear attention.
+    /// Memory of the q/k norm inside and outside the kernel, by sequence length; empty without linear
+    /// attention.
     pub l2norm: Vec<L2NormBytes>,
     /// Results of the training steps, if requested.
     pub training: Option<Training>,
@@ -110,8 +111,9 @@ pub struct Run {
     pub kl: Spread,
     /// Share of tokens with the same top-1 next token as the reference.
     pub top1_agreement: f64,
-    /// First tensor, in the order of computation, whose bits differ from the f32 run. For another checkpoint or a dump: the
-    /// first tensor whose error exceeds the tolerance, gradients last. `None` if there is none.
+    /// First tensor, in the order of computation, whose bits differ from the f32 run. For another checkpoint
+    /// or a dump: the first tensor whose error exceeds the tolerance, gradients last. `None` if there is
+    /// none.
     pub first_difference: Option<String>,
     /// First tensor with a non-finite value where the reference is finite.
     pub not_finite: Option<NotFinite>,
@@ -278,7 +280,8 @@ pub struct AttentionError {
 pub struct IndexerError {
     /// Layer.
     pub layer: usize,
-    /// Mean share of the reference's keys that are chosen too, over queries with more keys than the indexer takes.
+    /// Mean share of the reference's keys that are chosen too, over queries with more keys than the indexer
+    /// takes.
     pub overlap: f64,
     /// Share of these queries with exactly the same keys.
     pub same: f64,

@@ -67,8 +67,9 @@ pub fn embedded_text(model: &Path, length: Length) -> Result<(Batch, Input)> {
     cut(tokenizer.encode(EMBEDDED_TEXT, true)?, length, "the embedded text".into())
 }
 
-/// Returns held-out documents of the embedded task; only the tokens that the task trains on are predicted. Without a
-/// length each document is a sequence, as in training; with one, documents are concatenated and cut, for long contexts.
+/// Returns held-out documents of the embedded task; only the tokens that the task trains on are predicted.
+/// Without a length each document is a sequence, as in training; with one, documents are concatenated and
+/// cut, for long contexts.
 pub fn task(length: Option<Length>) -> Result<(Batch, Input)> {
     let mut documents = Task::new(Split::Validation, 0);
     let (mut ids, mut labels, mut ends) = (Vec::new(), Vec::new(), vec![0]);
@@ -95,7 +96,8 @@ pub fn task(length: Option<Length>) -> Result<(Batch, Input)> {
     Ok((batch, input))
 }
 
-/// Cuts tokens into sequences of at most `length.tokens`. A last sequence of one token predicts nothing and is dropped.
+/// Cuts tokens into sequences of at most `length.tokens`. A last sequence of one token predicts nothing and
+/// is dropped.
 fn cut(mut ids: Vec<u32>, length: Length, source: String) -> Result<(Batch, Input)> {
     ids.truncate(length.all());
     if ids.len() % length.tokens == 1 && ids.len() > 1 {

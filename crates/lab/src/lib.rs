@@ -1,5 +1,5 @@
-//! Measures the cost of precision choices on a model: the same input runs in an f64 reference and under several policies,
-//! and outputs, inner tensors and gradients are compared.
+//! Measures the cost of precision choices on a model: the same input runs in an f64 reference and under
+//! several policies, and outputs, inner tensors and gradients are compared.
 //!
 //! [`Study`] runs a comparison and returns [`Findings`], the results as plain data.
 

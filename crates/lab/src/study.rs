@@ -101,8 +101,8 @@ impl<'a> Study<'a> {
         Ok(findings)
     }
 
-    /// Compares tensors that another framework wrote with this model's. Ties of indexer scores are resolved as torch does,
-    /// and gradients are those of the language loss alone.
+    /// Compares tensors that another framework wrote with this model's. Ties of indexer scores are resolved
+    /// as torch does, and gradients are those of the language loss alone.
     pub fn dump(&self, name: &str, dump: Dump, tolerance: f64) -> Result<Findings> {
         let begun = Instant::now();
         let (names, logits): (Vec<String>, bool) =

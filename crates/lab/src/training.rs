@@ -1,7 +1,7 @@
 //! A few training steps in f32 and under every choice: losses, and the drift of the parameters.
 //!
-//! AdamW with f32 master weights, the whole input in every step, no weight decay, a constant learning rate. A choice that
-//! rounds a tensor rounds it after every step.
+//! AdamW with f32 master weights, the whole input in every step, no weight decay, a constant learning rate. A
+//! choice that rounds a tensor rounds it after every step.
 
 use std::path::Path;
 

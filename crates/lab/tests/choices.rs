@@ -79,7 +79,8 @@ fn a_rounded_a_log_moves_rates_by_two_to_the_minus_nine_of_it() {
         let name = format!("layers.{}.linear_attn.A_log", error.layer);
         let index = checkpoint.specs.protected.iter().position(|spec| spec.name == name).unwrap();
         let a_log = values.protected()[index].values()[error.head] as f64;
-        // Rounding to 8 bits moves A_log by at most 2^-9 of the power of two above it, the rate by as much relatively.
+        // Rounding to 8 bits moves A_log by at most 2^-9 of the power of two above it, the rate by as much
+        // relatively.
         let most = 2f64.powi(-9) * 2f64.powf(a_log.abs().log2().ceil());
         assert!(
             error.rate_error.abs() <= most.exp_m1() * (1.0 + 1e-6),
@@ -92,7 +93,8 @@ fn a_rounded_a_log_moves_rates_by_two_to_the_minus_nine_of_it() {
     let largest = |of: fn(&ballast_lab::findings::DecayError) -> f64| {
         run(&findings, "A_log").decay.iter().map(of).fold(0.0, f64::max)
     };
-    // Within a factor of 4 of the bound: of a few heads, one is rounded by a quarter of what is possible at least.
+    // Within a factor of 4 of the bound: of a few heads, one is rounded by a quarter of what is possible at
+    // least.
     assert!(largest(|e| e.rate_error.abs()) > 2f64.powi(-9) / 4.0);
     assert!(run(&findings, "f32").decay.iter().all(|e| e.rate_error == 0.0 && e.per_token_error == 0.0));
 }
@@ -109,7 +111,8 @@ fn lowered_logits_are_off_by_half_an_ulp_at_most() {
             // The first layer with attention: later ones see other inputs.
             let (exact, found) = (&findings.attention[0], &run(&findings, choice).attention[0]);
             let half = 0.5 * dtype.ulp(exact.largest).unwrap();
-            // The largest error of thousands of logits is near half an ulp of the upper binade, or of the next one.
+            // The largest error of thousands of logits is near half an ulp of the upper binade, or of the
+            // next one.
             assert!(
                 found.max_abs <= half * (1.0 + 1e-6) && found.max_abs >= half / 4.0,
                 "{name} {choice}: {}",
@@ -140,7 +143,8 @@ fn sampled_logits_are_those_that_the_model_shows() {
             let attention = &run(&findings, preset).attention;
             assert_eq!(attention.len(), recorder.seen.len(), "{name}");
             for (found, seen) in attention.iter().zip(&recorder.seen) {
-                // Every query of two rows of 29 is in the sample but the first of each, which sees itself alone.
+                // Every query of two rows of 29 is in the sample but the first of each, which sees itself
+                // alone.
                 let of_others = seen.values.chunks(29).enumerate().filter(|(row, _)| row % 29 > 0);
                 let largest = of_others.flat_map(|(_, row)| row).fold(0f32, |a, b| a.max(b.abs())) as f64;
                 assert!(
@@ -157,11 +161,11 @@ fn sampled_logits_are_those_that_the_model_shows() {
 fn names_that_mean_nothing_are_refused_with_those_that_do() {
     let checkpoint = LazyCheckpoint::open(&folder("qwen3_5")).unwrap();
     for (text, problem) in [
-        ("A_logg", "nothing is called \"A_logg\""),
-        ("A_log+bf16", "can only come first"),
+        ("A_logg", "unknown term \"A_logg\""),
+        ("A_log+bf16", "must come first"),
         ("A_log=f16", "bf16 only"),
         ("logits=f8", "f32, bf16 or f16"),
-        ("", "nothing is called \"\""),
+        ("", "unknown term \"\""),
     ] {
         let error = Choice::parse(text, &checkpoint.config, &checkpoint.specs).unwrap_err().to_string();
         assert!(error.contains(problem), "{text}: {error}");

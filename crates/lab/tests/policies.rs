@@ -66,13 +66,13 @@ fn every_protected_tensor_of_a_golden_model_can_be_rounded_alone() {
 #[test]
 fn a_policy_that_a_model_has_nothing_for_is_refused() {
     for (name, policy, problem) in [
-        ("gemma4_moe", "per_expert_scale", "per_expert_scale is not protected here"),
+        ("gemma4_moe", "per_expert_scale", "per_expert_scale is not protected in this model"),
         ("gemma2", "A_log", "this model has no protected tensor A_log\n"),
         ("gemma2", "bf16+weights_proj", "this model has no protected tensor weights_proj\n"),
         ("gemma2", "state", "this model has no state\n"),
         ("gemma2", "router=f16", "this model has no router\n"),
         ("qwen3_5", "indexer_logits", "this model has no indexer_logits\n"),
-        ("qwen3_5", "logits=f32", "logits is f32 already\n"),
+        ("qwen3_5", "logits=f32", "logits is in f32 already\n"),
     ] {
         let checkpoint = LazyCheckpoint::open(&folder(name)).unwrap();
         let error = Choice::parse(policy, &checkpoint.config, &checkpoint.specs).unwrap_err().to_string();

@@ -1,9 +1,10 @@
 //! Formatters for counts, bytes, durations, numbers and percentages, for terminals and pages alike.
 //!
-//! They are our own because crates for sizes or durations (humansize, indicatif's `HumanBytes`) format one kind each,
-//! with other digits, and would be the only dependency of this crate.
+//! They are our own because crates for sizes or durations (humansize, indicatif's `HumanBytes`) format one
+//! kind each, with other digits, and would be the only dependency of this crate.
 
-/// Formats a whole number with thousands separators: `1,234,567`. A value beyond `u64` is shown as `u64::MAX`.
+/// Formats a whole number with thousands separators: `1,234,567`. A value beyond `u64` is shown as
+/// `u64::MAX`.
 pub fn count(value: impl TryInto<u64>) -> String {
     let digits = value.try_into().unwrap_or(u64::MAX).to_string();
     let mut text = String::with_capacity(digits.len() + digits.len() / 3);
@@ -86,7 +87,8 @@ pub fn signed(value: f64) -> String {
     format!("{sign}{}", number(value))
 }
 
-/// Formats the label of an axis tick at a multiple of `step`, with the decimals that tell it from its neighbors.
+/// Formats the label of an axis tick at a multiple of `step`, with the decimals that tell it from its
+/// neighbors.
 pub(crate) fn tick(value: f64, step: f64) -> String {
     let size = value.abs();
     let decimals = |step: f64| (-(step * 1.0001).log10().floor()).clamp(0.0, 9.0) as usize;
@@ -118,8 +120,8 @@ pub fn percent(fraction: f64) -> String {
     format!("{:.1} %", 100.0 * fraction)
 }
 
-/// Formats a fraction as a percentage with the decimals that tell it from 0 and from 100 %: `12.3 %`, `99.97 %`,
-/// `0.004 %`, `100 %`.
+/// Formats a fraction as a percentage with the decimals that tell it from 0 and from 100 %: `12.3 %`, `99.97
+/// %`, `0.004 %`, `100 %`.
 pub fn exact_percent(fraction: f64) -> String {
     let from_end = 100.0 * fraction.min(1.0 - fraction);
     match from_end {
@@ -137,7 +139,8 @@ pub fn name_pattern(name: &str) -> String {
     name.split('.').map(star).collect::<Vec<_>>().join(".")
 }
 
-/// Joins clauses with semicolons into a sentence with a capital letter and a full stop; empty without clauses.
+/// Joins clauses with semicolons into a sentence with a capital letter and a full stop; empty without
+/// clauses.
 pub fn sentence(clauses: &[Option<String>]) -> String {
     let clauses: Vec<&str> = clauses.iter().flatten().map(|clause| &clause[..]).collect();
     if clauses.is_empty() {

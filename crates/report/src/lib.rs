@@ -1,7 +1,7 @@
 //! Self-contained HTML reports: plots as inline SVG, a page without scripts, and formatters for numbers.
 //!
-//! The crate has no dependencies and knows nothing about what it draws. Every plot is a struct of plain data with an
-//! `html` method; the same data always gives the same bytes.
+//! The crate has no dependencies and knows nothing about what it draws. Every plot is a struct of plain data
+//! with an `html` method; the same data always gives the same bytes.
 //!
 //! ```
 //! use ballast_report::page::page;

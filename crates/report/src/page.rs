@@ -13,8 +13,8 @@ pub fn page(title: &str, body: &str) -> String {
     )
 }
 
-/// Escapes untrusted text for one line of HTML or for an attribute. Invisible characters (controls, direction marks,
-/// zero-width characters) are shown as their code points, `[U+202E]`.
+/// Escapes untrusted text for one line of HTML or for an attribute. Invisible characters (controls, direction
+/// marks, zero-width characters) are shown as their code points, `[U+202E]`.
 pub fn inline(text: &str) -> String {
     escape(text, false)
 }

@@ -87,8 +87,8 @@ impl Roundings {
 pub struct Rows(pub Vec<Vec<Option<f64>>>);
 
 impl Rows {
-    /// Computes logits from q [tokens, heads, d], k [tokens, kv_heads, d] and the indexer's scores, if any. Without `rounds`
-    /// they are f64.
+    /// Computes logits from q [tokens, heads, d], k [tokens, kv_heads, d] and the indexer's scores, if any.
+    /// Without `rounds` they are f64.
     pub fn new(
         q: &[f64],
         k: &[f64],
@@ -176,8 +176,8 @@ fn logit(product: f64, shape: &Shape, rounds: Option<Roundings>) -> f64 {
     logits.round(x) as f64
 }
 
-/// Samples queries as (start of the sequence, position in it), evenly over all tokens but the first of each sequence,
-/// which sees only itself.
+/// Samples queries as (start of the sequence, position in it), evenly over all tokens but the first of each
+/// sequence, which sees only itself.
 fn sample(batch: &Batch) -> impl Iterator<Item = (usize, usize)> {
     let all: Vec<(usize, usize)> = batch
         .cu_seqlens

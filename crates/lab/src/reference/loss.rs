@@ -39,9 +39,9 @@ impl Reference {
         Ok(logits)
     }
 
-    /// Returns the mean loss over the tokens with a target, and starts backward with the gradients of the last norm and the
-    /// head. Call after `norm`. A tied head gives a part of the gradient of `embed_tokens.weight`; `embed_backward` gives the
-    /// rest.
+    /// Returns the mean loss over the tokens with a target, and starts backward with the gradients of the
+    /// last norm and the head. Call after `norm`. A tied head gives a part of the gradient of
+    /// `embed_tokens.weight`; `embed_backward` gives the rest.
     pub fn loss(&mut self, weights: Weights<'_, '_>, gradients: Option<Gradients<'_>>) -> Result<f64> {
         self.expect(Stage::Normed, "loss")?;
         if gradients.is_some() && !self.keeps() {

@@ -3,14 +3,14 @@
 //! ```text
 //! embed -> layer 0, 1, 2, ... -> norm -> logits or loss          loss -> layer_backward ..., 2, 1, 0 -> embed_backward
 //! ```
-//! It repeats the formulas of the model's layers: products in f64, the delta rule token by token, gradients from a tape that
-//! lives for one layer. It uses only three functions of the kernels: the f64 matrix product, the rotary frequencies, and
-//! the choice of keys by score. Between layers only the residual stream is kept, plus every layer's input if backward
-//! follows, which runs the layer again. It asks only for the weights of the current part, so a model that does not fit in
-//! memory can be compared layer by layer.
+//! It repeats the formulas of the model's layers: products in f64, the delta rule token by token, gradients
+//! from a tape that lives for one layer. It uses only three functions of the kernels: the f64 matrix product,
+//! the rotary frequencies, and the choice of keys by score. Between layers only the residual stream is kept,
+//! plus every layer's input if backward follows, which runs the layer again. It asks only for the weights of
+//! the current part, so a model that does not fit in memory can be compared layer by layer.
 //!
-//! Weights are f32 as stored, or widened to f32, and so are the numbers of the configuration (eps, scales, inverse
-//! frequencies). Experts and keys are chosen by f64 scores.
+//! Weights are f32 as stored, or widened to f32, and so are the numbers of the configuration (eps, scales,
+//! inverse frequencies). Experts and keys are chosen by f64 scores.
 
 mod layer_run;
 mod layers;
@@ -34,12 +34,13 @@ use tape::Value;
 /// `layers.0.linear_attn.A_log`, `lm_head.weight`, ...). It may return an empty slice for an unknown name.
 pub type Weights<'a, 'w> = &'a dyn Fn(&str) -> &'w [f32];
 
-/// Observes a named tensor: site, shape, values. Names, order and shapes are those of a [`ballast_model::Probe`] in a
-/// forward, without parameters, attention logits, and more than 2^24 indexer scores.
+/// Observes a named tensor: site, shape, values. Names, order and shapes are those of a
+/// [`ballast_model::Probe`] in a forward, without parameters, attention logits, and more than 2^24 indexer
+/// scores.
 pub type Sites<'a> = &'a mut dyn FnMut(&str, &[usize], &[f64]);
 
-/// Receives the gradient of a parameter: name, values. A parameter that the loss does not reach has none, such as an
-/// indexer's without [`Backward::WithIndexers`].
+/// Receives the gradient of a parameter: name, values. A parameter that the loss does not reach has none,
+/// such as an indexer's without [`Backward::WithIndexers`].
 pub type Gradients<'a> = &'a mut dyn FnMut(&str, Vec<f64>);
 
 /// Loss whose gradients are computed.
@@ -50,7 +51,8 @@ pub enum Backward {
     None,
     /// The mean language loss.
     Language,
-    /// The mean language loss plus, in every layer with an indexer, the indexer loss (sparse stage, factor 1).
+    /// The mean language loss plus, in every layer with an indexer, the indexer loss (sparse stage, factor
+    /// 1).
     WithIndexers,
 }
 
@@ -73,7 +75,7 @@ pub struct Reference {
     per_layer_inputs: Vec<f64>,
     /// k and v that other layers share, by layer
     key_values: Vec<Option<[Arc<Vec<f64>>; 2]>>,
-    /// Gradients of the same
+    /// Gradients of x, per_layer_inputs and key_values
     dx: Vec<f64>,
     d_per_layer_inputs: Vec<f64>,
     d_key_values: Vec<Option<[Vec<f64>; 2]>>,

@@ -1,7 +1,7 @@
 //! Products of f64 activations with weights that are stored in f32.
 //!
-//! A weight [outputs, inputs] is widened some rows at a time; tokens are divided into blocks by their number alone. The
-//! products are computed by [`matmul_f64`].
+//! A weight [outputs, inputs] is widened some rows at a time; tokens are divided into blocks by their number
+//! alone. The products are computed by [`matmul_f64`].
 
 use ballast_kernels::matmul::{Mat, matmul_f64};
 use rayon::prelude::*;

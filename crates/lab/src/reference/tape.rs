@@ -1,5 +1,5 @@
-//! Tape of reverse-mode differentiation: values in the order of computation, each with the function that passes its gradient
-//! on.
+//! Tape of reverse-mode differentiation: values in the order of computation, each with the function that
+//! passes its gradient on.
 //!
 //! ```text
 //! y = f(x, w)          record(y, |dy, sums| sums.of(x) += dy f_x,  sums.parameter(w) += dy f_w)

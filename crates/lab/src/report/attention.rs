@@ -1,8 +1,8 @@
 //! Ranges of attention logits, and keys whose rank changes by rounding.
 //!
 //! bf16 has eight significant bits: neighbors of x are 2^(floor(log2 |x|) - 7) apart, so half a unit from 64
-//! on, one unit from 128 on, and so forth. A smaller difference of logits may vanish, and with it the order of two keys.
-//! The largest number in f16 is 65504.
+//! on, one unit from 128 on, and so forth. A smaller difference of logits may vanish, and with it the order
+//! of two keys. The largest number in f16 is 65504.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, Bin, Binned, Scale, Zone, grid, legend};

@@ -1,7 +1,8 @@
 //! Half-lives of the heads of linear attention, and their errors.
 //!
-//! A head's state loses exp(A_log) softplus(a + dt_bias) nats per token; its half-life is ln 2 over the mean of that. A
-//! rounded A_log multiplies the rate of a head by one factor at all tokens: the rate error is that factor minus one.
+//! A head's state loses exp(A_log) softplus(a + dt_bias) nats per token; its half-life is ln 2 over the mean
+//! of that. A rounded A_log multiplies the rate of a head by one factor at all tokens: the rate error is that
+//! factor minus one.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,5 @@
-//! Synthetic findings with data for every section: a hybrid of twelve layers, every fourth with softmax attention.
+//! Synthetic findings with data for every section: a hybrid of twelve layers, every fourth with softmax
+//! attention.
 
 use crate::Findings;
 use crate::findings::*;

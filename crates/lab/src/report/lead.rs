@@ -60,8 +60,8 @@ fn opening(findings: &Findings) -> String {
     )
 }
 
-/// The main findings in a few sentences: the worst policy, the worst single choice, and choices without effect. Names
-/// are in backticks.
+/// The main findings in a few sentences: the worst policy, the worst single choice, and choices without
+/// effect. Names are in backticks.
 pub fn headline(findings: &Findings) -> String {
     if let Some(other) = other(findings) {
         return sentence(&[Some(parting(other))]) + " " + &sentence(&[Some(outputs(other))]);

@@ -1,8 +1,8 @@
 //! lab.html: the findings as one HTML page without scripts.
 //!
-//! Each section is a file: it draws its part of the findings, with captions made from the same numbers, and is empty
-//! without data. `words.rs` has shared helpers: which run is the f32 floor, how cells are formatted; `table.rs` writes
-//! tables. The page depends on the findings alone: the same findings give the same bytes.
+//! Each section is a file: it draws its part of the findings, with captions made from the same numbers, and
+//! is empty without data. `words.rs` has shared helpers: which run is the f32 floor, how cells are formatted;
+//! `table.rs` writes tables. The page depends on the findings alone: the same findings give the same bytes.
 
 mod attention;
 mod decay;

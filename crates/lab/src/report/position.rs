@@ -1,8 +1,8 @@
 //! Error by position in the sequence, and its growth.
 //!
-//! Positions are grouped in ranges of doubling length; a range is drawn at its last token, counted from one. Growth is the
-//! error of the last range over the mean of the first third of ranges, weighted by positions. The first 8 tokens are left
-//! out if there are more: their states have hardly anything to lose yet.
+//! Positions are grouped in ranges of doubling length; a range is drawn at its last token, counted from one.
+//! Growth is the error of the last range over the mean of the first third of ranges, weighted by positions.
+//! The first 8 tokens are left out if there are more: their states have hardly anything to lose yet.
 
 use ballast_report::format::{self, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};

@@ -16,8 +16,8 @@ pub enum Scale {
 }
 
 impl Scale {
-    /// Chooses a log scale if all values are positive and the largest or smallest is more than 20 times away from the
-    /// median.
+    /// Chooses a log scale if all values are positive and the largest or smallest is more than 20 times away
+    /// from the median.
     pub fn fitting(values: impl IntoIterator<Item = f64>) -> Scale {
         let mut values: Vec<f64> =
             values.into_iter().filter(|value| Scale::Linear.can_draw(*value)).collect();

@@ -164,7 +164,8 @@ impl LinePlot {
         legend(&entries)
     }
 
-    /// Notes on values that cannot be drawn. A smoothed curve has the gaps of its raw curve and gets no second note.
+    /// Notes on values that cannot be drawn. A smoothed curve has the gaps of its raw curve and gets no
+    /// second note.
     fn gap_notes(&self, y: &Axis) -> Vec<String> {
         let mut named = Vec::new();
         (self.series.iter())

@@ -1,11 +1,11 @@
 //! Plots as inline SVG, without a script.
 //!
-//! Text keeps its size on every screen: curves lie in an inner SVG that stretches to the available width while lines
-//! keep their thickness; labels and dots lie around it at percentages. Colors `c0` to `c7` come from the page's style
-//! and are distinguishable with every kind of color vision, in light and dark mode.
+//! Text keeps its size on every screen: curves lie in an inner SVG that stretches to the available width
+//! while lines keep their thickness; labels and dots lie around it at percentages. Colors `c0` to `c7` come
+//! from the page's style and are distinguishable with every kind of color vision, in light and dark mode.
 //!
-//! A value that cannot be drawn (NaN, infinity, or zero and below on a log axis) is a gap in the line, a red tick at
-//! the upper edge, and a note below the plot.
+//! A value that cannot be drawn (NaN, infinity, or zero and below on a log axis) is a gap in the line, a red
+//! tick at the upper edge, and a note below the plot.
 
 mod axis;
 mod bars;
@@ -76,8 +76,8 @@ pub fn grid(figures: &[String]) -> String {
     format!("<div class=\"grid\">{}</div>\n", figures.concat())
 }
 
-/// Returns the start of a drawing: grid lines and labels of the y axis, labels of the x axis. The caller appends the
-/// content and `</svg></div>`. `x` and `y` come with their number of ticks.
+/// Returns the start of a drawing: grid lines and labels of the y axis, labels of the x axis. The caller
+/// appends the content and `</svg></div>`. `x` and `y` come with their number of ticks.
 fn frame(label: &str, x: (&Axis, usize), y: (&Axis, usize), small: bool) -> String {
     let mut svg = format!(
         "<div class=\"plot\"><svg class=\"frame\" role=\"img\" aria-label=\"{}\">",

@@ -38,8 +38,8 @@ pub struct Ranking {
 }
 
 impl Ranking {
-    /// Returns the figure as HTML. A non-finite value has a red dot at the right end; a value that cannot be drawn, such
-    /// as zero on a log axis, a hollow dot at the left. Both are written out beside it.
+    /// Returns the figure as HTML. A non-finite value has a red dot at the right end; a value that cannot be
+    /// drawn, such as zero on a log axis, a hollow dot at the left. Both are written out beside it.
     pub fn html(&self) -> String {
         let level = self.level.iter().map(|level| level.1);
         let x = Axis::padded(self.scale, self.rows.iter().map(|row| row.value).chain(level));

@@ -1,7 +1,7 @@
 //! Downsampling that keeps the picture.
 //!
-//! Per pixel column, a line shows its first, last, lowest and highest point. Those four are kept, so a spike of one step
-//! among a hundred thousand keeps its height.
+//! Per pixel column, a line shows its first, last, lowest and highest point. Those four are kept, so a spike
+//! of one step among a hundred thousand keeps its height.
 
 /// A point in the unit square.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -14,8 +14,8 @@ pub(super) struct Point {
     pub after_gap: bool,
 }
 
-/// Keeps at most four points for each of `columns`. `None` is a gap; a gap within a column is not visible and is
-/// dropped. A point that goes back in x, as after a rollback, begins a new line.
+/// Keeps at most four points for each of `columns`. `None` is a gap; a gap within a column is not visible and
+/// is dropped. A point that goes back in x, as after a rollback, begins a new line.
 pub(super) fn thin(points: impl IntoIterator<Item = Option<(f64, f64)>>, columns: usize) -> Vec<Point> {
     let mut kept = Vec::new();
     let mut column = Column::default();

@@ -377,9 +377,9 @@ fn with_smoothed(name: &str, points: Points, scale: Scale, color: usize) -> Vec<
     series
 }
 
-/// Mean of a forward and a backward exponential moving average, so that the curve does not lag. Weights halve over an
-/// eightieth of the run. On a log axis logarithms are averaged, or one large value would lift its neighbors. Gaps stay
-/// gaps.
+/// Mean of a forward and a backward exponential moving average, so that the curve does not lag. Weights halve
+/// over an eightieth of the run. On a log axis logarithms are averaged, or one large value would lift its
+/// neighbors. Gaps stay gaps.
 fn smooth(points: &[(f64, f64)], scale: Scale) -> Points {
     let keep = 0.5f64.powf(80.0 / points.len().max(160) as f64);
     let values = points.iter().map(|point| scale.forward(point.1));

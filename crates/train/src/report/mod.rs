@@ -1,7 +1,7 @@
 //! Report of a training run: one HTML file with plots, tables and samples, without scripts.
 //!
-//! `curves.rs` draws the metrics over the steps, with a one-sentence caption for each plot; `tables.rs` has the ledger,
-//! the memory plan, the samples and the events. Plots and page come from `ballast_report`.
+//! `curves.rs` draws the metrics over the steps, with a one-sentence caption for each plot; `tables.rs` has
+//! the ledger, the memory plan, the samples and the events. Plots and page come from `ballast_report`.
 
 mod curves;
 mod tables;

@@ -15,7 +15,8 @@ use crate::reference::layer_run::LayerRun;
 use crate::reference::ops::{self, Gamma};
 use crate::reference::tape::Value;
 
-/// Returns y [tokens, H] from x [tokens, H] and, if they are shared, another layer's k and v; and the k and v used.
+/// Returns y [tokens, H] from x [tokens, H] and, if they are shared, another layer's k and v; and the k and v
+/// used.
 pub fn attention(
     pass: &mut LayerRun<'_, '_>,
     x: &Value,

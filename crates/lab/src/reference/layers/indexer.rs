@@ -4,9 +4,9 @@
 //! q = rotate(W_q q_resid)        k = rotate(LayerNorm(W_k x))        w = heads^-1/2 W_w x
 //! score_u = sum_h w_h relu(q_h.k_u d^-1/2)      the topk highest of the keys u <= t
 //! ```
-//! The choice has no gradient, and the indexer loss does not reach earlier parts: the indexer works on copies of x and
-//! q_resid. Without a sequence longer than topk there is no choice; the indexer then runs only for an observer or for its
-//! own gradients.
+//! The choice has no gradient, and the indexer loss does not reach earlier parts: the indexer works on copies
+//! of x and q_resid. Without a sequence longer than topk there is no choice; the indexer then runs only for
+//! an observer or for its own gradients.
 
 use std::ops::Range;
 

@@ -3,8 +3,8 @@
 //! x_j = s q.k_j, capped c tanh(x_j / c)      p = softmax over the keys that are seen       o = sum_j p_j v_j
 //! dv_j += p_j do      dx_j = p_j (do.v_j - do.o) (1 - (x_j / c)^2)      dq += s dx_j k_j      dk_j += s dx_j q
 //! ```
-//! Query i sees j <= i; with a window W only i - W < j; with a selection only the listed keys of these. Backward
-//! recomputes p: no tensor of tokens x tokens is kept.
+//! Query i sees j <= i; with a window W only i - W < j; with a selection only the listed keys of these.
+//! Backward recomputes p: no tensor of tokens x tokens is kept.
 
 use std::ops::Range;
 
@@ -59,7 +59,8 @@ impl Attention {
     }
 }
 
-/// Returns o [tokens, heads, vd] from q [tokens, heads, hd], k [tokens, kv heads, hd] and v [tokens, kv heads, vd].
+/// Returns o [tokens, heads, vd] from q [tokens, heads, hd], k [tokens, kv heads, hd] and v [tokens, kv
+/// heads, vd].
 pub fn attention(tape: &mut Tape<'_>, q: &Value, k: &Value, v: &Value, attention: Attention) -> Value {
     let Attention { heads, kv_heads, head_dim, value_dim, .. } = attention;
     let tasks: Vec<(usize, Range<usize>)> = attention

@@ -1,4 +1,5 @@
-//! Causal depthwise convolution with W taps per channel, tap W-1 on the token itself, zeros before a sequence:
+//! Causal depthwise convolution with W taps per channel, tap W-1 on the token itself, zeros before a
+//! sequence:
 //! ```text
 //! y_t = sum_j w_j x_{t-(W-1)+j}        dx_t = sum_j w_j dy_{t+(W-1)-j}        dw_j = sum_t dy_t x_{t-(W-1)+j}
 //! ```

@@ -4,7 +4,8 @@
 //! ```text
 //! S = e^g S      error = v - S^T k      S = S + k (beta error)^T      o = s S^T q
 //! ```
-//! Backward, tokens in reverse, dS the gradient of the state that leaves the token, S the new state, Z the decayed one:
+//! Backward, tokens in reverse, dS the gradient of the state that leaves the token, S the new state, Z the
+//! decayed one:
 //! ```text
 //! dq = s S do                   dS += s q do^T
 //! u = dS^T k                    dv = beta u          dbeta = <u, error>
@@ -187,8 +188,8 @@ impl Rows {
         d
     }
 
-    /// Computes the gradients of token t. `d_state` is the gradient of the state after the token and becomes that of the
-    /// state before it.
+    /// Computes the gradients of token t. `d_state` is the gradient of the state after the token and becomes
+    /// that of the state before it.
     fn step_back(
         &self,
         d: &mut Rows,

@@ -90,7 +90,8 @@ pub fn mul_rows(tape: &mut Tape<'_>, x: &Value, factors: &Value, width: usize) -
     })
 }
 
-/// The decay of the delta rule: g = -exp(A_log) softplus(a + dt_bias), from a [tokens, heads] and two parameters `[heads]`.
+/// The decay of the delta rule: g = -exp(A_log) softplus(a + dt_bias), from a [tokens, heads] and two
+/// parameters `[heads]`.
 pub fn decay<'w>(tape: &mut Tape<'w>, a: &Value, a_log: &Param<'w>, dt_bias: &Param<'w>) -> Value {
     let heads = a_log.values().len();
     let g = map(a.len(), |i| -a_log.at(i % heads).exp() * softplus(a[i] + dt_bias.at(i % heads)));
@@ -135,7 +136,8 @@ pub fn beside(tape: &mut Tape<'_>, a: &Value, b: &Value, widths: [usize; 2], tim
     })
 }
 
-/// Embedding lookup: factor times row id of w [vocabulary, width] for every token. The row of `padding` gets no gradient.
+/// Embedding lookup: factor times row id of w [vocabulary, width] for every token. The row of `padding` gets
+/// no gradient.
 pub fn embedding<'w>(
     tape: &mut Tape<'w>,
     w: &Param<'w>,

@@ -6,7 +6,7 @@
 //!           then the k largest c in them                    w_i = scaling s_i, or scaling s_i / (sum of the chosen + 1e-20)
 //! y_t = sum over the chosen of w_i out_i
 //! ```
-//! Of equal scores, the lowest index wins. The choice has no gradient; the weights have:
+//! The lowest index wins among equal scores. The choice has no gradient; the weights have:
 //! ```text
 //! softmax   dl_j = w_j (dw_j - sum_i dw_i w_i), over the chosen if normalized, else over all, dw 0 off the chosen
 //! sigmoid   ds_i = scaling (dw_i - sum_j dw_j s_j / S) / S, S the sum; else scaling dw_i       dl_i = ds_i s_i (1 - s_i)
@@ -23,7 +23,8 @@ use crate::reference::tape::{Param, Tape, Value};
 /// Epsilon in DeepSeek's sum over the chosen.
 const TINY: f64 = 1e-20;
 
-/// Returns the experts of every token [tokens, k], best first, from logits [tokens, E]; `bias` `[E]` is used with groups only.
+/// Returns the experts of every token [tokens, k], best first, from logits [tokens, E]; `bias` `[E]` is used
+/// with groups only.
 pub fn choose_experts(
     logits: &[f64],
     router: Router,
@@ -169,8 +170,8 @@ pub fn rows(tape: &mut Tape<'_>, x: &Value, tokens: Vec<usize>, width: usize) ->
     })
 }
 
-/// y [tokens, width]: every token's sum of weights [tokens, k] times outputs; `parts` has the outputs of some slots
-/// (token k + choice), and which slots these are.
+/// y [tokens, width]: every token's sum of weights [tokens, k] times outputs; `parts` has the outputs of some
+/// slots (token k + choice), and which slots these are.
 pub fn combine(tape: &mut Tape<'_>, parts: Vec<(Value, Vec<usize>)>, weights: &Value, top_k: usize) -> Value {
     let slots: usize = parts.iter().map(|(_, slots)| slots.len()).sum();
     let elements: usize = parts.iter().map(|(out, _)| out.len()).sum();

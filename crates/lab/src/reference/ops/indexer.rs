@@ -1,4 +1,5 @@
-//! Indexer scores, and the loss that trains the indexer to match the attention. Query t, heads h of width d, keys u <= t:
+//! Indexer scores, and the loss that trains the indexer to match the attention. Query t, heads h of width d,
+//! keys u <= t:
 //! ```text
 //! x_hu = d^-1/2 q_h.k_u      score_u = sum_h w_h relu(x_hu)
 //! p = a / (sum a + eps)      a: the attention's probabilities, summed over its heads        s = softmax(score)
@@ -7,8 +8,8 @@
 //! dw_h = sum_u dscore_u relu(x_hu)       dx_hu = dscore_u w_h where x_hu > 0
 //! dq_h = d^-1/2 sum_u dx_hu k_u          dk_u = d^-1/2 sum_h,t dx_hu q_h
 //! ```
-//! p is treated as a constant. Scores and p exist for one block of queries, which computes its part of the gradients at once:
-//! no tensor of tokens x tokens is kept or recomputed.
+//! p is treated as a constant. Scores and p exist for one block of queries, which computes its part of the
+//! gradients at once: no tensor of tokens x tokens is kept or recomputed.
 
 use std::ops::Range;
 
@@ -134,8 +135,8 @@ fn relu(x: f64) -> f64 {
     if x < 0.0 { 0.0 } else { x }
 }
 
-/// Returns the loss of an indexer (one value), given q [tokens, heads, hd] and k [tokens, kv heads, hd] of its attention. Call
-/// it only if its gradient is wanted.
+/// Returns the loss of an indexer (one value), given q [tokens, heads, hd] and k [tokens, kv heads, hd] of
+/// its attention. Call it only if its gradient is wanted.
 pub fn indexer_loss(
     tape: &mut Tape<'_>,
     indexer: &Indexer,

@@ -1,6 +1,7 @@
 //! Operations of the decoder on a tape: forward, with its gradient beside it.
 //!
-//! Tensors are row-major, [tokens, ...]; work is divided by shape alone, so that results are the same on any pool.
+//! Tensors are row-major, [tokens, ...]; work is divided by shape alone, so that results are the same on any
+//! pool.
 
 mod attention;
 mod conv;

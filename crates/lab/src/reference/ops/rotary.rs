@@ -2,8 +2,8 @@
 //! ```text
 //! (x, y) -> m (x cos a - y sin a,  x sin a + y cos a)       a = position f_i       gradient: the same with -a
 //! ```
-//! The frequencies f_i and the factor m are f32 numbers of the model; angle, sine and cosine are f64. The model rounds its
-//! angles to f32.
+//! The frequencies f_i and the factor m are f32 numbers of the model; angle, sine and cosine are f64. The
+//! model rounds its angles to f32.
 
 use std::sync::Arc;
 
