@@ -28,8 +28,7 @@ impl Batch {
         Batch::with_labels(ids, &labels, cu_seqlens)
     }
 
-    /// Packs sequences with labels aligned to the ids, as in transformers: the target of token t is label t +
-    /// 1.
+    /// Packs sequences with labels aligned to the ids, as in transformers: token t has the target label t + 1.
     pub fn with_labels(ids: Vec<u32>, labels: &[i64], cu_seqlens: Vec<usize>) -> Result<Batch> {
         let tokens = check_cu_seqlens(&cu_seqlens)?;
         if ids.len() != tokens || labels.len() != tokens {
