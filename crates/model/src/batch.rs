@@ -1,38 +1,39 @@
-//! Token ids of several sequences, laid end to end.
+//! Batches: several sequences packed end to end, with their targets and positions.
 
 use ballast_kernels::packing::check_cu_seqlens;
 
 use crate::error::{Error, Result};
 
-/// Target of a token that does not count.
+/// Target of a token that is excluded from the loss, as in PyTorch.
 pub const IGNORED: i64 = -100;
 
-/// Sequences laid end to end. A padded batch is one too: padding is left out.
+/// Sequences packed end to end, without padding: [`Batch::padded`] removes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// `[tokens]`
+    /// Token ids: `[tokens]`
     pub ids: Vec<u32>,
-    /// `[tokens]`: the token that each should predict, or [`IGNORED`]
+    /// Target of each token, the id that it should predict or [`IGNORED`]: `[tokens]`
     pub targets: Vec<i64>,
-    /// Where sequences begin and end: starts with 0.
+    /// Cumulative sequence lengths: `[sequences + 1]`, from 0 to the number of tokens.
     pub cu_seqlens: Vec<usize>,
-    /// `[tokens]`: the place of each token in its sequence
+    /// Position of each token in its sequence: `[tokens]`
     pub positions: Vec<u32>,
 }
 
 impl Batch {
-    /// Sequences with these ends; every token's target is the one after it, the last of a sequence has none.
+    /// Packs sequences with these boundaries. The target of a token is the next token; the last of a sequence
+    /// has none.
     pub fn packed(ids: Vec<u32>, cu_seqlens: Vec<usize>) -> Result<Batch> {
         let labels: Vec<i64> = ids.iter().map(|id| *id as i64).collect();
         Batch::with_labels(ids, &labels, cu_seqlens)
     }
 
-    /// The same with labels in the places of the ids, as transformers has them: token t should predict label t + 1.
+    /// Packs sequences with labels aligned to the ids, as in transformers: token t has the target label t + 1.
     pub fn with_labels(ids: Vec<u32>, labels: &[i64], cu_seqlens: Vec<usize>) -> Result<Batch> {
         let tokens = check_cu_seqlens(&cu_seqlens)?;
         if ids.len() != tokens || labels.len() != tokens {
             return Err(Error::Input(format!(
-                "{} ids and {} labels where cu_seqlens ends at {tokens}",
+                "cu_seqlens ends at {tokens} tokens, got {} ids and {} labels",
                 ids.len(),
                 labels.len()
             )));
@@ -49,17 +50,17 @@ impl Batch {
         Ok(Batch { ids, targets, cu_seqlens, positions })
     }
 
-    /// Rows of equal length: ids [rows, columns].
+    /// Makes a batch of equally long sequences from ids [rows, columns].
     pub fn rows(ids: Vec<u32>, columns: usize) -> Result<Batch> {
         if columns == 0 || !ids.len().is_multiple_of(columns) {
-            return Err(Error::Input(format!("{} ids are not rows of {columns}", ids.len())));
+            return Err(Error::Input(format!("ids must fill rows of {columns}, got {} ids", ids.len())));
         }
         let ends = (0..=ids.len() / columns).map(|row| row * columns).collect();
         Batch::packed(ids, ends)
     }
 
-    /// Rows of `columns` with padding where `mask` is false, before or after a row's tokens; labels as in
-    /// [`Batch::with_labels`]. Padding is left out.
+    /// Packs rows of `columns` tokens without their padding, which is where `mask` is false: before or after
+    /// a row's tokens. Labels are as in [`Batch::with_labels`].
     pub fn padded(ids: &[u32], labels: &[i64], mask: &[bool], columns: usize) -> Result<Batch> {
         if columns == 0
             || ids.len() != mask.len()
@@ -67,7 +68,8 @@ impl Batch {
             || !ids.len().is_multiple_of(columns)
         {
             return Err(Error::Input(format!(
-                "{} ids, {} labels and {} mask entries are not rows of {columns}",
+                "ids, labels and mask must have the same length, a multiple of the row length {columns}, got {}, \
+                 {} and {}",
                 ids.len(),
                 labels.len(),
                 mask.len()
@@ -78,12 +80,12 @@ impl Batch {
         for (row, mask) in mask.chunks(columns).enumerate() {
             let end = mask.iter().rposition(|kept| *kept).map_or(0, |last| last + 1);
             let begin = mask.iter().position(|kept| *kept).unwrap_or(end);
-            if let Some(hole) = mask[begin..end].iter().position(|kept| !kept) {
-                // Leaving the hole out would move the tokens after it to other positions.
+            if let Some(gap) = mask[begin..end].iter().position(|kept| !kept) {
+                // Removing the gap would change the positions of the tokens after it.
                 return Err(Error::Input(format!(
-                    "row {row} is masked at column {}, between tokens that are not; padding can stand before or after \
-                     a row's tokens only",
-                    begin + hole
+                    "row {row} is masked at column {}, between unmasked tokens; padding must come before or after \
+                     all tokens of a row",
+                    begin + gap
                 )));
             }
         }
@@ -96,17 +98,17 @@ impl Batch {
         Batch::with_labels(order.iter().map(|t| ids[*t]).collect(), &labels, ends)
     }
 
-    /// Tokens in all.
+    /// Number of tokens.
     pub fn tokens(&self) -> usize {
         self.ids.len()
     }
 
-    /// Tokens that have a target.
+    /// Number of tokens that have a target.
     pub fn counted(&self) -> usize {
         self.targets.iter().filter(|target| **target != IGNORED).count()
     }
 
-    /// An error unless every id and target is below `vocabulary`.
+    /// Returns an error unless every id and target is below `vocabulary`.
     pub fn check(&self, vocabulary: usize) -> Result {
         let bad = |value: i64| value != IGNORED && !(0..vocabulary as i64).contains(&value);
         let ids = self.ids.iter().map(|id| *id as i64);

@@ -1,7 +1,10 @@
-//! Decoding: new tokens of one or several sequences, on what was kept of the earlier ones.
+//! Decoding: runs the new tokens of one or several sequences on the cached state of the earlier ones.
 //!
-//! Prompt, continuation and single token are the same call: the layers run on the new tokens and carry their state, a KV
-//! cache in softmax and latent layers, the latter's with the indexer's keys, the last columns of the convolution and the f32 recurrent state in linear ones.
+//! Prompt, continuation and single token are the same call. Each layer runs on the new tokens and keeps its
+//! state:
+//! - softmax attention: a KV cache
+//! - latent attention: a KV cache and the indexer's keys
+//! - linear attention: the last columns of the convolution's input and the f32 recurrent state
 
 use std::cell::RefCell;
 
@@ -17,14 +20,14 @@ use crate::precision::Storage;
 use crate::probe::Probe;
 use crate::run::{Parameters, Run};
 
-/// New tokens that are taken at once: a longer prompt goes through in pieces of this.
+/// Maximum number of new tokens per forward pass; a longer prompt is split into pieces of this length.
 pub const PREFILL_TOKENS: usize = 512;
 
-/// Sequences that are being decoded together.
+/// Decoding session: sequences that are decoded together.
 pub struct Session<'m> {
     model: &'m Model,
     states: SessionStates,
-    /// By sequence: tokens that it has so far.
+    /// Number of tokens so far, by sequence.
     lengths: Vec<usize>,
     scratch: Scratch,
 }
@@ -35,7 +38,7 @@ enum SessionStates {
 }
 
 impl Model {
-    /// Starts `sequences` empty sequences.
+    /// Starts a decoding session with `sequences` empty sequences.
     pub fn session(&self, sequences: usize) -> Session<'_> {
         let states = match self.precision().activations {
             Storage::F32 => SessionStates::F32(self.states(sequences)),
@@ -44,7 +47,7 @@ impl Model {
         Session { model: self, states, lengths: vec![0; sequences], scratch: Scratch::new(0) }
     }
 
-    /// Bytes of caches and states of one sequence of `tokens` tokens: what [`Session::bytes`] will be.
+    /// Predicts [`Session::bytes`], the bytes of caches and states, for one sequence of `tokens` tokens.
     pub fn session_bytes(&self, tokens: usize) -> usize {
         let element = self.precision().activations.bytes();
         let bytes = |layer: &Layer| match &layer.mixer {
@@ -64,7 +67,7 @@ impl Model {
 }
 
 impl Session<'_> {
-    /// By sequence: tokens that it has so far.
+    /// Number of tokens so far, by sequence.
     pub fn lengths(&self) -> &[usize] {
         &self.lengths
     }
@@ -77,8 +80,8 @@ impl Session<'_> {
         }
     }
 
-    /// Appends the new tokens of every sequence (none for some, if you like) and gives the logits \[V\] after the last of
-    /// each, empty where there were none.
+    /// Appends new tokens to every sequence and returns the logits \[V\] after the last token of each. A
+    /// sequence may have no new tokens; its logits are empty.
     pub fn advance(&mut self, tokens: &[&[u32]]) -> Result<Vec<Vec<f32>>> {
         let mut last = vec![Vec::new(); tokens.len()];
         let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
@@ -99,7 +102,8 @@ impl Session<'_> {
         Ok(last)
     }
 
-    /// The same with the logits of every new token [new tokens, V], in one piece.
+    /// Appends new tokens to every sequence in one forward pass and returns the logits of all of them:
+    /// [new tokens, V].
     pub fn advance_all(&mut self, tokens: &[&[u32]], probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
         self.piece(tokens, true, probe)
     }
@@ -107,7 +111,7 @@ impl Session<'_> {
     fn piece(&mut self, tokens: &[&[u32]], all: bool, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
         if tokens.len() != self.lengths.len() {
             return Err(Error::Input(format!(
-                "new tokens for {} sequences where {} are being decoded",
+                "got new tokens for {} sequences, but the session has {}",
                 tokens.len(),
                 self.lengths.len()
             )));
@@ -123,7 +127,8 @@ impl Session<'_> {
             }
         }
         let (model, scratch) = (self.model, &self.scratch);
-        // On a thread of the pool: from outside, every kernel's call would wake one and wait for it.
+        // Runs on a thread of the pool: from another thread, every kernel call would wake a worker and wait
+        // for it.
         let logits = rayon::scope(|_| match &mut self.states {
             SessionStates::F32(states) => model.advance(states, &batch, all, scratch, probe),
             SessionStates::Bf16(states) => model.advance(states, &batch, all, scratch, probe),
@@ -140,7 +145,7 @@ impl Model {
         self.layers().iter().map(|layer| layer.state(&self.config, sequences)).collect()
     }
 
-    /// Logits of all new tokens, or of the last of each sequence that has any.
+    /// Returns the logits of all new tokens, or of the last new token of each sequence that has any.
     fn advance<A: Element>(
         &self,
         states: &mut [State<A>],

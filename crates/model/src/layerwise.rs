@@ -1,10 +1,11 @@
-//! A run layer by layer: what flows through a model, and nothing of the model.
+//! Layer-by-layer runs: the activations and gradients of a run, separate from the model's parameters.
 //!
 //! ```text
-//! begin (embedding) -> forward 0, 1, ..., n-1 -> turn (norm, loss) -> backward n-1, ..., 1, 0 -> arrive (embedding)
+//! begin (embedding) -> forward 0, 1, ..., n-1 -> loss_backward (norm, head, loss)
+//!     -> backward n-1, ..., 1, 0 -> embedding_backward
 //! ```
-//! [`Model::forward_backward`] walks this way in one go. A [`LayerwiseRun`] stops wherever its caller wants, so that the parameters of one
-//! layer are enough to have in memory, and several runs can go side by side.
+//! [`Model::forward_backward`] does all of this in one call. A [`LayerwiseRun`] stops after each step, so
+//! that only the parameters of one layer have to be in memory and several runs can proceed side by side.
 
 use ballast_kernels::elementwise::round;
 use ballast_kernels::embedding::{embedding_backward, embedding_backward_workspace};
@@ -24,19 +25,19 @@ use crate::probe::Probe;
 use crate::run::Run;
 use crate::site::Site;
 
-/// What flows, and what a forward kept.
+/// Residual stream of a run and the activations saved for backward.
 pub(crate) struct Trail<A> {
-    /// The residual stream [tokens, H]; on the way back its gradient
+    /// Residual stream [tokens, H]; in backward its gradient
     pub(crate) x: Vec<f32>,
-    /// The stream after the last layer, for the backward of the last norm
+    /// Residual stream after the last layer, for the backward of the final norm
     last: Stream,
     layers: Vec<LayerTrail<A>>,
     pub(crate) norm: NormSaved,
     links: Links<A>,
-    /// The embeddings [tokens, H], where layers have inputs of their own that are made from them
+    /// Embeddings [tokens, H], if the model has per-layer inputs, which are computed from them
     embedded: Vec<A>,
     per_layer_inputs: InputsSaved<A>,
-    /// Whether a backward will follow, and how much of it is made anew.
+    /// Activations that backward recomputes; `None` if there is no backward.
     recompute: Option<Recompute>,
 }
 
@@ -64,7 +65,8 @@ impl<A> Trail<A> {
 }
 
 impl Model {
-    /// Embedding and all layers; `recompute` says how a backward will be made, `None` that there will be none.
+    /// Runs the embedding and all layers. `recompute` selects what backward recomputes; `None` if there is no
+    /// backward.
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -77,7 +79,7 @@ impl Model {
         Ok(trail)
     }
 
-    /// The embedding.
+    /// Runs the embedding.
     fn begin<A: Element>(&self, run: &Run<'_>, recompute: Option<Recompute>) -> Result<Trail<A>> {
         let x = self.embed(run)?;
         let mut links = Links::new(&self.config);
@@ -92,7 +94,7 @@ impl Model {
         Ok(Trail { x, last, layers, norm, links, embedded, per_layer_inputs, recompute })
     }
 
-    /// One layer forward.
+    /// Runs the forward of one layer.
     fn layer_forward<A: Element>(&self, run: &Run<'_>, trail: &mut Trail<A>, index: usize) -> Result {
         let keep = trail.recompute.map_or(Keep::Nothing, Recompute::keep);
         let input = match trail.recompute {
@@ -110,7 +112,7 @@ impl Model {
         Ok(())
     }
 
-    /// The last norm and the loss, and back through both.
+    /// Runs the final norm and the loss, and the backward of both.
     pub(crate) fn loss_backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -135,7 +137,7 @@ impl Model {
         self.last_norm(run, &trail.x)
     }
 
-    /// The last norm's output; stores what its backward needs in the place of the stream.
+    /// Returns the output of the final norm; moves the stream to `trail.last`, for the norm's backward.
     pub(crate) fn keep_last_norm<A: Element>(&self, run: &Run<'_>, trail: &mut Trail<A>) -> Result<Vec<A>> {
         trail.last = Stream::new(std::mem::take(&mut trail.x), run.precision.site(Site::Residual))?;
         let hidden;
@@ -143,7 +145,7 @@ impl Model {
         Ok(hidden)
     }
 
-    /// One layer backward, the last first.
+    /// Runs the backward of one layer; the last layer comes first.
     pub(crate) fn layer_backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -152,15 +154,15 @@ impl Model {
         index: usize,
     ) -> Result {
         let (layer, links) = (&self.layers()[index], &mut trail.links);
-        let not_kept = || Error::Input(format!("layer {index} cannot go back: nothing was kept of it"));
-        let saved = match trail.layers.pop().ok_or_else(not_kept)? {
+        let not_saved = || Error::Input(format!("layer {index}: no saved activations for backward"));
+        let saved = match trail.layers.pop().ok_or_else(not_saved)? {
             LayerTrail::Saved(saved) => *saved,
             LayerTrail::Input(x) => layer.forward(run, x.into_f32(), links, None, Keep::Everything)?.1,
         };
         layer.backward(run, grads, &mut trail.x, links, saved)
     }
 
-    /// Back to the embedding.
+    /// Runs the backward of the embedding.
     pub(crate) fn embedding_backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -183,8 +185,8 @@ impl Model {
     }
 }
 
-/// A run that stops between layers. The model is given anew to every step, with the parameters of that step in memory
-/// ([`crate::LazyCheckpoint`]); it must be the same one otherwise.
+/// A run that stops between layers. Every step takes the model as an argument: it needs only the parameters
+/// of that step in memory ([`crate::LazyCheckpoint`]), but must otherwise be the same model.
 pub struct LayerwiseRun<'b> {
     batch: &'b Batch,
     tables: Vec<Table>,
@@ -198,7 +200,7 @@ enum Flow {
     Bf16(Trail<bf16>),
 }
 
-/// Runs `$body` with what all layers share and the trail, whatever its type.
+/// Evaluates `$body` with `$run` the [`Run`] and `$trail` the [`Trail`] of either type.
 macro_rules! with_flow {
     ($pass:expr, $model:expr, $probe:expr, |$run:ident, $trail:ident| $body:expr) => {{
         let LayerwiseRun { batch, tables, scratch, options, flow } = $pass;
@@ -212,8 +214,8 @@ macro_rules! with_flow {
 }
 
 impl<'b> LayerwiseRun<'b> {
-    /// The embedding; `recompute` says how a backward will be made, `None` that there will be none; `indexer` whether the
-    /// indexers learn on it.
+    /// Runs the embedding. `recompute` selects what backward recomputes, `None` if there is no backward;
+    /// `indexer` is the loss that trains the indexers, if any.
     pub fn begin(
         model: &Model,
         batch: &'b Batch,
@@ -241,17 +243,18 @@ impl<'b> LayerwiseRun<'b> {
         Ok(LayerwiseRun { batch, tables, scratch, options, flow })
     }
 
-    /// Layer `index` forward.
+    /// Runs the forward of layer `index`.
     pub fn forward(&mut self, model: &Model, index: usize, probe: Option<&mut dyn Probe>) -> Result {
         with_flow!(self, model, probe, |run, trail| model.layer_forward(run, trail, index))
     }
 
-    /// The last norm, for a probe: [`LayerwiseRun::logits`] and [`LayerwiseRun::loss_backward`] take it themselves.
+    /// Runs the final norm for a probe only: [`LayerwiseRun::logits`] and [`LayerwiseRun::loss_backward`] run
+    /// it themselves.
     pub fn norm(&self, model: &Model, probe: &mut dyn Probe) -> Result {
         with_flow!(self, model, Some(probe), |run, trail| model.last_norm_of(run, trail).map(drop))
     }
 
-    /// The logits [rows, V] of these tokens.
+    /// Returns the logits [rows, V] of these tokens.
     pub fn logits(&self, model: &Model, rows: std::ops::Range<usize>) -> Result<Vec<f32>> {
         with_flow!(self, model, None, |run, trail| {
             let hidden = model.last_norm_of(run, trail)?;
@@ -260,7 +263,7 @@ impl<'b> LayerwiseRun<'b> {
         })
     }
 
-    /// The loss, and back through head and last norm.
+    /// Computes the loss and runs the backward of the head and the final norm.
     pub fn loss_backward(
         &mut self,
         model: &Model,
@@ -271,7 +274,7 @@ impl<'b> LayerwiseRun<'b> {
         with_flow!(self, model, probe, |run, trail| model.loss_backward(run, grads, trail, &options))
     }
 
-    /// Layer `index` backward; the last one first.
+    /// Runs the backward of layer `index`; the last layer comes first.
     pub fn backward(
         &mut self,
         model: &Model,
@@ -282,7 +285,7 @@ impl<'b> LayerwiseRun<'b> {
         with_flow!(self, model, probe, |run, trail| model.layer_backward(run, grads, trail, index))
     }
 
-    /// Back to the embedding, where it ends.
+    /// Runs the backward of the embedding and ends the run.
     pub fn embedding_backward(
         self,
         model: &Model,

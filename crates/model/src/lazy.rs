@@ -1,4 +1,4 @@
-//! A checkpoint whose parameters are read when they are wanted, a layer at a time.
+//! Lazy checkpoints: parameters are read on demand, for example one layer at a time.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,22 +15,22 @@ use crate::model::Model;
 use crate::params::{Params, Protected, Spec, Specs, Weight};
 use crate::precision::Precision;
 
-/// A checkpoint that fits its configuration, with nothing of it in memory yet.
+/// A checkpoint whose tensors match its configuration; no values are in memory yet.
 pub struct LazyCheckpoint {
-    /// What the model is.
+    /// Model configuration.
     pub config: Config,
-    /// Its parameters without their values.
+    /// Names and shapes of the parameters.
     pub specs: Specs,
-    /// Remarks on the checkpoint for the user.
+    /// Warnings about the checkpoint, for the user.
     pub warnings: Vec<String>,
-    /// In the order of the specs.
+    /// Views of the parameters, in the order of the specs.
     views: Vec<View>,
-    /// What stands before the names of the specs.
+    /// Prefix of the specs' names in the Hugging Face layout.
     prefix: String,
 }
 
 impl LazyCheckpoint {
-    /// Opens a checkpoint in any layout; missing, extra and misshapen tensors are an error that lists them.
+    /// Opens a checkpoint in any layout. The error lists all missing, extra and misshapen tensors.
     pub fn open(path: &Path) -> Result<LazyCheckpoint> {
         let (checkpoint, config, warnings) = open(path)?;
         LazyCheckpoint::new(checkpoint, config, warnings)
@@ -50,12 +50,12 @@ impl LazyCheckpoint {
         })
     }
 
-    /// A parameter's name in the Hugging Face layout.
+    /// Returns a parameter's name in the Hugging Face layout.
     pub fn full_name(&self, spec: &Spec) -> String {
         full_name(&self.prefix, spec)
     }
 
-    /// The values of those parameters that are wanted, in f32, all bits; the others are empty.
+    /// Reads the parameters for which `wanted` returns true, as exact f32 values; the others stay empty.
     pub fn read(&self, wanted: impl Fn(&Spec) -> bool + Sync) -> Result<Params> {
         let one = |(spec, view): (&Spec, &View)| if wanted(spec) { read_f32(view) } else { Ok(Vec::new()) };
         let (weights, protected) = self.views.split_at(self.specs.weights.len());
@@ -66,21 +66,22 @@ impl LazyCheckpoint {
         Ok(Params { weights: weights?, protected: protected?, adapters: Vec::new() })
     }
 
-    /// What the checkpoint stores each protected tensor in.
+    /// Returns the type in which the checkpoint stores each protected tensor.
     pub fn protected_dtypes(&self) -> impl Iterator<Item = (&Spec, Dtype)> {
         let views = &self.views[self.specs.weights.len()..];
         self.specs.protected.iter().zip(views).map(|(spec, view)| (spec, view.dtype))
     }
 
-    /// The model in this precision, with no values: [`Model::hold`] gives it those of the step at hand.
+    /// Builds the model in this precision without values; [`Model::hold`] sets those that the next step
+    /// needs.
     pub fn model(&self, precision: Precision) -> Result<Model> {
         Model::build(self.config.clone(), precision)
     }
 }
 
 impl Model {
-    /// Takes these values in the place of all it has, in its own precision: for a [`crate::LayerwiseRun`], which needs those of one
-    /// layer at a time.
+    /// Replaces all parameters by these, converted to the model's precision. For a [`crate::LayerwiseRun`],
+    /// which needs the parameters of one layer at a time.
     pub fn hold(&mut self, values: &Params) {
         self.params = values.clone();
         self.set_precision(self.precision().clone());

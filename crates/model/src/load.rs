@@ -1,7 +1,7 @@
-//! Parameters from a checkpoint in any layout.
+//! Loading: reads the parameters of a checkpoint in any layout.
 //!
-//! In memory the names are Hugging Face's, with split projections and fused experts; the checkpoint's layout gives
-//! views of that form, and each is read once, into its final type.
+//! In memory, parameters have Hugging Face names, split projections and fused experts. The checkpoint's
+//! layout provides views in that form; each view is read once, into its final type.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,20 +21,20 @@ use crate::model::Model;
 use crate::params::{Protected, Spec, Weight};
 use crate::precision::{Precision, Storage};
 
-/// Where a model's parameters came from.
+/// Checkpoint that a model was loaded from.
 #[derive(Clone, Debug)]
 pub(crate) struct Source {
     pub(crate) checkpoint: Arc<Checkpoint>,
     /// The checkpoint's layout.
     pub(crate) layout: Layout,
-    /// What stands before the names of [`Spec`].
+    /// Prefix of the names of [`Spec`] in the Hugging Face layout.
     pub(crate) prefix: String,
-    /// Tensors that are no part of the text model, under their own names.
+    /// Tensors outside the text model, under their own names; saving copies them.
     pub(crate) carried: Vec<View>,
 }
 
 impl Model {
-    /// Reads a model; `precision` is made for its configuration.
+    /// Loads a model; `precision` chooses the precision from its configuration.
     pub fn load(path: &Path, precision: impl FnOnce(&Config) -> Result<Precision>) -> Result<Model> {
         let (checkpoint, config, warnings) = open(path)?;
         let precision = precision(&config)?;
@@ -46,8 +46,8 @@ impl Model {
         Ok(model)
     }
 
-    /// Takes the parameters of another checkpoint of the same model, in the precision that this one has; where it is saved
-    /// and what it carries stay as they are.
+    /// Replaces the parameters by those of another checkpoint of the same model and keeps the precision. The
+    /// layout for saving and the tensors outside the text model stay those of the first checkpoint.
     pub fn reload(&mut self, path: &Path) -> Result {
         self.read_params(Arc::new(Checkpoint::open_consistent(path)?))?;
         self.set_precision(self.precision().clone());
@@ -69,11 +69,11 @@ impl Model {
     }
 }
 
-/// A checkpoint, its configuration, and warnings for the user.
+/// Opens a checkpoint; returns it with its configuration and warnings for the user.
 pub(crate) fn open(path: &Path) -> Result<(Arc<Checkpoint>, Config, Vec<String>)> {
     let checkpoint = Arc::new(Checkpoint::open_consistent(path)?);
     let Some(json) = &checkpoint.config else {
-        let problem = "is not there, and without it the tensors cannot be understood".to_string();
+        let problem = "not found; it is needed to interpret the tensors".to_string();
         return Err(Error::Config { file: checkpoint.config_path(), field: "config.json".into(), problem });
     };
     let mut config = Config::parse(json, &checkpoint.config_path())?;
@@ -81,7 +81,8 @@ pub(crate) fn open(path: &Path) -> Result<(Arc<Checkpoint>, Config, Vec<String>)
     Ok((checkpoint, config, warnings))
 }
 
-/// Unties embedding and head where the checkpoint stores both with different values, as transformers does, and says so.
+/// Unties embedding and head if the checkpoint stores both with different values, as transformers does;
+/// returns a warning.
 fn untie(checkpoint: &Checkpoint, config: &mut Config) -> Result<Option<String>> {
     if !config.tied {
         return Ok(None);
@@ -91,13 +92,14 @@ fn untie(checkpoint: &Checkpoint, config: &mut Config) -> Result<Option<String>>
     };
     config.tied = false;
     Ok(Some(format!(
-        "{}: `tie_word_embeddings` is true, but {head} and {embedding} are stored with different values; they are not \
-         tied, as in transformers; set `tie_word_embeddings` to false",
+        "{}: `tie_word_embeddings` is true, but {head} and {embedding} are stored with different values; both \
+         are used, untied, as in transformers; set `tie_word_embeddings` to false",
         checkpoint.config_path().display()
     )))
 }
 
-/// The view of every parameter, in the order of the specs; an error that lists all that does not fit.
+/// Returns the view of every parameter, in the order of the specs. The error lists all missing, extra and
+/// misshapen tensors.
 pub(crate) fn sort(
     model: &Model,
     views: Vec<View>,
@@ -115,7 +117,7 @@ pub(crate) fn sort(
     let mut by_name: std::collections::HashMap<String, View> =
         views.into_iter().map(|view| (view.name.clone(), view)).collect();
     if model.config.tied {
-        // A copy of the embedding: carried along it would be left behind by training.
+        // The head is a copy of the embedding: if saved unchanged, it would be out of date after training.
         by_name.remove(&head_name(&prefix));
     }
     let mut problems = Mismatch::default();
@@ -140,7 +142,7 @@ pub(crate) fn sort(
     Ok((found, Source { checkpoint, layout, prefix, carried }))
 }
 
-/// The layout that parameters have in memory, of a checkpoint in `layout`.
+/// Returns the layout that the parameters of a checkpoint in `layout` have in memory.
 pub(crate) fn canonical(layout: &Layout) -> Layout {
     Layout {
         naming: Naming::Hf,
@@ -151,12 +153,12 @@ pub(crate) fn canonical(layout: &Layout) -> Layout {
     }
 }
 
-/// The name in the Hugging Face layout.
+/// Returns the name in the Hugging Face layout.
 pub(crate) fn full_name(prefix: &str, spec: &Spec) -> String {
     if spec.name == "lm_head.weight" { head_name(prefix) } else { format!("{prefix}{}", spec.name) }
 }
 
-/// The name of the output head, which stands beside `model`.
+/// Returns the name of the output head, a sibling of `model`.
 fn head_name(prefix: &str) -> String {
     format!(
         "{}lm_head.weight",
@@ -164,14 +166,14 @@ fn head_name(prefix: &str) -> String {
     )
 }
 
-/// Whether a tensor that no parameter asked for is a mistake; others are carried.
+/// Returns true if a tensor that matches no parameter is an error; the others are kept and saved unchanged.
 fn is_extra(model: &Model, prefix: &str, name: &str) -> bool {
     if is_carried(name)
         || !name.starts_with(prefix) && !name.starts_with("lm_head.") && name != head_name(prefix)
     {
         return false;
     }
-    // Constants and copies that some files hold: rotary frequencies, keys of layers that share others'.
+    // Some files store unused tensors: rotary frequencies, and keys of layers that use another layer's.
     let shares = |layer: usize| {
         let layer = model.config.layers.get(layer);
         layer.is_some_and(
@@ -188,27 +190,27 @@ fn is_extra(model: &Model, prefix: &str, name: &str) -> bool {
                 .iter()
                 .any(|part| rest.starts_with(part))
     });
-    // A DeepSeek file's layer after the last is its mtp.
+    // DeepSeek stores its multi-token prediction (MTP) module as the layer after the last.
     let after_last = layer.is_some_and(|(index, _)| index >= model.config.layers.len())
         && model.config.model_type == "deepseek_v32";
     !(unused_keys || after_last || name.ends_with("rotary_emb.inv_freq"))
 }
 
-/// Bytes of a view, in its own type.
+/// Reads a view in its stored type.
 fn read(view: &View) -> Result<Buffer> {
     let (mut data, mut scratch) = (Buffer::default(), Buffer::default());
     view.read(0..view.units(), &mut data, &mut scratch)?;
     Ok(data)
 }
 
-/// The values in f32; only types that f32 holds exactly.
+/// Reads a view as f32; an error unless f32 holds its type exactly.
 pub(crate) fn read_f32(view: &View) -> Result<Vec<f32>> {
     if !view.dtype.widens_exactly_to(Dtype::F32) {
         return Err(Error::Checkpoint(ballast_checkpoint::Error::Tensor {
             checkpoint: None,
             tensor: view.name.clone(),
             problem: format!(
-                "it is {}, which f32 cannot hold; convert the checkpoint to F32 or BF16 first",
+                "type {} does not convert to f32 exactly; convert the checkpoint to F32 or BF16 first",
                 view.dtype
             ),
         }));

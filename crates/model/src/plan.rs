@@ -1,4 +1,4 @@
-//! How much memory a step takes, without running it: from the same structs that the layers keep.
+//! Memory plan: the bytes that a training step needs, computed from tensor shapes without running it.
 
 use ballast_kernels::Element;
 use ballast_kernels::linear_cross_entropy::linear_cross_entropy_workspace;
@@ -13,62 +13,62 @@ use crate::params::Spec;
 use crate::precision::{Precision, Storage};
 use crate::site::Site;
 
-/// Whether a module is to carry an adapter, by its name in transformers.
+/// Selects the modules that get an adapter, by their names in transformers.
 pub type Targets<'a> = &'a dyn Fn(&str) -> bool;
 
-/// A step whose memory is asked for.
+/// A training step to plan the memory of.
 #[derive(Clone, Copy)]
 pub struct Step<'a> {
-    /// Ends of the sequences, as [`crate::Batch::cu_seqlens`] has them.
+    /// Cumulative sequence lengths, as in [`crate::Batch::cu_seqlens`].
     pub cu_seqlens: &'a [usize],
-    /// What is made anew.
+    /// Activations that backward recomputes.
     pub recompute: Recompute,
-    /// The losses.
+    /// Losses of the step.
     pub loss: LossOptions,
-    /// Which of the parameters that can be learned are.
+    /// Selects the parameters to train, among the trainable ones.
     pub learned: &'a dyn Fn(&Spec) -> bool,
-    /// The adapters' rank and the modules that carry one, as for [`Model::add_adapters`].
+    /// Rank of the adapters and the modules that get one, as in [`Model::add_adapters`].
     pub adapters: Option<(usize, Targets<'a>)>,
 }
 
 impl<'a> Step<'a> {
-    /// The language loss alone, everything learned, no adapters.
+    /// Makes a step with the language loss only, all parameters trained and no adapters.
     pub fn new(cu_seqlens: &'a [usize], recompute: Recompute) -> Step<'a> {
         let loss = LossOptions::default();
         Step { cu_seqlens, recompute, loss, learned: &|_| true, adapters: None }
     }
 }
 
-/// Bytes that a step with backward takes.
+/// Bytes that a training step needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Plan {
-    /// Parameters, protected ones included, adapters not.
+    /// Parameters, including protected ones, without adapters.
     pub parameters: usize,
-    /// Those of them that are protected, in f32.
+    /// Protected parameters, in f32; part of `parameters`.
     pub protected: usize,
     /// Adapters, in f32.
     pub adapters: usize,
-    /// f32 gradients.
+    /// Gradients, in f32.
     pub gradients: usize,
-    /// Kept for backward in layers with linear attention.
+    /// Activations saved for backward in layers with linear attention.
     pub linear_layers: usize,
-    /// Kept for backward in layers with softmax attention.
+    /// Activations saved for backward in layers with softmax attention.
     pub softmax_layers: usize,
-    /// Kept for backward in layers with latent attention.
+    /// Activations saved for backward in layers with latent attention.
     pub latent_layers: usize,
-    /// Kept for backward outside the layers.
+    /// Activations saved for backward outside the layers.
     pub around: usize,
-    /// The most that is alive at once beside all this: around the loss, with the logits of a slice of tokens, or in the
-    /// backward of a layer, with what it makes anew.
+    /// Peak of temporary memory beyond the above: at the loss, with the logits of a slice of tokens, or in
+    /// the backward of a layer, with the activations that it recomputes.
     pub transient: usize,
-    /// Logits of one slice of tokens: part of what is alive around the loss.
+    /// Logits of one slice of tokens: part of the temporary memory at the loss.
     pub logits: usize,
-    /// Working memory of all threads.
+    /// Scratch memory of all threads.
     pub scratch: usize,
 }
 
 impl Plan {
-    /// The plan of a step.
+    /// Computes the memory plan of a step.
     pub fn new(config: &Config, precision: &Precision, step: &Step<'_>) -> Result<Plan> {
         let mut model = Model::build(config.clone(), precision.clone())?;
         if let Some((rank, targets)) = step.adapters {
@@ -80,19 +80,19 @@ impl Plan {
         })
     }
 
-    /// Everything that is kept for backward.
+    /// Returns the bytes of all activations saved for backward.
     pub fn kept(&self) -> usize {
         self.linear_layers + self.softmax_layers + self.latent_layers + self.around
     }
 
-    /// Everything.
+    /// Returns the bytes in total.
     pub fn total(&self) -> usize {
         self.parameters + self.adapters + self.gradients + self.kept() + self.transient + self.scratch
     }
 }
 
 impl Recompute {
-    /// What the layers keep.
+    /// Returns what the layers save for backward.
     pub(crate) fn keep(self) -> Keep {
         match self {
             Recompute::None => Keep::Everything,
@@ -110,7 +110,7 @@ impl Model {
         let stream =
             tokens * self.config.hidden * Stream::element_bytes(self.precision().site(Site::Residual));
         let learned = self.specs.all().filter(|spec| spec.trainable && (step.learned)(spec));
-        // This model has no values but those of the adapters.
+        // The model was built without values; only its adapters have some.
         let adapters = self.params.bytes();
         let logits = linear_cross_entropy_workspace(self.head.dims(), tokens, &self.loss_options(&loss));
         let mut plan = Plan {

@@ -1,9 +1,9 @@
-//! Precision of a run: which type tensors are stored and computed in.
+//! Precision of a run: the types in which tensors are stored and computed.
 //!
-//! Storage types, the contract's policy, and a [`Rounding`] for each [`Site`]. `policy` says which of the contract's tensors
-//! keep their f32 values; the others of them are rounded to bf16 when `params` is bf16. They stay in f32 storage: a
-//! protected tensor has no other type. `rounded` names further ones that are rounded whatever `params` is, to see the
-//! effect of one of them alone.
+//! A precision has storage types, a policy of the contract, and a [`Rounding`] for each [`Site`]. `policy`
+//! names the protected tensors that keep their f32 values; the other protected tensors are rounded to bf16 if
+//! `params` is bf16. Their storage is f32 in any case. `rounded` names protected tensors to round whatever
+//! `params` is, to measure the effect of one of them alone.
 
 use ballast_checkpoint::Checkpoint;
 use ballast_contract::{Dtype, Policy, Registry};
@@ -14,7 +14,7 @@ use crate::config::{Config, Mixer};
 use crate::error::{Error, Result};
 use crate::site::Site;
 
-/// What tensors are stored in.
+/// Storage type of tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -24,7 +24,7 @@ pub enum Storage {
 }
 
 impl Storage {
-    /// Bytes of an element.
+    /// Returns the bytes of an element.
     pub fn bytes(self) -> usize {
         match self {
             Storage::F32 => 4,
@@ -36,21 +36,21 @@ impl Storage {
 /// Storage, sites and policy of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Precision {
-    /// The preset that this is, or was before it was changed.
+    /// Name of the preset that this is or was derived from.
     pub name: String,
-    /// Parameters that the contract does not protect.
+    /// Storage type of parameters that the contract does not protect.
     pub params: Storage,
-    /// Everything that flows.
+    /// Storage type of activations.
     pub activations: Storage,
-    /// Which protected tensors keep their f32 values: a policy of the contract.
+    /// Policy of the contract: selects the protected tensors that keep their f32 values.
     pub policy: &'static str,
-    /// Protected tensors that are rounded to bf16 whatever the policy says: by the end of their names.
+    /// Protected tensors to round to bf16 whatever the policy says, by the last parts of their names.
     pub rounded: Vec<String>,
-    /// By [`Site`].
+    /// Roundings, indexed by [`Site`].
     sites: [Rounding; Site::ALL.len()],
 }
 
-/// The presets and what they are.
+/// Presets: name and description.
 pub const PRESETS: [(&str, &str); 6] = [
     ("f32", "everything in f32"),
     ("bf16", "bf16 storage, strict contract, every site f32, the residual stream too"),
@@ -61,17 +61,17 @@ pub const PRESETS: [(&str, &str); 6] = [
 ];
 
 impl Precision {
-    /// Everything in f32.
+    /// Returns the preset `f32`: everything in f32.
     pub fn f32() -> Precision {
         Precision::of("f32", Storage::F32, "strict")
     }
 
-    /// bf16 storage with the strict contract and every site f32.
+    /// Returns the preset `bf16`: bf16 storage, the strict contract, every site f32 but `residual`.
     pub fn bf16() -> Precision {
         Precision::of("bf16", Storage::Bf16, "strict")
     }
 
-    /// Preset called `name`, with the roundings of the table of sites.
+    /// Makes the preset called `name`, with the roundings of the table of sites.
     fn of(name: &str, storage: Storage, policy: &'static str) -> Precision {
         Precision {
             name: name.into(),
@@ -83,7 +83,7 @@ impl Precision {
         }
     }
 
-    /// The preset called `name`, for a model of this configuration.
+    /// Returns the preset called `name`, for a model of this configuration.
     pub fn preset(name: &str, config: &Config) -> Result<Precision> {
         let policy = match name {
             "f32" => return Ok(Precision::f32()),
@@ -94,7 +94,7 @@ impl Precision {
             _ => return Err(Error::Precision(name.into())),
         };
         let mut precision = Precision::of(name, Storage::Bf16, policy);
-        // Attention without soft caps keeps f32 there, whatever the default for the others is.
+        // Attention logits without a soft cap stay f32 in this preset.
         if name == "maxtext-default" && is_softcapless_gemma(config) {
             precision.set(Site::QkProduct, Rounding::F32);
             precision.set(Site::Logits, Rounding::F32);
@@ -102,7 +102,8 @@ impl Precision {
         Ok(precision)
     }
 
-    /// The name of the preset that suits a checkpoint: `bf16` where most of its values are stored in 16 bits, else `f32`.
+    /// Returns the name of the default preset for a checkpoint: `bf16` if most of its values are stored in 16
+    /// bits, else `f32`.
     pub fn name_for(checkpoint: &Checkpoint) -> &'static str {
         let (mut short, mut all) = (0, 0);
         for tensor in &checkpoint.tensors {
@@ -114,13 +115,13 @@ impl Precision {
         if 2 * short > all { "bf16" } else { "f32" }
     }
 
-    /// The policy itself.
+    /// Returns the policy of the contract.
     pub fn policy(&self) -> Policy {
         Registry::builtin().policy(self.policy).expect("presets name policies of the built-in registry")
     }
 
-    /// Whether the values of a protected tensor are rounded to bf16; `name` is that of its [`crate::params::Spec`], `policy`
-    /// is [`Precision::policy`].
+    /// Returns true if the values of a protected tensor are rounded to bf16. `name` is the name in its
+    /// [`crate::params::Spec`]; `policy` is [`Precision::policy`].
     pub fn rounds(&self, policy: &Policy, name: &str) -> bool {
         let ends = |end: &String| {
             name.strip_suffix(end.as_str()).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
@@ -129,7 +130,7 @@ impl Precision {
         self.rounded.iter().any(ends) || self.params == Storage::Bf16 && left_out()
     }
 
-    /// Rounding at a site.
+    /// Returns the rounding at a site.
     pub fn site(&self, site: Site) -> Rounding {
         self.sites[site as usize]
     }
@@ -139,12 +140,12 @@ impl Precision {
         self.sites[site as usize] = rounding;
     }
 
-    /// All sites with their roundings.
+    /// Returns all sites with their roundings.
     pub fn sites(&self) -> impl Iterator<Item = (Site, Rounding)> {
         Site::ALL.into_iter().zip(self.sites)
     }
 
-    /// Sets the site called `name` to `dtype`: f32, bf16 or f16. For configurations, where both are text.
+    /// Sets the rounding at the site called `name` to `dtype`: f32, bf16 or f16.
     pub fn set_site(&mut self, name: &str, dtype: &str) -> Result {
         let rounding = match dtype {
             "f32" => Rounding::F32,
@@ -157,7 +158,7 @@ impl Precision {
     }
 }
 
-/// Gemma 3 and 4: nothing but the precision keeps their attention logits in hand.
+/// Returns true for Gemma 3 and 4, whose attention logits are not bounded by a soft cap.
 fn is_softcapless_gemma(config: &Config) -> bool {
     let uncapped = |mixer: &Mixer| matches!(mixer, Mixer::Softmax(a) if a.soft_cap.is_none());
     config.model_type.starts_with("gemma") && config.layers.iter().any(|layer| uncapped(&layer.mixer))

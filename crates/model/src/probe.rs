@@ -1,41 +1,42 @@
-//! Looking at named tensors while a model runs.
+//! Probes: observe named tensors while a model runs.
 //!
-//! Sites are named by the module that makes them: `embed`, `layers.3.linear_attn.g`, `layers.7.self_attn.logits`,
-//! `layers.7.out`, `logits`; the gradient of a site has its name with a `d.` in front. A parameter is the site
-//! `param.<its name>`, such as `param.layers.3.linear_attn.A_log`, and is seen when the run first uses it, in the type and
-//! with the values that are used. A probe sees them in the order in which they come to be. Without one, no name is made and
-//! no tensor is touched.
+//! Probe sites are named after the module that computes them: `embed`, `layers.3.linear_attn.g`,
+//! `layers.7.self_attn.logits`, `layers.7.out`, `logits`; the gradient of a site has the prefix `d.`. A
+//! parameter is the site `param.<name>`, such as `param.layers.3.linear_attn.A_log`; the probe sees it at its
+//! first use in the run, with the type and values that are used. A probe sees tensors in the order of their
+//! computation. Without a probe, no name is formatted and no tensor is copied.
 
 use ballast_contract::pattern::wildcard_matches;
 
-/// Something that looks.
+/// Observes tensors of a run.
 pub trait Probe: Send {
-    /// Whether the site is worth making a copy of; attention logits exist only if somebody wants them.
+    /// Returns true if the probe wants a copy of the site. Attention logits are computed only for a probe
+    /// that wants them.
     fn wants(&self, site: &str) -> bool;
 
-    /// A tensor, widened to f32; `dtype` is what it is stored in.
+    /// Receives a tensor converted to f32; `dtype` is its storage type.
     fn see(&mut self, site: &str, dtype: &'static str, shape: &[usize], values: &[f32]);
 }
 
-/// A tensor that was seen.
+/// A recorded tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Seen {
-    /// Its name.
+    /// Name of the probe site.
     pub site: String,
-    /// What it is stored in.
+    /// Storage type.
     pub dtype: &'static str,
-    /// Its shape.
+    /// Shape.
     pub shape: Vec<usize>,
-    /// Its values.
+    /// Values, converted to f32.
     pub values: Vec<f32>,
 }
 
-/// Keeps every site whose name matches, in order.
+/// Records every site whose name matches, in order.
 #[derive(Clone, Debug, Default)]
 pub struct Recorder {
-    /// A pattern of `*` (any characters); `None` is everything.
+    /// Patterns separated by commas, with `*` for any characters; `None` matches every site.
     pub pattern: Option<String>,
-    /// What was seen.
+    /// Recorded tensors.
     pub seen: Vec<Seen>,
 }
 

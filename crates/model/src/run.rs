@@ -1,4 +1,4 @@
-//! What all layers of one run share.
+//! State of one run that all layers share.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
@@ -19,29 +19,30 @@ use crate::probe::Probe;
 use crate::site::Site;
 use crate::with_weight;
 
-/// What all layers of one run share.
+/// State of one run that all layers share.
 pub(crate) struct Run<'a> {
     pub(crate) config: &'a Config,
     pub(crate) parameters: Parameters<'a>,
     pub(crate) precision: &'a Precision,
     pub(crate) batch: &'a Batch,
-    /// By the index that a layer has for its rotation.
+    /// Rotary tables; each layer has an index into them.
     pub(crate) tables: &'a [Table],
     pub(crate) scratch: &'a Scratch,
-    /// Which of several equal indexer scores are taken.
+    /// Order of keys with equal indexer scores.
     pub(crate) ties: Ties,
     pub(crate) probe: Option<RefCell<&'a mut dyn Probe>>,
-    /// Where the indexers are trained.
+    /// Loss of the indexers, if they are trained.
     pub(crate) indexer: Option<IndexerTraining>,
-    /// Where the routers are.
+    /// Load-balancing loss of the routers, if they are trained with one.
     pub(crate) balance: Option<Balancing>,
 }
 
-/// The parameters. [`Run::weight`] and [`Run::protected`] are the only way to them, so that a probe sees what is used.
+/// Parameters of the model. Layers reach them only by [`Run::weight`] and [`Run::protected`], which show them
+/// to the probe.
 pub(crate) struct Parameters<'a> {
     specs: &'a Specs,
     values: &'a Params,
-    /// Names of those that the probe was offered.
+    /// Names of the parameters that were shown to the probe.
     offered: RefCell<HashSet<&'a str>>,
 }
 
@@ -51,17 +52,18 @@ impl<'a> Parameters<'a> {
     }
 }
 
-/// The indexers' loss, as backward adds it up over the layers.
+/// Loss of the indexers, summed over the layers in backward.
 pub(crate) struct IndexerTraining {
     pub(crate) loss: IndexerLoss,
     pub(crate) sum: Cell<f64>,
 }
 
-/// The routers' loss over all layers: the forward adds it up, and no layer can go back before it is complete.
+/// Load-balancing loss of the routers, summed over all layers in forward. Backward starts when the sum is
+/// complete.
 pub(crate) struct Balancing {
     coefficient: f32,
     sums: RefCell<Balance>,
-    /// Whether all layers have been added: a forward that backward repeats adds nothing.
+    /// True if all layers have been added; a forward that backward recomputes then adds nothing.
     complete: Cell<bool>,
 }
 
@@ -77,7 +79,7 @@ impl Balancing {
         Ok(())
     }
 
-    /// The loss, coefficient included.
+    /// Ends the sum; returns the loss, including the coefficient.
     pub(crate) fn complete(&self) -> f64 {
         self.complete.set(true);
         self.coefficient as f64 * self.sums.borrow().loss()
@@ -97,7 +99,7 @@ impl<'a> Run<'a> {
         &self.batch.cu_seqlens
     }
 
-    /// Zeros in the rows of padding tokens: what is looked up for them is not learned.
+    /// Zeros the gradient of padding tokens: their embedding is not trained.
     pub(crate) fn forget_padding<T: Element>(&self, dx: &mut [T]) {
         let Some(padding) = self.config.padding else { return };
         let width = dx.len() / self.tokens().max(1);
@@ -108,7 +110,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A weight; the probe sees it, as `param.<its name>`, when the run first uses it.
+    /// Returns a weight; shows it to the probe as `param.<name>` at its first use in the run.
     pub(crate) fn weight(&self, id: Id<Weight>) -> &'a Weight {
         let weight = &self.parameters.values[id];
         if self.probe.is_some() {
@@ -117,12 +119,13 @@ impl<'a> Run<'a> {
         weight
     }
 
-    /// What a weight has added to it, if anything.
+    /// Returns the adapter of a weight, if it has one.
     pub(crate) fn adapter(&self, id: Id<Weight>) -> Option<&'a Adapter> {
         self.parameters.values.adapter(id)
     }
 
-    /// The values of a protected tensor; the probe sees them, as `param.<its name>`, when the run first uses them.
+    /// Returns the values of a protected tensor; shows them to the probe as `param.<name>` at their first use
+    /// in the run.
     pub(crate) fn protected(&self, id: Id<Protected>) -> &'a [f32] {
         let values = self.parameters.values[id].values();
         if self.probe.is_some() {
@@ -142,7 +145,8 @@ impl<'a> Run<'a> {
         self.show("", layer, name, values, &[]);
     }
 
-    /// Shows the residual stream, or with `d.` as the prefix its gradient, under the type of its site.
+    /// Shows the residual stream, or its gradient with the prefix `d.`, to the probe, with the type of the
+    /// site `residual`.
     pub(crate) fn see_stream(&self, prefix: &str, layer: Option<usize>, name: &str, values: &[f32]) {
         let dtype = match self.precision.site(Site::Residual) {
             Rounding::F32 => "F32",
@@ -152,17 +156,17 @@ impl<'a> Run<'a> {
         self.show_as(prefix, layer, name, dtype, values, &[]);
     }
 
-    /// Shows the gradient of a site.
+    /// Shows the gradient of a site to the probe.
     pub(crate) fn see_gradient<T: Element>(&self, layer: Option<usize>, name: &str, values: &[T]) {
         self.show("d.", layer, name, values, &[]);
     }
 
-    /// Whether the probe wants a site that has to be made for it.
+    /// Returns true if the probe wants this site; for tensors that are computed only for a probe.
     pub(crate) fn wanted(&self, layer: usize, name: &str) -> bool {
         self.probe.as_ref().is_some_and(|probe| probe.borrow().wants(&site_name("", Some(layer), name)))
     }
 
-    /// Shows a tensor of the given shape, or [tokens, elements per token] if that is empty.
+    /// Shows a tensor to the probe; an empty `shape` stands for [tokens, elements per token].
     pub(crate) fn show<T: Element>(
         &self,
         prefix: &str,
@@ -204,7 +208,7 @@ fn site_name(prefix: &str, layer: Option<usize>, name: &str) -> String {
     }
 }
 
-/// Rounds a tensor where its site is lowered.
+/// Rounds a tensor to the type of its site.
 pub(crate) fn lower<T: Element>(values: &mut [T], rounding: Rounding) {
     if rounding == Rounding::F32 {
         return;
@@ -218,7 +222,7 @@ pub(crate) fn lower<T: Element>(values: &mut [T], rounding: Rounding) {
     }
 }
 
-/// A tensor of zeros.
+/// Returns a tensor of zeros.
 pub(crate) fn zeros<T: Element>(len: usize) -> Vec<T> {
     vec![T::default(); len]
 }

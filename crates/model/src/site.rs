@@ -1,7 +1,8 @@
 //! Sites: the named places where a run may round to a narrower type.
 //!
-//! bf16 is storage and f32 is arithmetic; a lowered site rounds exactly where the table says, and nowhere else. The table
-//! [`Site`] is made from is the only list of sites: a new site is one entry here and the place in the code that rounds.
+//! Storage may be bf16; arithmetic is f32. A lowered site rounds exactly where the table says, and nowhere
+//! else. The table below generates [`Site`] and is the only list of sites: a new site needs one entry here
+//! and the code that rounds.
 
 use std::str::FromStr;
 
@@ -14,13 +15,14 @@ use crate::error::{Error, Result};
 struct Entry {
     /// Key in configurations, in `--policies` and in lab.json.
     name: &'static str,
-    /// What is rounded there.
+    /// Values that are rounded there.
     what: &'static str,
     /// Presets in which the site is bf16; it is f32 in the others.
     bf16_in: &'static [&'static str],
     /// Returns true if a model of this configuration has the site.
     exists: fn(&Config) -> bool,
-    /// Probe sites that show a value rounded here, or the result of the kernel that rounds here; without `layers.N.`.
+    /// Probe sites that show a value rounded here, or the result of the kernel that rounds here; without
+    /// `layers.N.`.
     probes: &'static [&'static str],
 }
 
@@ -159,17 +161,17 @@ impl Site {
         &TABLE[self as usize]
     }
 
-    /// Name: the key in configurations, in `--policies` and in lab.json.
+    /// Returns the name: the key in configurations, in `--policies` and in lab.json.
     pub fn name(self) -> &'static str {
         self.entry().name
     }
 
-    /// What is rounded there, in a few words.
+    /// Describes the values that are rounded there, in a few words.
     pub fn what(self) -> &'static str {
         self.entry().what
     }
 
-    /// Rounding in a preset, for models that make no exception.
+    /// Returns the rounding in a preset; [`crate::Precision::preset`] applies the exceptions for some models.
     pub(crate) fn rounding_in(self, preset: &str) -> Rounding {
         if self.entry().bf16_in.contains(&preset) { Rounding::Bf16 } else { Rounding::F32 }
     }
@@ -179,13 +181,13 @@ impl Site {
         (self.entry().exists)(config)
     }
 
-    /// Site of this name, if there is one.
+    /// Returns the site of this name, if there is one.
     pub fn named(name: &str) -> Option<Site> {
         Site::ALL.into_iter().find(|site| site.name() == name)
     }
 
-    /// Sites that may explain an error in what a probe sees as `probe_site`: those that round it, and those inside the
-    /// kernel that makes it. The gradient of a probe site has the same sites.
+    /// Returns the sites that may cause an error at a probe site: those that round its values and those
+    /// inside the kernel that computes them. The gradient of a probe site has the same sites.
     pub fn behind(probe_site: &str) -> Vec<Site> {
         let seen = probe_site.strip_prefix("d.").unwrap_or(probe_site);
         let in_layer = seen.strip_prefix("layers.").and_then(|rest| Some(rest.split_once('.')?.1));

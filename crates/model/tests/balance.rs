@@ -1,4 +1,4 @@
-//! The loss that spreads tokens over experts, against transformers' on a whole model.
+//! Load-balancing loss of the routers, against transformers on whole models.
 
 mod common;
 
@@ -17,7 +17,7 @@ fn loss_and_gradients_are_those_of_transformers() {
     let loss = model.forward_backward(&mut grads, &batch, &options, Recompute::None, None).unwrap();
     let expected = |name: &str| golden.f32(name).unwrap().values[0] as f64;
     let aux = coefficient as f64 * expected("aux_loss");
-    assert!((loss.balance - aux).abs() < 1e-5 * aux, "{} where {aux} is expected", loss.balance);
+    assert!((loss.balance - aux).abs() < 1e-5 * aux, "balance loss must be {aux}, got {}", loss.balance);
     let whole = loss.language.sum / loss.language.tokens as f64 + loss.balance;
     assert!((whole - expected("loss")).abs() < 1e-5 * whole, "{whole}");
     let named = model.named_grads(&grads, Some(Form::Fused)).unwrap();

@@ -1,4 +1,5 @@
-//! config.json as transformers reads it: fixtures/config/cases.json, made by fixtures/config/make.py.
+//! config.json is read as in transformers: compares with fixtures/config/cases.json, written by
+//! fixtures/config/make.py.
 
 use std::path::Path;
 
@@ -6,7 +7,7 @@ use ballast_model::Config;
 use ballast_model::config::{Mixer, Rope, Router};
 use serde_json::{Value, json};
 
-/// Cases that transformers runs and that are refused here, with a word of the refusal.
+/// Cases that transformers runs but Ballast rejects, with a part of the error.
 const REFUSED_HERE: [(&str, &str); 10] = [
     ("gemma2: bidirectional", "only causal"),
     ("gemma3: bidirectional", "only causal"),
@@ -33,13 +34,13 @@ fn unknown(config: &Value) -> Vec<String> {
     Config::unknown_keys(config, Path::new("config.json")).unwrap()
 }
 
-/// A fixture's config.json.
+/// Reads a fixture's config.json.
 fn fixture(name: &str) -> Value {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name).join("config.json");
     serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap()
 }
 
-/// A fixture's config.json with other values; `Value::Null` in place of an object's field stays null.
+/// Reads a fixture's config.json and changes some values; `Value::Null` sets a field to null.
 fn changed(name: &str, changes: Value) -> Value {
     let mut config = fixture(name);
     for (key, value) in changes.as_object().unwrap() {
@@ -78,7 +79,7 @@ fn every_configuration_means_what_transformers_makes_of_it_or_is_refused() {
             continue;
         }
         if refused {
-            assert!(config.is_err(), "{name}: transformers cannot run it");
+            assert!(config.is_err(), "{name}: must be rejected, transformers cannot run it");
             continue;
         }
         let config = config.unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -184,12 +185,12 @@ fn keys_that_are_neither_used_nor_harmless_are_named_with_their_path() {
             "text_config.rope_parameters.factor"
         ]
     );
-    // Copies of a value that is used are harmless, other values are not.
+    // A second copy of a setting is accepted only if its value is equal.
     let copies = json!({"rope_theta": 1e7, "partial_rotary_factor": 0.5});
     assert_eq!(unknown(&changed("models/qwen3_5", copies)), Vec::<String>::new());
     let others = json!({"rope_theta": 1e6, "partial_rotary_factor": 0.25});
     assert_eq!(unknown(&changed("models/qwen3_5", others)), ["partial_rotary_factor", "rope_theta"]);
-    // Rotary settings that transformers ignores.
+    // Rotary settings that transformers ignores are reported.
     let by_type = json!({"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 8.0}}});
     assert_eq!(unknown(&changed("models/gemma3", by_type)), ["rope_scaling.full_attention"]);
     let flat =

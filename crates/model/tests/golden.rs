@@ -1,4 +1,4 @@
-//! Every tiny model of transformers: logits, loss, every gradient, against values that transformers computed.
+//! Golden tests: logits, loss and every gradient of the tiny models, against values computed by transformers.
 
 mod common;
 
@@ -9,18 +9,20 @@ use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_model::{Batch, LossOptions, Model, Precision, Recompute, Ties};
 use common::{batch, error, fixture, folder, golden, ids};
 
-/// Of logits of size 1 to 5. qwen3_5 amplifies rounding: transformers' own f32 logits are 1.4e-4 away from what the same
-/// code gives in f64 (ratio 9.8e-6), so nobody else's can be expected to be nearer than that.
+/// Largest allowed error of logits, which are 1 to 5 in size. qwen3_5 amplifies rounding: the f32 logits of
+/// transformers differ by 1.4e-4 from its own f64 logits (ratio 9.8e-6), so a smaller error cannot be
+/// expected.
 fn largest_allowed(name: &str) -> f64 {
     if name == "qwen3_5" { 2e-4 } else { 1e-4 }
 }
 
-/// A_log's gradient there is off by 2.9e-4 in transformers' own f32 run, against f64.
+/// Largest allowed relative error of a gradient. In qwen3_5, the f32 gradient of A_log in transformers
+/// differs by 2.9e-4 from its own f64 gradient.
 fn ratio_allowed(name: &str, tensor: &str) -> f64 {
     if name == "qwen3_5" && tensor.ends_with("A_log") { 2e-4 } else { 1e-4 }
 }
 
-/// The model as transformers runs it: equal indexer scores resolved as torch.topk does.
+/// Loads a model to run as in transformers: equal indexer scores are ordered as by torch.topk.
 fn reference(name: &str) -> Model {
     let mut model = Model::load(&folder(name), |_| Ok(Precision::f32())).unwrap();
     model.set_ties(Ties::Torch);
@@ -45,7 +47,7 @@ fn check(name: &str, gradients: usize) {
         .language;
     let mean = loss.sum / loss.tokens as f64;
     let expected = golden.f32("loss").unwrap().values[0] as f64;
-    assert!((mean - expected).abs() <= 1e-5 * expected, "{name}: loss {mean} where {expected} is expected");
+    assert!((mean - expected).abs() <= 1e-5 * expected, "{name}: loss must be {expected}, got {mean}");
     let ours: BTreeMap<String, Vec<f32>> = model
         .named_grads(&grads, Some(Form::Fused))
         .unwrap()
@@ -68,7 +70,7 @@ fn check(name: &str, gradients: usize) {
     assert_eq!(compared, gradients, "{name}: gradients compared");
 }
 
-/// The nine tokens of the golden continuation's prompt, and all 21 of it.
+/// Golden greedy continuation: 21 tokens, of which the first 9 are the prompt.
 fn greedy(golden: &TensorFile) -> Vec<u32> {
     golden.integers("greedy").unwrap().values.iter().map(|id| *id as u32).collect()
 }
@@ -92,7 +94,8 @@ fn check_decoding(name: &str) {
     }
     assert_eq!(tokens, expected, "{name}: greedy continuation");
 
-    // Pieces of several lengths, two sequences of different length at once: at every position the whole forward's.
+    // Two sequences, in pieces of different lengths: the logits at every position must equal those of one
+    // forward.
     let ids = ids(name);
     let (first, second) = (&ids[..29], &ids[29..50]);
     let batch = Batch::packed([first, second].concat(), vec![0, 29, 50]).unwrap();
@@ -110,8 +113,8 @@ fn check_decoding(name: &str) {
     }
     assert_eq!(at, [29, 21]);
     let (_, largest) = error(&got.concat(), &whole);
-    println!("{name}: decoding differs from the whole by {largest:.1e} at most");
-    assert!(largest <= largest_allowed(name), "{name}: decoding differs from the whole by {largest:e}");
+    println!("{name}: decoding differs from one forward by at most {largest:.1e}");
+    assert!(largest <= largest_allowed(name), "{name}: decoding differs from one forward by {largest:e}");
 }
 
 macro_rules! golden {

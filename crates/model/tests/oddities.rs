@@ -1,4 +1,5 @@
-//! What sets architectures apart: each of these, left out, is seen. That they are right is in golden.rs.
+//! Features of single architectures: leaving one out changes the logits or is an error. golden.rs checks
+//! their values.
 
 mod common;
 
@@ -11,17 +12,17 @@ use ballast_model::{Model, Precision};
 use common::{batch, error, golden, with_config};
 use serde_json::{Value, json};
 
-/// A model, what is said or expected of it, and a change of its config.json.
+/// A model, the feature or the expected words of the error, and a change of its config.json.
 type Case = (&'static str, &'static str, fn(&mut Value));
 
-/// How far the logits are from transformers' when config.json is changed.
+/// Returns the relative error of the logits against transformers after a change of config.json.
 fn distance(name: &str, change: impl FnOnce(&mut Value)) -> f64 {
     let folder = with_config(name, change);
     let model = Model::load(folder.path(), |_| Ok(Precision::f32())).unwrap();
     error(&model.logits(&batch(name), None).unwrap(), &golden(name).f32("logits").unwrap().values).0
 }
 
-/// What is said when the tensors no longer fit config.json.
+/// Returns the error of loading a model after a change of config.json.
 fn refusal(name: &str, change: impl FnOnce(&mut Value)) -> String {
     let folder = with_config(name, change);
     Model::load(folder.path(), |_| Ok(Precision::f32())).unwrap_err().to_string()
@@ -52,7 +53,7 @@ fn settings_that_change_the_logits() {
         ("qwen3_5", "part that rotates", |c| c["rope_parameters"]["partial_rotary_factor"] = json!(0.25)),
         ("qwen3_5", "base", |c| c["rope_parameters"]["rope_theta"] = json!(1e2)),
         ("qwen3_5", "eps", |c| c["rms_norm_eps"] = json!(1e-2)),
-        ("qwen3_next", "normalised weights", |c| c["norm_topk_prob"] = json!(false)),
+        ("qwen3_next", "normalized weights", |c| c["norm_topk_prob"] = json!(false)),
         ("qwen3_5_moe", "experts of a token", |c| c["num_experts_per_tok"] = json!(3)),
         ("deepseek_v32", "scaling of the experts", |c| c["routed_scaling_factor"] = json!(1.0)),
     ];
@@ -135,7 +136,7 @@ fn impossible_settings_are_refused_by_name() {
         let refusal = refusal(name, change);
         assert!(refusal.contains("config.json: ") && refusal.contains(words), "{name}: {refusal}");
     }
-    // What is not known is no reason to refuse.
+    // Unknown fields are accepted.
     let folder = with_config("qwen3_5", |c| c["a_new_field"] = json!({"of": "tomorrow"}));
     Model::load(folder.path(), |_| Ok(Precision::f32())).unwrap();
 }

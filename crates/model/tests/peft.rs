@@ -1,4 +1,4 @@
-//! Adapters as PEFT has them on disk.
+//! Adapters in PEFT's file format.
 
 mod common;
 
@@ -8,7 +8,7 @@ use ballast_checkpoint::tensor_file::write_f32;
 use common::{MODELS, folder, load};
 use serde_json::Value;
 
-/// An adapter of the small Qwen3.5 in a new folder.
+/// Saves an adapter of the tiny Qwen3.5 in a new folder.
 fn adapter() -> (tempfile::TempDir, std::path::PathBuf) {
     let home = tempfile::tempdir().unwrap();
     let path = home.path().join("adapter");

@@ -1,4 +1,4 @@
-//! Protected tensors keep their bits through everything but what is meant to round them.
+//! Protected tensors keep their bits through casts, files and presets, except where a preset rounds them.
 
 mod common;
 
@@ -44,7 +44,10 @@ fn the_types_protect_what_the_strict_policy_protects() {
 fn protected_bits_survive_every_preset_cast_save_and_load_but_the_ones_meant_to_round_them() {
     for name in ["qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4_moe"] {
         let original = bits(&load(name, "f32"));
-        assert!(original.iter().any(|bits| bits & 0xffff != 0), "{name}: they carry more than bf16 holds");
+        assert!(
+            original.iter().any(|bits| bits & 0xffff != 0),
+            "{name}: protected tensors must not be exact in bf16"
+        );
         for (preset, _) in PRESETS {
             let mut model = load(name, preset);
             let rounded = bits(&model) != original;
@@ -54,7 +57,7 @@ fn protected_bits_survive_every_preset_cast_save_and_load_but_the_ones_meant_to_
             });
             let expected = leaves_some_out && model.precision().params == Storage::Bf16;
             assert_eq!(rounded, expected, "{name} {preset}");
-            // There and back again, through the cast and through a file.
+            // Bits survive a cast to bf16 and back, and a file.
             let before = bits(&model);
             model.params.cast(Storage::Bf16);
             model.params.cast(Storage::F32);
@@ -85,7 +88,7 @@ fn a_saved_model_is_the_checkpoint_it_came_from() {
     let sources =
         [folder_of("models/qwen3_next"), folder_of("models/gemma4_ple"), folder_of("release/qwen3_5")];
     for (i, source) in sources.into_iter().enumerate() {
-        // Read in the type that is stored, so that nothing needs rounding.
+        // The preset matches the stored type, so that loading rounds nothing.
         let stored = Checkpoint::open(&source).unwrap();
         let mostly_bf16 = stored.tensors.iter().any(|t| t.dtype == Dtype::Bf16);
         let preset = if mostly_bf16 { "bf16" } else { "f32" };
@@ -98,7 +101,7 @@ fn a_saved_model_is_the_checkpoint_it_came_from() {
             names.sort();
             names
         };
-        assert_eq!(names(&saved), names(&stored), "vision and mtp included");
+        assert_eq!(names(&saved), names(&stored), "tensor names, including vision and MTP");
         for tensor in &stored.tensors {
             let read = |checkpoint: &Checkpoint| {
                 let t = checkpoint.tensors.iter().find(|t| t.name == tensor.name).unwrap();
@@ -107,7 +110,7 @@ fn a_saved_model_is_the_checkpoint_it_came_from() {
                 (t.dtype, t.shape.clone(), data)
             };
             let (before, after) = (read(&stored), read(&saved));
-            // dt_bias of the released form is BF16 and becomes what the strict contract wants.
+            // The released checkpoint stores dt_bias in BF16; the strict contract makes it F32.
             if before.0 == after.0 {
                 assert!(before == after, "{}", tensor.name);
             } else {

@@ -1,4 +1,4 @@
-//! What a probe sees of the parameters.
+//! Parameters as seen by a probe.
 
 mod common;
 
@@ -28,7 +28,7 @@ fn every_parameter_is_seen_once_in_the_type_and_with_the_values_that_are_used() 
     }
 }
 
-/// Wants nothing, and says so when it is shown something.
+/// Wants no site and panics if it is shown one.
 struct Blind;
 
 impl Probe for Blind {

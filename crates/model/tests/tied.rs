@@ -1,4 +1,4 @@
-//! Checkpoints that store the output head beside the embedding that it is tied to.
+//! Checkpoints that store the output head although it is tied to the embedding.
 
 mod common;
 
@@ -11,15 +11,16 @@ use ballast_model::{LazyCheckpoint, Model, Precision};
 use common::{batch, error, folder};
 use serde_json::{Value, json};
 
-/// One model of each way to name embedding and head.
+/// One model for each naming of embedding and head.
 const MODELS: [&str; 6] = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma2", "gemma4_dense", "deepseek_v32"];
 
 fn config(folder: &Path) -> Value {
     serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap()
 }
 
-/// A copy of a model in F32 that says it is tied and stores a head all the same, which differs by `change` in one value.
-/// It is in the folder `base`. Names begin as `front` says; a nested model has its fields in `text_config`.
+/// Copies a model in F32 to the folder `base`, with `tie_word_embeddings` true and a stored head that differs
+/// from the embedding by `change` in one value. `front` is the prefix of tensor names; unless it is `model.`,
+/// the configuration is nested in `text_config`.
 fn with_head(model: &str, change: f32, front: &str) -> tempfile::TempDir {
     let copy = tempfile::tempdir().unwrap();
     let base = copy.path().join("base");
@@ -68,7 +69,7 @@ fn an_equal_head_is_the_embedding_and_is_written_once() {
         let mut tied = load(&copy.path().join("base"));
         assert!(tied.config.tied && tied.warnings.is_empty(), "{model}");
         assert!(LazyCheckpoint::open(&copy.path().join("base")).unwrap().config.tied, "{model}");
-        // Training moves the embedding; the head moves with it.
+        // If the embedding changes, as in training, the head changes with it.
         let at = tied.specs.weights.iter().position(|spec| spec.name == "embed_tokens.weight").unwrap();
         let mut values = tied.params.weights()[at].to_f32();
         values.iter_mut().for_each(|x| *x *= 1.5);
@@ -96,7 +97,7 @@ fn a_different_head_is_used_and_the_model_is_saved_untied() {
         let logits = untied.logits(&batch(model), None).unwrap();
         let tied =
             load(&with_head(model, 0.0, "model.").path().join("base")).logits(&batch(model), None).unwrap();
-        assert!(error(&logits, &tied).1 > 1e-3, "{model}: the head makes a difference");
+        assert!(error(&logits, &tied).1 > 1e-3, "{model}: the stored head must change the logits");
         let saved = copy.path().join("saved");
         untied.save(&saved, false, &Silent).unwrap();
         assert_eq!(config(&saved)["tie_word_embeddings"], false, "{model}");

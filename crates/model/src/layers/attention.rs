@@ -2,9 +2,10 @@
 //!
 //! ```text
 //! q, k = rotate(norm(W_q x)), rotate(norm(W_k x))      v = W_v x, norm(W_v x) or norm(W_k x)
-//! y = W_o (attention(q, k, v) * sigmoid(gate))         gate beside each head's query in W_q x, or none
+//! y = W_o (attention(q, k, v) * sigmoid(gate))         gate is next to each head's q in W_q x, or absent
 //! ```
-//! A layer may use another layer's k and v; their gradients then go to that layer, which comes later in backward.
+//! A layer may use the k and v of an earlier layer; their gradients are then added to those of that layer,
+//! whose backward runs later.
 
 use std::sync::Arc;
 
@@ -28,11 +29,11 @@ use crate::site::Site;
 pub(crate) struct Attention {
     layer: usize,
     shape: Shape,
-    /// Which of the run's tables rotates q and k.
+    /// Index of the run's rotary table for q and k.
     table: usize,
     q: Linear,
     q_norm: Option<Norm>,
-    /// Of its own keys and values; none where they are another layer's.
+    /// Projections and norms of k and v; `None` if the layer uses another layer's k and v.
     kv: Option<KeyValueLayers>,
     out: Linear,
 }
@@ -45,36 +46,36 @@ struct KeyValueLayers {
     v_norm: Option<Norm>,
 }
 
-/// Keys and values: [tokens, kv_heads, hd] each, rotated and normed.
+/// Keys and values after norms and rotation: [tokens, kv_heads, hd] each.
 #[derive(Clone, Debug)]
 pub(crate) struct KeyValues<A> {
     pub(crate) k: Arc<Vec<A>>,
     pub(crate) v: Arc<Vec<A>>,
 }
 
-/// What forward keeps, beside x.
+/// Activations that forward saves, in addition to x.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Saved<A> {
-    /// Before norm and rotation: [tokens, heads, hd]; empty without a norm
+    /// q before norm and rotation: [tokens, heads, hd]; empty without a norm
     q_raw: Vec<A>,
     /// [tokens, heads, hd]; empty without a gate
     gate: Vec<A>,
-    /// Before norm and rotation: [tokens, kv_heads, hd]; empty without a norm
+    /// k before norm and rotation: [tokens, kv_heads, hd]; empty without a norm
     k_raw: Vec<A>,
-    /// Before the norm: [tokens, kv_heads, hd]; empty where v is k before its norm
+    /// v before the norm: [tokens, kv_heads, hd]; empty if v is computed from k_raw
     v_raw: Vec<A>,
     q_norm: NormSaved,
     k_norm: NormSaved,
     v_norm: NormSaved,
-    /// [tokens, heads, hd]; cheap if normed
+    /// [tokens, heads, hd]; recomputed if there is a norm
     q: Vec<A>,
-    /// [tokens, kv_heads, hd] each; cheap if k is normed, none if another layer's
+    /// [tokens, kv_heads, hd] each; recomputed if k has a norm, `None` if another layer's
     kv: Option<KeyValues<A>>,
     /// [tokens, heads, hd]
     o: Vec<A>,
-    /// lse
+    /// Log-sum-exp of the logits
     attention: kernel::Saved,
-    /// [tokens, heads, hd]; cheap, empty without a gate
+    /// [tokens, heads, hd]; recomputed, empty without a gate
     gated: Vec<A>,
 }
 
@@ -181,7 +182,7 @@ impl Attention {
         Ok((y, saved))
     }
 
-    /// dx += the input's gradient.
+    /// Adds the gradient of the input to dx.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -271,7 +272,7 @@ impl Attention {
         Heads { heads, width: self.shape.head_dim, offset: 0 }
     }
 
-    /// q and gate apart: each head has one after the other.
+    /// Splits q and gate, which are adjacent in each head.
     fn split_gate<A: Element>(&self, both: Vec<A>) -> (Vec<A>, Vec<A>) {
         if !self.shape.gated {
             return (both, Vec::new());
@@ -333,18 +334,18 @@ impl Attention {
             Some(v) => [saved.k_raw, saved.v_raw] = Linear::forward_many(run, [&layers.k, v], x)?,
         }
         let kv = self.finish_key_values(run, layers, saved)?;
-        // An unnormed tensor is only needed again if what follows from it was not kept.
-        let made_anew = keep == Keep::Selective && layers.k_norm.is_some();
+        // A tensor before its norm is saved for the norm's backward, or to recompute k and v.
+        let recomputed = keep == Keep::Selective && layers.k_norm.is_some();
         if !keep.any() || layers.k_norm.is_none() {
             saved.k_raw = Vec::new();
         }
-        if !keep.any() || layers.v_norm.is_none() && !made_anew {
+        if !keep.any() || layers.v_norm.is_none() && !recomputed {
             saved.v_raw = Vec::new();
         }
         Ok(kv)
     }
 
-    /// k and v from what their projections gave.
+    /// Computes k and v from the outputs of their projections: norms and rotation.
     fn finish_key_values<A: Element>(
         &self,
         run: &Run<'_>,
@@ -404,7 +405,7 @@ impl Attention {
         layers.v.as_ref().unwrap_or(&layers.k).backward(run, grads, dx, &dv, x)
     }
 
-    /// Appends the new keys and values to the caches, and attends.
+    /// Appends the new keys and values to the caches and runs the attention on them.
     fn decode<A: Element>(
         &self,
         run: &Run<'_>,
@@ -416,7 +417,8 @@ impl Attention {
         let Some(kv) = kv else { return Ok(()) };
         let width = self.shape.kv_heads * self.shape.head_dim;
         for (cache, ends) in caches.iter_mut().zip(run.cu_seqlens().windows(2)) {
-            // What has left the window is dropped, a whole window at a time; not sooner, for layers that share it.
+            // Keys outside the window are dropped when the cache holds two windows; before the append, since
+            // layers that share this cache still read it after this layer.
             let tokens = cache.k.len() / width;
             if let Some(window) = self.shape.window.filter(|window| tokens >= 2 * window) {
                 cache.k.drain(..(tokens - window) * width);
@@ -449,7 +451,8 @@ impl Attention {
         Ok(())
     }
 
-    /// The logits of every sequence [heads, tokens, tokens], for a probe that wants them: they exist nowhere else.
+    /// Computes the logits of every sequence [heads, tokens, tokens] if the probe wants them; the kernel does
+    /// not store them.
     fn see_logits<A: Element>(&self, run: &Run<'_>, input: &kernel::Input<'_, A>) -> Result {
         if run.wanted(self.layer, "self_attn.logits") {
             let logits = kernel::attention_logits(input, self.dims(), &self.options(run.precision))?;
@@ -458,7 +461,7 @@ impl Attention {
         Ok(())
     }
 
-    /// Bytes that forward keeps.
+    /// Returns the bytes that forward saves.
     pub(crate) fn saved_bytes<A>(&self, tokens: usize, keep: Keep, precision: &Precision) -> usize {
         if !keep.any() {
             return 0;
@@ -475,8 +478,8 @@ impl Attention {
         if shape.qk_norm {
             elements += q + if own { kv } else { 0 };
         }
-        let made_anew = !everything && shape.qk_norm && shape.values == Values::Projected;
-        if normed_v || own && made_anew {
+        let recomputed = !everything && shape.qk_norm && shape.values == Values::Projected;
+        if normed_v || own && recomputed {
             elements += kv;
         }
         if everything || !shape.qk_norm {
@@ -493,15 +496,15 @@ impl Attention {
             + kernel::saved_bytes(self.dims(), &self.options(precision), tokens)
     }
 
-    /// Bytes that backward has alive at once beside what was kept: gradients of o, the gate, q, k and v, the kernel's
-    /// buffer; and what was not kept.
+    /// Returns the temporary bytes of backward: gradients of o, the gate, q, k and v, the kernel's buffer,
+    /// and recomputed activations.
     pub(crate) fn transient<A: Element>(&self, tokens: usize, keep: Keep) -> usize {
         let shape = &self.shape;
         let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let gated = if shape.gated { q } else { 0 };
-        let made_anew = if keep == Keep::Everything || !shape.qk_norm { 0 } else { q + gated + 2 * kv };
+        let recomputed = if keep == Keep::Everything || !shape.qk_norm { 0 } else { q + gated + 2 * kv };
         let buffer = 4 * kernel::attention_backward_workspace::<A>(self.dims(), tokens);
-        buffer + tokens * (made_anew + gated + 2 * q + 2 * kv) * size_of::<A>()
+        buffer + tokens * (recomputed + gated + 2 * q + 2 * kv) * size_of::<A>()
     }
 
     pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {

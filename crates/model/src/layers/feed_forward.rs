@@ -1,9 +1,9 @@
-//! The part of a layer that works token by token, with its norms.
+//! Feed-forward part of a layer: MLP, experts or both, with their norms.
 //!
 //! ```text
-//! Qwen, DeepSeek   f(norm(x))                                              f the MLP or the experts
+//! Qwen, DeepSeek   f(norm(x))                                              f is the MLP or the experts
 //! Gemma            after(f(norm(x)))
-//! Gemma 4 MoE      after(after_1(mlp(norm(x))) + after_2(experts(norm_2(x))))         router on x
+//! Gemma 4 MoE      after(after_1(mlp(norm(x))) + after_2(experts(norm_2(x))))         router reads x
 //! ```
 
 use ballast_kernels::elementwise::{accumulate_rounded, add_assign, convert, round};
@@ -26,32 +26,32 @@ pub(crate) struct FeedForward {
     norm: Norm,
     dense: Option<Mlp>,
     experts: Option<Experts>,
-    /// Where there are both: after the MLP, before and after the experts.
+    /// Norms after the MLP, before the experts and after the experts; `None` unless the layer has both.
     between: Option<[Norm; 3]>,
     after: Option<Norm>,
 }
 
-/// A norm's output and what its backward needs beside its input.
+/// Output of a norm and the statistics for its backward.
 #[derive(Clone, Debug, Default)]
 struct Normed<A> {
-    /// cheap
+    /// Recomputed
     y: Vec<A>,
     saved: NormSaved,
 }
 
-/// What forward keeps, beside x.
+/// Activations that forward saves, in addition to x.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Saved<A> {
     norm: Normed<A>,
     dense: mlp::Saved<A>,
     experts: experts::Saved<A>,
-    /// Outputs of MLP and experts before their norms, where there are both: [tokens, H]
+    /// Outputs of MLP and experts before their norms, if the layer has both: [tokens, H]
     dense_out: Vec<A>,
     experts_out: Vec<A>,
     before_experts: Normed<A>,
     after_dense: NormSaved,
     after_experts: NormSaved,
-    /// What the last norm reads: [tokens, H]; empty without one
+    /// Input of the norm `after`: [tokens, H]; empty without one
     out: Vec<A>,
     after: NormSaved,
 }
@@ -103,7 +103,7 @@ impl FeedForward {
         }
     }
 
-    /// The output that is added to the stream x.
+    /// Returns the output, which the caller adds to the stream x.
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -148,7 +148,7 @@ impl FeedForward {
         saved: &mut Saved<A>,
     ) -> Result<Vec<A>> {
         let [after_dense, before_experts, after_experts] =
-            self.between.as_ref().expect("made with both parts");
+            self.between.as_ref().expect("a layer with MLP and experts has the norms between them");
         let (dense_out, kept) = dense.forward(run, normed, keep)?;
         saved.dense = kept;
         let (mut y, rstd) = after_dense.forward(run, &dense_out)?;
@@ -165,7 +165,7 @@ impl FeedForward {
         Ok(y)
     }
 
-    /// Turns the gradient of the stream after this part into that before it, x.
+    /// Replaces the gradient of the stream after this part by the gradient of x, the stream before it.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -184,7 +184,7 @@ impl FeedForward {
         }
         let normed = std::mem::take(&mut saved.norm.y);
         let mut d_normed = vec![0.0; normed.len()];
-        // Gradient of x that does not come through the first norm.
+        // Gradient of x through the experts' norm and router, not through the first norm.
         let mut d_x: Option<Vec<f32>> = None;
         match (&self.dense, &self.experts) {
             (Some(dense), None) => dense.backward(run, grads, &mut d_normed, &dy, &normed, saved.dense)?,
@@ -221,7 +221,8 @@ impl FeedForward {
         }
     }
 
-    /// Back through MLP and experts: adds to the gradient of `normed` and returns that of x through the experts.
+    /// Runs the backward of MLP and experts: adds to the gradient of `normed` and returns the gradient of x
+    /// through the experts.
     fn both_backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -235,7 +236,7 @@ impl FeedForward {
         saved: &mut Saved<A>,
     ) -> Result<Vec<f32>> {
         let [after_dense, before_experts, after_experts] =
-            self.between.as_ref().expect("made with both parts");
+            self.between.as_ref().expect("a layer with MLP and experts has the norms between them");
         let (dense_saved, experts_saved) =
             (std::mem::take(&mut saved.dense), std::mem::take(&mut saved.experts));
         let d = after_dense.backward(run, grads, dy, &saved.dense_out, &saved.after_dense)?;
@@ -253,7 +254,7 @@ impl FeedForward {
         Ok(d_x)
     }
 
-    /// Bytes that forward keeps.
+    /// Returns the bytes that forward saves.
     pub(crate) fn saved_bytes<A>(&self, tokens: usize, hidden: usize, keep: Keep) -> usize {
         if !keep.any() {
             return 0;
@@ -269,8 +270,9 @@ impl FeedForward {
         bytes + if self.after.is_some() { tensor + rstd } else { 0 }
     }
 
-    /// Bytes that backward has alive at once beside what was kept and the stream's gradient: the gradient of the output,
-    /// that of the normed input in f32, the normed input if it was not kept, and what the parts have.
+    /// Returns the temporary bytes of backward, without the stream's gradient: the gradient of the output,
+    /// the gradient of the normed input in f32, the normed input if it is recomputed, and the temporary bytes
+    /// of MLP and experts.
     pub(crate) fn transient<A>(&self, tokens: usize, hidden: usize, keep: Keep) -> usize {
         let (tensor, wide) = (tokens * hidden * size_of::<A>(), 4 * tokens * hidden);
         let normed = if keep == Keep::Everything { 0 } else { tensor };

@@ -1,11 +1,11 @@
-//! The indexer of latent attention: which keys each query keeps, and the loss that teaches it to choose.
+//! Indexer of latent attention: selects the keys of each query, and has its own training loss.
 //!
 //! ```text
-//! q = rotate(W_q q_resid)      k = rotate(LayerNorm(W_k x))      the first dimensions, half-split
+//! q = rotate(W_q q_resid)      k = rotate(LayerNorm(W_k x))      rotates the first dimensions, half-split
 //! w = heads^-1/2 W_w x         in f32, W_w protected
 //! ```
-//! Scores, choice and loss are the kernel's: [`ballast_kernels::indexer`]. The inputs are detached: nothing flows from
-//! here into x or q_resid, and without its own loss the indexer learns nothing.
+//! Scores, selection and loss are in the kernel [`ballast_kernels::indexer`]. The inputs are detached: the
+//! indexer sends no gradient to x or q_resid, and is trained only by its own loss.
 
 use ballast_kernels::Element;
 use ballast_kernels::elementwise::{accumulate, scale};
@@ -22,7 +22,7 @@ use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
 use crate::run::{Run, lower, zeros};
 use crate::site::Site;
 
-/// Of the key's norm.
+/// Epsilon of the LayerNorm of k.
 const EPS: f32 = 1e-6;
 
 #[derive(Clone, Debug)]
@@ -30,7 +30,7 @@ pub(crate) struct Indexer {
     layer: usize,
     dims: kernel::Dims,
     topk: usize,
-    /// Which of the run's tables rotates q and k.
+    /// Index of the run's rotary table for q and k.
     table: usize,
     q: Linear,
     k: Linear,
@@ -44,18 +44,18 @@ struct LayerNorm {
     bias: Id<Weight>,
 }
 
-/// What scores are made of. Kept for backward where the indexer is trained.
+/// Inputs of the scores; saved for backward if the indexer is trained.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Saved<A> {
-    /// [tokens, heads, d]; empty where no query has to choose
+    /// [tokens, heads, d]; empty if every query attends to all keys
     q: Vec<A>,
-    /// [tokens, heads]; empty where no query has to choose
+    /// [tokens, heads]; empty if every query attends to all keys
     w: Vec<f32>,
-    /// Before the norm: [tokens, d]
+    /// k before norm and rotation: [tokens, d]
     k_raw: Vec<A>,
     /// rstd and mean of k_raw
     k_norm: NormSaved,
-    /// [tokens, d]; cheap
+    /// [tokens, d]; recomputed
     pub(crate) k: Vec<A>,
 }
 
@@ -64,7 +64,7 @@ impl<A> Saved<A> {
         bytes_of(&[&self.q, &self.k_raw, &self.k]) + bytes_of(&[&self.w]) + self.k_norm.bytes()
     }
 
-    /// What backward needs of it.
+    /// Drops the tensors that backward recomputes.
     pub(crate) fn kept(mut self, keep: Keep) -> Saved<A> {
         self.k = keep.unless_recomputed(self.k);
         self
@@ -97,7 +97,8 @@ impl Indexer {
         }
     }
 
-    /// Keys, and with `scored` also queries and their weights, from x [tokens, H] and q_resid [tokens, q_rank].
+    /// Computes the keys, and if `scored` the queries and head weights, from x [tokens, H] and q_resid
+    /// [tokens, q_rank].
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -120,7 +121,7 @@ impl Indexer {
         Ok(saved)
     }
 
-    /// k and what the norm keeps.
+    /// Computes k from k_raw; returns it with the statistics of the norm.
     fn finish_keys<A: Element>(&self, run: &Run<'_>, raw: &[A]) -> Result<(Vec<A>, NormSaved)> {
         let (mut k, mut saved) = (zeros(raw.len()), NormSaved::default());
         match (run.weight(self.k_norm.weight), run.weight(self.k_norm.bias)) {
@@ -130,14 +131,14 @@ impl Indexer {
             (Weight::Bf16(weight), Weight::Bf16(bias)) => {
                 layer_norm_forward(&mut k, Some(&mut saved), raw, weight, bias, EPS)?;
             }
-            _ => unreachable!("weights are cast all at once"),
+            _ => unreachable!("all weights have one storage type"),
         }
         lower(&mut k, run.precision.site(Site::Norms));
         rotary_forward(&mut k, &run.tables[self.table], self.heads(1))?;
         Ok((k, saved))
     }
 
-    /// The keys of every query: [tokens, topk].
+    /// Selects the keys of every query: [tokens, topk].
     pub(crate) fn select<A: Element>(&self, run: &Run<'_>, saved: &Saved<A>) -> Result<Vec<u32>> {
         let mut selected = vec![0; run.tokens() * self.topk];
         let options = self.options(run, 0.0);
@@ -152,7 +153,8 @@ impl Indexer {
         Ok(selected)
     }
 
-    /// The keys of a sequence's new tokens, the rows `new` of the run, among all that are cached: [new, topk].
+    /// Selects the keys of a sequence's new tokens, the rows `new` of the run, among all cached keys: [new,
+    /// topk].
     pub(crate) fn select_cached<A: Element>(
         &self,
         run: &Run<'_>,
@@ -176,7 +178,8 @@ impl Indexer {
         Ok(selected)
     }
 
-    /// The loss of this layer's indexer against the attention it serves, and its parameters' gradients.
+    /// Returns the loss of the indexer against the attention distribution `target`; adds the gradients of its
+    /// parameters.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -232,7 +235,7 @@ impl Indexer {
         Ok(dk_raw)
     }
 
-    /// The scores of every sequence [tokens, tokens], 0 for keys of the future, for a probe that wants them.
+    /// Computes the scores of every sequence [tokens, tokens], 0 for future keys, if the probe wants them.
     pub(crate) fn see_scores<A: Element>(&self, run: &Run<'_>, saved: &Saved<A>) -> Result {
         if !run.wanted(self.layer, "self_attn.indexer.scores") {
             return Ok(());
@@ -277,21 +280,21 @@ impl Indexer {
         (self.dims.heads as f32).powf(-0.5)
     }
 
-    /// Bytes that are kept where the indexer is trained.
+    /// Returns the bytes that forward saves if the indexer is trained.
     pub(crate) fn saved_bytes<A>(&self, tokens: usize, keep: Keep) -> usize {
         let kernel::Dims { heads, dim } = self.dims;
         let keys = if keep == Keep::Everything { 2 } else { 1 };
         tokens * ((heads + keys) * dim * size_of::<A>() + (heads + 2) * 4)
     }
 
-    /// Bytes that training it has alive at once beside what was kept: gradients of q, k and w, and the kernel's buffer.
+    /// Returns the temporary bytes of backward: gradients of q, k and w, and the kernel's buffer.
     pub(crate) fn transient<A>(&self, tokens: usize) -> usize {
         let kernel::Dims { heads, dim } = self.dims;
         let gradients = tokens * ((heads + 2) * dim * size_of::<A>() + 4 * heads);
         gradients + 4 * kernel::indexer_loss_workspace(self.dims, tokens)
     }
 
-    /// f32 that one slot of scratch needs; no sequence is longer than `tokens`.
+    /// Returns the f32 elements that one slot of scratch needs, for sequences of at most `tokens` tokens.
     pub(crate) fn scratch<A: Element>(
         &self,
         tokens: usize,

@@ -1,4 +1,4 @@
-//! Latent attention: queries, keys and values through narrow projections, on the keys that an indexer selects.
+//! Latent attention (MLA): low-rank queries, keys and values, over the keys that an indexer selects.
 //!
 //! ```text
 //! q_resid = norm(W_qa x)                       q = W_qb q_resid, each head nope | rope
@@ -6,13 +6,14 @@
 //! rope parts rotated, interleaved              k = k_nope | k_rope, one k_rope for all heads
 //! y = W_o attention(q, k, v)                   over the keys that the indexer selects
 //! ```
-//! The gradient of k_rope is the sum over the heads. If no sequence is longer than the indexer's topk, the selection is
-//! the causal mask and nothing is scored. The dense stage of the indexer's training runs without selection.
+//! The gradient of k_rope is summed over the heads. If no sequence is longer than the indexer's topk, every
+//! query attends to all earlier keys and no scores are computed. The dense stage of the indexer's training
+//! has no selection.
 //!
-//! Decoding caches k and v as the attention reads them, not c: the kernel reads keys in place, and from c every step
-//! would multiply all cached tokens by W_kvb again. The price is memory: heads (nope + rope + v) elements per token
-//! where c and k_rope have kv_rank + rope. In the released shape that is 40960 against 576, 80 KiB a token and layer in
-//! bf16.
+//! Decoding caches k and v, not c: the kernel reads keys in place, and with c every step would multiply all
+//! cached tokens by W_kvb again. This costs memory: heads (nope + rope + v) elements per token instead of the
+//! kv_rank + rope of c and k_rope. In the released shape that is 40960 instead of 576, or 80 KiB per token
+//! and layer in bf16.
 
 use ballast_kernels::Element;
 use ballast_kernels::attention::{self as kernel, Cache as KernelCache, Selected};
@@ -31,14 +32,14 @@ use crate::precision::Precision;
 use crate::run::{Run, zeros};
 use crate::site::Site;
 
-/// Of the two norms inside, whatever the other norms have.
+/// Epsilon of the norms of q_resid and c; the configuration's is for the other norms.
 const EPS: f32 = 1e-6;
 
 #[derive(Clone, Debug)]
 pub(crate) struct LatentAttention {
     layer: usize,
     shape: Shape,
-    /// Which of the run's tables rotates q and k.
+    /// Index of the run's rotary table for q and k.
     table: usize,
     q_a: Linear,
     q_norm: Norm,
@@ -50,18 +51,18 @@ pub(crate) struct LatentAttention {
     indexer: Indexer,
 }
 
-/// What forward keeps, beside x.
+/// Activations that forward saves, in addition to x.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Saved<A> {
     /// W_qa x: [tokens, q_rank]
     q_low: Vec<A>,
     q_norm: NormSaved,
-    /// [tokens, q_rank]; cheap
+    /// [tokens, q_rank]; recomputed
     q_resid: Vec<A>,
     /// c: [tokens, kv_rank]
     kv_low: Vec<A>,
     kv_norm: NormSaved,
-    /// [tokens, kv_rank]; cheap
+    /// [tokens, kv_rank]; recomputed
     kv_normed: Vec<A>,
     /// [tokens, heads, nope + rope], rotated
     q: Vec<A>,
@@ -69,13 +70,13 @@ pub(crate) struct Saved<A> {
     k: Vec<A>,
     /// [tokens, heads, vd]
     v: Vec<A>,
-    /// [tokens, topk]; empty where all keys are seen
+    /// Selected keys: [tokens, topk]; empty if every query attends to all keys
     selected: Vec<u32>,
     /// [tokens, heads, vd]
     o: Vec<A>,
-    /// lse
+    /// Log-sum-exp of the logits
     attention: kernel::Saved,
-    /// Empty unless the indexer is trained
+    /// Tensors of the indexer; empty unless it is trained
     indexer: indexer::Saved<A>,
 }
 
@@ -92,7 +93,7 @@ impl<A> Saved<A> {
     }
 }
 
-/// One sequence while decoding.
+/// Cache of one sequence in decoding.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Cache<A> {
     /// [cached, heads, nope + rope]
@@ -109,12 +110,12 @@ impl<A> Cache<A> {
     }
 }
 
-/// Which of the run's tables rotate.
+/// Indices of the run's rotary tables.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tables {
-    /// q and k of the attention
+    /// Table for q and k of the attention
     pub(crate) attention: usize,
-    /// q and k of the indexer
+    /// Table for q and k of the indexer
     pub(crate) indexer: usize,
 }
 
@@ -195,7 +196,7 @@ impl LatentAttention {
         Ok((y, saved))
     }
 
-    /// dx += the input's gradient. With the run's indexer loss, also that loss and the indexer's gradients.
+    /// Adds the gradient of the input to dx. If the indexer is trained, adds its loss and gradients too.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -249,7 +250,8 @@ impl LatentAttention {
         self.kv_a.backward(run, grads, dx, &d_low, x)
     }
 
-    /// The keys of every query, none where all are seen; and the indexer's tensors, if they are to be kept.
+    /// Returns the selected keys of every query, empty if every query attends to all keys, and the indexer's
+    /// tensors for backward.
     fn select<A: Element>(
         &self,
         run: &Run<'_>,
@@ -258,23 +260,23 @@ impl LatentAttention {
         keep: Keep,
     ) -> Result<(Vec<u32>, indexer::Saved<A>)> {
         let dense = run.indexer.as_ref().is_some_and(|training| training.loss.stage == IndexerStage::Dense);
-        let chooses = !dense && self.chooses(run.cu_seqlens());
-        if !chooses && run.indexer.is_none() && run.probe.is_none() {
+        let selects = !dense && self.selects(run.cu_seqlens());
+        if !selects && run.indexer.is_none() && run.probe.is_none() {
             return Ok((Vec::new(), indexer::Saved::default()));
         }
         let indexer = self.indexer.forward(run, x, q_resid, true)?;
         self.indexer.see_scores(run, &indexer)?;
-        let selected = if chooses { self.indexer.select(run, &indexer)? } else { Vec::new() };
+        let selected = if selects { self.indexer.select(run, &indexer)? } else { Vec::new() };
         let kept = run.indexer.is_some() && keep.any();
         Ok((selected, if kept { indexer.kept(keep) } else { indexer::Saved::default() }))
     }
 
-    /// Whether a sequence has more keys than a query keeps.
-    fn chooses(&self, cu_seqlens: &[usize]) -> bool {
+    /// Returns true if a sequence has more keys than the indexer's topk.
+    fn selects(&self, cu_seqlens: &[usize]) -> bool {
         cu_seqlens.windows(2).any(|ends| ends[1] - ends[0] > self.shape.index_topk)
     }
 
-    /// Adds the indexer's loss to the run's, if that has one.
+    /// Adds the indexer's loss and gradients, if the run trains it.
     fn train_indexer<A: Element>(
         &self,
         run: &Run<'_>,
@@ -293,7 +295,7 @@ impl LatentAttention {
         Ok(())
     }
 
-    /// Appends the new tokens to the caches, and attends.
+    /// Appends the new tokens to the caches and runs the attention on them.
     fn decode<A: Element>(
         &self,
         run: &Run<'_>,
@@ -308,9 +310,9 @@ impl LatentAttention {
         let (dims, options) = (self.dims(), self.options(run.precision));
         let (k_width, v_width) = (dims.heads * dims.head_dim, dims.heads * dims.value_dim);
         let topk = self.shape.index_topk;
-        let chooses =
+        let selects =
             |(cache, ends): (&Cache<A>, &[usize])| cache.k.len() / k_width + ends[1] - ends[0] > topk;
-        let scored = caches.iter().zip(run.cu_seqlens().windows(2)).any(chooses);
+        let scored = caches.iter().zip(run.cu_seqlens().windows(2)).any(selects);
         let new = self.indexer.forward(run, x, q_resid, scored)?;
         let index = self.shape.index_dim;
         for (cache, ends) in caches.iter_mut().zip(run.cu_seqlens().windows(2)) {
@@ -376,7 +378,7 @@ impl LatentAttention {
         Heads { heads: 1, width: self.shape.rope_dim, offset: 0 }
     }
 
-    /// c and k_rope apart.
+    /// Splits c and k_rope.
     fn split_low<A: Element>(&self, both: Vec<A>) -> (Vec<A>, Vec<A>) {
         let Shape { kv_rank, rope_dim, .. } = self.shape;
         let rows = both.chunks_exact(kv_rank + rope_dim);
@@ -384,7 +386,7 @@ impl LatentAttention {
         (low.concat(), rope.concat())
     }
 
-    /// Their gradients beside each other: [tokens, kv_rank + rope].
+    /// Joins the gradients of c and k_rope: [tokens, kv_rank + rope].
     fn join_low<A: Element>(&self, dkv_low: &[A], dk_rope: &[f32]) -> Result<Vec<A>> {
         let Shape { kv_rank, rope_dim, .. } = self.shape;
         let mut both = zeros(dkv_low.len() + dk_rope.len());
@@ -396,7 +398,8 @@ impl LatentAttention {
         Ok(both)
     }
 
-    /// k [tokens, heads, nope + rope] and v [tokens, heads, vd] from kv [tokens, heads, nope + vd] and the shared k_rope.
+    /// Builds k [tokens, heads, nope + rope] and v [tokens, heads, vd] from kv [tokens, heads, nope + vd] and
+    /// the shared k_rope.
     fn expand<A: Element>(&self, kv: Vec<A>, k_rope: &[A]) -> (Vec<A>, Vec<A>) {
         let Shape { heads, nope_dim, rope_dim, value_dim, .. } = self.shape;
         let tokens = k_rope.len() / rope_dim;
@@ -412,7 +415,7 @@ impl LatentAttention {
         (k, v)
     }
 
-    /// The gradients of kv and of k_rope, the latter summed over the heads.
+    /// Returns the gradients of kv and of k_rope, the latter summed over the heads.
     fn gather<A: Element>(&self, dk: &[A], dv: &[A]) -> (Vec<A>, Vec<f32>) {
         let Shape { heads, nope_dim, rope_dim, value_dim, .. } = self.shape;
         let (qk, width) = (nope_dim + rope_dim, nope_dim + value_dim);
@@ -431,7 +434,8 @@ impl LatentAttention {
         (dkv, dk_rope)
     }
 
-    /// The logits of every sequence [heads, tokens, tokens], for a probe that wants them: they exist nowhere else.
+    /// Computes the logits of every sequence [heads, tokens, tokens] if the probe wants them; the kernel does
+    /// not store them.
     fn see_logits<A: Element>(&self, run: &Run<'_>, input: &kernel::Input<'_, A>) -> Result {
         if run.wanted(self.layer, "self_attn.logits") {
             let logits = kernel::attention_logits(input, self.dims(), &self.options(run.precision))?;
@@ -440,7 +444,8 @@ impl LatentAttention {
         Ok(())
     }
 
-    /// Bytes that forward keeps for these sequences; `stage` is that of the indexer's training, if there is one.
+    /// Returns the bytes that forward saves for these sequences; `stage` is the stage of the indexer's
+    /// training, if any.
     pub(crate) fn saved_bytes<A>(
         &self,
         cu_seqlens: &[usize],
@@ -455,16 +460,16 @@ impl LatentAttention {
         let low = shape.q_rank + shape.kv_rank;
         let lows = if keep == Keep::Everything { 2 * low } else { low };
         let elements = lows + 2 * dims.heads * (dims.head_dim + dims.value_dim);
-        let chooses = stage != Some(IndexerStage::Dense) && self.chooses(cu_seqlens);
-        let selected = if chooses { shape.index_topk } else { 0 };
+        let selects = stage != Some(IndexerStage::Dense) && self.selects(cu_seqlens);
+        let selected = if selects { shape.index_topk } else { 0 };
         let indexer = stage.map_or(0, |_| self.indexer.saved_bytes::<A>(tokens, keep));
         tokens * (elements * size_of::<A>() + 4 * (2 + selected))
             + kernel::saved_bytes(dims, &self.options(precision), tokens)
             + indexer
     }
 
-    /// Bytes that backward has alive at once beside what was kept: gradients of o, q, k and v, the kernel's buffer, or
-    /// the indexer's; and what was not kept.
+    /// Returns the temporary bytes of backward: gradients of o, q, k and v, the larger of the attention's and
+    /// the indexer's buffers, and recomputed activations.
     pub(crate) fn transient<A: Element>(
         &self,
         tokens: usize,
@@ -472,8 +477,8 @@ impl LatentAttention {
         stage: Option<IndexerStage>,
     ) -> usize {
         let (dims, shape) = (self.dims(), &self.shape);
-        let made_anew = if keep == Keep::Everything { 0 } else { shape.q_rank + shape.kv_rank };
-        let elements = made_anew + 2 * dims.heads * (dims.head_dim + dims.value_dim);
+        let recomputed = if keep == Keep::Everything { 0 } else { shape.q_rank + shape.kv_rank };
+        let elements = recomputed + 2 * dims.heads * (dims.head_dim + dims.value_dim);
         let buffer = 4 * kernel::attention_backward_workspace::<A>(dims, tokens);
         let indexer = stage.map_or(0, |_| self.indexer.transient::<A>(tokens));
         tokens * elements * size_of::<A>() + buffer.max(indexer)

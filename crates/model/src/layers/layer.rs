@@ -1,9 +1,9 @@
-//! One layer: a mixer and a feed-forward part around the residual stream.
+//! One layer: a mixer (attention) and a feed-forward part, each added to the residual stream.
 //!
 //! ```text
 //! x = x + mixer(norm(x))          Gemma: x + after(mixer(norm(x)))
 //! x = x + feed_forward(x)
-//! Gemma 4:  x = x + after(W_p (gelu(W_g x) * own input)),  then  x = s x
+//! Gemma 4:  x = x + after(W_p (gelu(W_g x) * per-layer input)),  then  x = s x
 //! ```
 
 use ballast_kernels::Element;
@@ -43,19 +43,19 @@ enum Mixer {
     Latent(Box<LatentAttention>),
 }
 
-/// What forward keeps of a layer.
+/// Activations of a layer that forward saves.
 #[derive(Clone, Debug)]
 pub(crate) struct Saved<A> {
-    /// The stream before the layer: [tokens, H]
+    /// Stream before the layer: [tokens, H]
     x: Stream,
     norm: NormSaved,
-    /// [tokens, H]; cheap
+    /// [tokens, H]; recomputed
     normed: Vec<A>,
     mixer: MixerSaved<A>,
-    /// What the norm after the mixer reads: [tokens, H]; empty without one
+    /// Input of the norm after the mixer: [tokens, H]; empty without one
     mixed: Vec<A>,
     after: NormSaved,
-    /// The stream between mixer and feed-forward part: [tokens, H]
+    /// Stream between mixer and feed-forward part: [tokens, H]
     middle: Stream,
     feed_forward: feed_forward::Saved<A>,
     per_layer_input: per_layer_input::Saved<A>,
@@ -68,15 +68,15 @@ enum MixerSaved<A> {
     Latent(latent_attention::Saved<A>),
 }
 
-/// What decoding carries in one layer.
+/// Decoding state of one layer.
 #[derive(Clone, Debug)]
 pub(crate) enum State<A> {
     Linear(linear_attention::State<A>),
-    /// By sequence
+    /// KV caches, by sequence
     Softmax(Vec<Cache<A>>),
-    /// By sequence
+    /// KV caches, by sequence
     Latent(Vec<latent_attention::Cache<A>>),
-    /// The keys and values are another layer's.
+    /// Index of the layer whose keys and values are used.
     Shared(usize),
 }
 
@@ -109,13 +109,13 @@ impl<A> Saved<A> {
     }
 }
 
-/// What goes from layer to layer beside the residual stream, and its gradients.
+/// Tensors that layers exchange in addition to the residual stream, and their gradients.
 #[derive(Clone, Debug)]
 pub(crate) struct Links<A> {
-    /// By layer: its own input [tokens, P], where layers have one
+    /// Per-layer inputs [tokens, P], by layer; empty if the model has none
     pub(crate) per_layer_inputs: Vec<Vec<A>>,
     pub(crate) d_per_layer_inputs: Vec<Vec<A>>,
-    /// By layer: whether another one uses its keys and values
+    /// True for layers whose keys and values another layer uses
     shared: Vec<bool>,
     pub(crate) kv: Vec<Option<KeyValues<A>>>,
     gradients: Vec<Option<(Vec<f32>, Vec<f32>)>>,
@@ -145,14 +145,14 @@ impl<A: Element> Links<A> {
         self.shared[layer]
     }
 
-    /// The keys and values of the layer that another one uses.
+    /// Returns the keys and values of the layer `from`.
     pub(crate) fn source(&self, from: Option<usize>) -> &KeyValues<A> {
         let kv = from.and_then(|layer| self.kv[layer].as_ref());
-        kv.expect("a layer without keys shares those of an earlier one")
+        kv.expect("a layer without its own keys uses those of an earlier layer")
     }
 
     pub(crate) fn add_gradients(&mut self, to: Option<usize>, dk: &[A], dv: &[A]) -> Result {
-        let to = to.expect("a layer without keys shares those of an earlier one");
+        let to = to.expect("a layer without its own keys uses those of an earlier layer");
         let zero = || (vec![0.0; dk.len()], vec![0.0; dv.len()]);
         let (k, v) = self.gradients[to].get_or_insert_with(zero);
         accumulate(k, dk)?;
@@ -165,7 +165,7 @@ impl<A: Element> Links<A> {
 }
 
 impl Layer {
-    /// `table` finds the run's table for a rotation.
+    /// Builds layer `index`; `table` returns the index of the run's table for a rotation.
     pub(crate) fn new(
         specs: &mut Specs,
         index: usize,
@@ -212,7 +212,7 @@ impl Layer {
         }
     }
 
-    /// The residual stream after this layer; `states` are those of all layers up to this one, if decoding.
+    /// Returns the residual stream after this layer. In decoding, `states` are the states of all layers.
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -309,7 +309,7 @@ impl Layer {
         }
     }
 
-    /// Turns the gradient of the residual stream after this layer into that before it.
+    /// Replaces the gradient of the residual stream after this layer by the gradient before it.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -352,7 +352,7 @@ impl Layer {
             (Mixer::Latent(mixer), MixerSaved::Latent(saved)) => {
                 mixer.backward(run, grads, &mut d_normed, &d_mixed, &normed, saved)?;
             }
-            _ => unreachable!("what was saved belongs to this layer"),
+            _ => unreachable!("saved activations are those of this layer's mixer"),
         }
         drop(d_mixed);
         let mut dn = normed;
@@ -361,7 +361,8 @@ impl Layer {
         self.norm.backward_stream(run, grads, &dn, &x, &norm)?.add_to(d_stream, rounding)
     }
 
-    /// Bytes that forward keeps for these sequences; `stage` is that of the indexer's training, if there is one.
+    /// Returns the bytes that forward saves for these sequences; `stage` is the stage of the indexer's
+    /// training, if any.
     pub(crate) fn saved_bytes<A: Element>(
         &self,
         config: &Config,
@@ -396,8 +397,9 @@ impl Layer {
             + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep)
     }
 
-    /// Bytes that backward has alive at once beside what was kept: the stream's gradient in f32, the gradient of the output
-    /// of the part at work, and what that part has. What the feed-forward part kept is gone when the mixer's turn comes.
+    /// Returns the temporary bytes of backward: the stream's gradient in f32, the gradient of the current
+    /// part's output, and the part's temporary bytes. The saved activations of the feed-forward part are
+    /// freed before the mixer's backward.
     pub(crate) fn transient<A: Element>(
         &self,
         config: &Config,
@@ -421,7 +423,7 @@ impl Layer {
         wide + per_layer_input.max(feed_forward).max((tensor + wide + normed + mixer).saturating_sub(gone))
     }
 
-    /// f32 that one slot of scratch needs.
+    /// Returns the f32 elements that one slot of scratch needs.
     pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {
         let mixer = match &self.mixer {
             Mixer::Linear(mixer) => mixer.scratch(tokens),

@@ -3,10 +3,10 @@
 //! ```text
 //! q, k, v = silu(conv(W_qkv x))        z = W_z x        a, b = W_a x, W_b x      in f32
 //! g = -exp(A_log) softplus(a + dt_bias)                 beta = sigmoid(b)
-//! o = gated delta rule with the l2norm of q and k inside
+//! o = gated_delta_rule(l2norm(q), l2norm(k), v, g, beta)
 //! y = W_out (w o / rms(o) * silu(z))
 //! ```
-//! q, k and v are three layers on the rows of one stored matrix, so that each comes out in one piece.
+//! q, k and v are three linear layers on row ranges of one stored matrix, so that each output is contiguous.
 
 use ballast_kernels::conv::{self, Grads as ConvGrads, conv_backward, conv_forward, conv_step};
 use ballast_kernels::elementwise::accumulate;
@@ -25,7 +25,7 @@ use crate::run::{Run, lower, zeros};
 use crate::site::Site;
 use crate::with_weight;
 
-/// The three parts of the convolution's channels.
+/// Number of parts of the convolution's channels: q, k and v.
 const PARTS: usize = 3;
 
 #[derive(Clone, Debug)]
@@ -33,7 +33,7 @@ pub(crate) struct LinearAttention {
     layer: usize,
     shape: Shape,
     eps: f32,
-    /// q, k, v
+    /// Projections of q, k and v
     qkv: [Linear; PARTS],
     z: Linear,
     b: Linear,
@@ -45,12 +45,12 @@ pub(crate) struct LinearAttention {
     out: Linear,
 }
 
-/// What forward keeps, beside x.
+/// Activations that forward saves, in addition to x.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Saved<A> {
     /// q, k, v before the convolution: [tokens, channels]
     unmixed: [Vec<A>; PARTS],
-    /// q, k, v after it; cheap
+    /// q, k, v after the convolution; recomputed
     mixed: [Vec<A>; PARTS],
     /// [tokens, Hv dv]
     z: Vec<A>,
@@ -58,17 +58,17 @@ pub(crate) struct Saved<A> {
     a: Vec<f32>,
     /// [tokens, Hv]
     b: Vec<f32>,
-    /// [tokens, Hv]; cheap
+    /// [tokens, Hv]; recomputed
     g: Vec<f32>,
-    /// [tokens, Hv]; cheap
+    /// [tokens, Hv]; recomputed
     beta: Vec<f32>,
-    /// What the rule keeps: rstd of q and k, states
+    /// Saved by the delta rule: rstd of q and k, states
     rule: gdn::Saved<A>,
     /// [tokens, Hv dv]
     o: Vec<A>,
     /// rstd of the heads of o
     norm: NormSaved,
-    /// [tokens, Hv dv]; cheap
+    /// [tokens, Hv dv]; recomputed
     normed: Vec<A>,
 }
 
@@ -83,12 +83,12 @@ impl<A> Saved<A> {
     }
 }
 
-/// What decoding carries from token to token, for all sequences.
+/// Decoding state of all sequences.
 #[derive(Clone, Debug)]
 pub(crate) struct State<A> {
     /// Last columns of q, k, v before the convolution: [sequences, W-1, channels]
     conv: [Vec<A>; PARTS],
-    /// [sequences, Hv, dk, dv]
+    /// Recurrent state: [sequences, Hv, dk, dv]
     state: Vec<f32>,
 }
 
@@ -98,8 +98,8 @@ impl<A> State<A> {
     }
 }
 
-/// q and k normalised and rounded before the rule, where the site `l2norm` is lowered.
-struct Normalised<A> {
+/// q and k normalized and rounded before the delta rule, if the site `l2norm` is lowered.
+struct Normalized<A> {
     q: Vec<A>,
     k: Vec<A>,
     q_saved: NormSaved,
@@ -193,7 +193,7 @@ impl LinearAttention {
         Ok((y, saved))
     }
 
-    /// dx += the input's gradient.
+    /// Adds the gradient of the input to dx.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -246,14 +246,14 @@ impl LinearAttention {
         conv::Dims { channels: self.qkv[part].outputs(), width: self.shape.conv_width }
     }
 
-    /// Where the taps of a part lie in the convolution's weight.
+    /// Returns the range of a part's taps in the convolution's weight.
     fn taps(&self, part: usize) -> std::ops::Range<usize> {
         let before: usize = self.qkv[..part].iter().map(Linear::outputs).sum();
         let width = self.shape.conv_width;
         before * width..(before + self.qkv[part].outputs()) * width
     }
 
-    /// Whether every sequence has exactly one new token and a state to go on from.
+    /// Returns true in decoding if every sequence has exactly one new token.
     fn is_step<A>(&self, run: &Run<'_>, state: &Option<&mut State<A>>) -> bool {
         state.is_some() && run.cu_seqlens().windows(2).all(|ends| ends[1] - ends[0] == 1)
     }
@@ -362,8 +362,8 @@ impl LinearAttention {
         gdn::Options { l2norm, state: run.precision.site(Site::State), ..gdn::Options::default() }
     }
 
-    /// q and k as the rule takes them, where they are normalised before it.
-    fn normalise<A: Element>(&self, run: &Run<'_>, mixed: &[Vec<A>; PARTS]) -> Result<Option<Normalised<A>>> {
+    /// Normalizes and rounds q and k before the delta rule; `None` if the kernel normalizes them.
+    fn normalize<A: Element>(&self, run: &Run<'_>, mixed: &[Vec<A>; PARTS]) -> Result<Option<Normalized<A>>> {
         if run.precision.site(Site::L2Norm) == Rounding::F32 {
             return Ok(None);
         }
@@ -374,7 +374,7 @@ impl LinearAttention {
             Ok((y, saved))
         };
         let ((q, q_saved), (k, k_saved)) = (one(&mixed[0])?, one(&mixed[1])?);
-        Ok(Some(Normalised { q, k, q_saved, k_saved }))
+        Ok(Some(Normalized { q, k, q_saved, k_saved }))
     }
 
     fn rule<A: Element>(
@@ -387,8 +387,8 @@ impl LinearAttention {
         state: Option<&mut State<A>>,
         saved: Option<&mut gdn::Saved<A>>,
     ) -> Result {
-        let normalised = self.normalise(run, mixed)?;
-        let (q, k) = normalised.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
+        let normalized = self.normalize(run, mixed)?;
+        let (q, k) = normalized.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
         let (dims, options, v) = (self.dims(), self.options(run), &mixed[2]);
         let gates = gdn::Gates::Given { g, beta };
         let step = self.is_step(run, &state);
@@ -409,7 +409,7 @@ impl LinearAttention {
         Ok(())
     }
 
-    /// One token of every sequence.
+    /// Runs the delta rule on one token of every sequence.
     fn steps<A: Element>(
         &self,
         run: &Run<'_>,
@@ -455,16 +455,16 @@ impl LinearAttention {
         beta: &[f32],
         saved: &gdn::Saved<A>,
     ) -> Result {
-        let normalised = self.normalise(run, mixed)?;
-        let (q, k) = normalised.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
+        let normalized = self.normalize(run, mixed)?;
+        let (q, k) = normalized.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
         let (dims, options) = (self.dims(), self.options(run));
         let gates = gdn::Gates::Given { g, beta };
         let input = gdn::Input { q, k, v: &mixed[2], gates, h0: None, cu_seqlens: run.cu_seqlens() };
         let [dq, dk, dv] = d_mixed;
         let grads = gdn::Grads { dq, dk, dv, gates: gdn::GateGrads::Given { dg, dbeta }, dh0: None };
         gdn::gated_delta_rule_backward(grads, d_o, None, &input, saved, dims, &options, run.scratch)?;
-        if let Some(normalised) = &normalised {
-            for (part, saved) in [&normalised.q_saved, &normalised.k_saved].into_iter().enumerate() {
+        if let Some(normalized) = &normalized {
+            for (part, saved) in [&normalized.q_saved, &normalized.k_saved].into_iter().enumerate() {
                 let dy = d_mixed[part].clone();
                 l2norm_backward(&mut d_mixed[part], &dy, &mixed[part], saved, self.shape.key_dim)?;
             }
@@ -472,7 +472,7 @@ impl LinearAttention {
         Ok(())
     }
 
-    /// Bytes that forward keeps for these sequences.
+    /// Returns the bytes that forward saves for these sequences.
     pub(crate) fn saved_bytes<A: Element>(
         &self,
         cu_seqlens: &[usize],
@@ -487,21 +487,21 @@ impl LinearAttention {
         let (vd, hv) = (self.z.outputs(), self.shape.value_heads);
         let l2norm = if l2norm == Rounding::F32 { L2Norm::Inside } else { L2Norm::Off };
         let options = gdn::Options { l2norm, ..gdn::Options::default() };
-        let dear = (channels + 2 * vd) * size_of::<A>() + 3 * hv * 4;
+        let expensive = (channels + 2 * vd) * size_of::<A>() + 3 * hv * 4;
         let cheap = (channels + vd) * size_of::<A>() + 2 * hv * 4;
-        let per_token = dear + if keep == Keep::Everything { cheap } else { 0 };
+        let per_token = expensive + if keep == Keep::Everything { cheap } else { 0 };
         tokens * per_token + gdn::saved_bytes::<A>(self.dims(), &options, cu_seqlens)
     }
 
-    /// Bytes that backward has alive at once beside what was kept: the gradients of q, k and v on both sides of the
-    /// convolution (one part at a time on the far side), or of o and z; and what was not kept.
+    /// Returns the temporary bytes of backward: the gradients of q, k and v after the convolution and of one
+    /// of them before it, or the gradients of o and z; and recomputed activations.
     pub(crate) fn transient<A>(&self, tokens: usize, keep: Keep) -> usize {
         let channels: usize = self.qkv.iter().map(Linear::outputs).sum();
         let largest = self.qkv.iter().map(Linear::outputs).max().unwrap_or(0);
         let (vd, hv) = (self.z.outputs(), self.shape.value_heads);
-        let made_anew = if keep == Keep::Everything { 0 } else { channels + vd };
+        let recomputed = if keep == Keep::Everything { 0 } else { channels + vd };
         let gates = 4 * tokens * 4 * hv;
-        gates + tokens * (made_anew + (channels + largest).max(2 * vd)) * size_of::<A>()
+        gates + tokens * (recomputed + (channels + largest).max(2 * vd)) * size_of::<A>()
     }
 
     pub(crate) fn scratch(&self, tokens: usize) -> usize {

@@ -1,4 +1,4 @@
-//! The dense feed-forward part: down(act(gate x) * up x).
+//! MLP, the dense feed-forward part: down(act(gate x) * up x).
 
 use ballast_kernels::Element;
 use ballast_kernels::glu::{Activation, glu_backward, glu_forward};
@@ -16,14 +16,14 @@ pub(crate) struct Mlp {
     activation: Activation,
 }
 
-/// What forward keeps, beside x.
+/// Activations that forward saves, in addition to x.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Saved<A> {
     /// [tokens, I]
     gate: Vec<A>,
     /// [tokens, I]
     up: Vec<A>,
-    /// act(gate) up: [tokens, I]; cheap
+    /// act(gate) * up: [tokens, I]; recomputed
     inner: Vec<A>,
 }
 
@@ -62,7 +62,7 @@ impl Mlp {
         Ok((y, Saved { gate: keep.always(gate), up: keep.always(up), inner: keep.unless_recomputed(inner) }))
     }
 
-    /// dx += the input's gradient.
+    /// Adds the gradient of the input to dx.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -78,7 +78,7 @@ impl Mlp {
             glu_forward(&mut inner, &gate, &up, self.activation)?;
         }
         let d_inner = self.down.backward_alone(run, grads, dy, &inner)?;
-        // The place of what is no longer needed serves for what follows.
+        // The buffer of inner is reused for dgate.
         let (mut dgate, mut dup) = (inner, zeros(d_inner.len()));
         glu_backward(&mut dgate, &mut dup, &d_inner, &gate, &up, self.activation)?;
         drop((d_inner, gate, up));
@@ -86,7 +86,7 @@ impl Mlp {
         self.up.backward(run, grads, dx, &dup, x)
     }
 
-    /// Bytes that forward keeps.
+    /// Returns the bytes that forward saves.
     pub(crate) fn saved_bytes<A>(&self, tokens: usize, keep: Keep) -> usize {
         let tensors = match keep {
             Keep::Nothing => 0,
@@ -96,8 +96,7 @@ impl Mlp {
         tensors * tokens * self.gate.outputs() * size_of::<A>()
     }
 
-    /// Bytes that backward has alive at once beside what was kept: the gradients of inner and up, and inner if it was
-    /// not kept.
+    /// Returns the temporary bytes of backward: the gradients of inner and up, and inner if it is recomputed.
     pub(crate) fn transient<A>(&self, tokens: usize, keep: Keep) -> usize {
         let tensors = if keep == Keep::Everything { 2 } else { 3 };
         tensors * tokens * self.gate.outputs() * size_of::<A>()

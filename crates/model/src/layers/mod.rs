@@ -1,9 +1,10 @@
-//! The layers: forward, what it keeps, backward, side by side.
+//! Layers: the forward, the saved activations and the backward of each part are in one file.
 //!
-//! Every part has the same shape: `forward` gives its output and a `Saved` whose fields are named tensors; `backward`
-//! takes the gradient of the output, adds the parameters' gradients into [`Grads`](crate::params::Grads) and the
-//! input's gradient into an f32 buffer that all readers of the same input share. With [`Keep::Selective`] the fields
-//! that are cheap to make anew are empty, and `backward` makes them: the same bits, since it calls the same functions.
+//! Every part has the same interface. `forward` returns the output and a `Saved` with named tensors.
+//! `backward` takes the gradient of the output, adds the gradients of the parameters to
+//! [`Grads`](crate::params::Grads) and adds the gradient of the input to an f32 buffer, which all readers of
+//! the same input share. With [`Keep::Selective`], the fields marked "recomputed" stay empty and `backward`
+//! recomputes them: the bits are the same, since it calls the same functions.
 
 mod attention;
 mod experts;
@@ -24,33 +25,33 @@ pub(crate) use norm::Norm;
 pub(crate) use per_layer_input::{InputsSaved, PerLayerInputs};
 pub(crate) use residual::{Stream, narrowed, with_stream};
 
-/// What a forward keeps for backward.
+/// Activations that forward saves for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Keep {
     Nothing,
-    /// What is dear to make anew.
+    /// Only activations that are expensive to recompute.
     Selective,
     Everything,
 }
 
 impl Keep {
-    /// Whether anything is kept.
+    /// Returns true if anything is saved.
     pub(crate) fn any(self) -> bool {
         self != Keep::Nothing
     }
 
-    /// The values, if cheap ones are kept; else nothing.
+    /// Returns the values if everything is saved, else an empty vector: for values that backward recomputes.
     pub(crate) fn unless_recomputed<T>(self, values: Vec<T>) -> Vec<T> {
         if self == Keep::Everything { values } else { Vec::new() }
     }
 
-    /// The values, if anything is kept; else nothing.
+    /// Returns the values if anything is saved, else an empty vector.
     pub(crate) fn always<T>(self, values: Vec<T>) -> Vec<T> {
         if self.any() { values } else { Vec::new() }
     }
 }
 
-/// Bytes of several tensors.
+/// Returns the bytes of several tensors.
 pub(crate) fn bytes_of<T>(tensors: &[&Vec<T>]) -> usize {
     tensors.iter().map(|t| t.len() * size_of::<T>()).sum()
 }

@@ -1,4 +1,4 @@
-//! RMSNorm in the forms that models have.
+//! RMSNorm in its three forms: weight 1 + w, weight w, no weight.
 
 use ballast_kernels::Element;
 use ballast_kernels::norm::{Gamma, Saved, rms_norm_backward, rms_norm_backward_scratch, rms_norm_forward};
@@ -10,7 +10,7 @@ use crate::run::{Run, lower, zeros};
 use crate::site::Site;
 use crate::with_weight;
 
-/// x / rms(x), times 1 + w, w or nothing, over rows of `width`.
+/// RMSNorm over rows of `width`: x / rms(x), multiplied by 1 + w, w or nothing.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Norm {
     weight: Option<Id<Weight>>,
@@ -20,7 +20,7 @@ pub(crate) struct Norm {
 }
 
 impl Norm {
-    /// The norm called `name` (`.weight` is added), in the form that the model's norms have.
+    /// Makes a norm with the weight `<name>.weight`, in the form of the model's norms.
     pub(crate) fn new(specs: &mut Specs, name: &str, width: usize, config: &Config) -> Norm {
         Norm::with_eps(specs, name, width, config, config.eps)
     }
@@ -35,7 +35,7 @@ impl Norm {
         Norm { weight: None, one_plus: false, width, eps: config.eps }
     }
 
-    /// y, in any type, and what backward needs beside x.
+    /// Returns y and the statistics that backward needs in addition to x.
     pub(crate) fn forward<Y: Element, X: Element>(&self, run: &Run<'_>, x: &[X]) -> Result<(Vec<Y>, Saved)> {
         let (mut y, mut saved) = (zeros(x.len()), Saved::default());
         let keep = Some(&mut saved);
@@ -50,7 +50,7 @@ impl Norm {
         Ok((y, saved))
     }
 
-    /// dx in the type of x, and the weight's gradient.
+    /// Returns dx in the type of x; adds the gradient of the weight.
     pub(crate) fn backward<X: Element, D: Element>(
         &self,
         run: &Run<'_>,
@@ -73,7 +73,7 @@ impl Norm {
         Ok(dx)
     }
 
-    /// f32 of scratch, for `rows` rows.
+    /// Returns the f32 elements of scratch that `rows` rows need.
     pub(crate) fn scratch(&self, rows: usize) -> usize {
         rms_norm_backward_scratch(rows, self.width)
     }

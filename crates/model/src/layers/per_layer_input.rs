@@ -1,6 +1,7 @@
-//! Inputs of their own for every layer (Gemma 4).
+//! Per-layer inputs (Gemma 4): every layer has an additional input, computed from the token ids and the
+//! embeddings.
 //!
-//! P the width for one layer, L layers, x the embeddings:
+//! P is the width per layer, L the number of layers, x the embeddings:
 //! ```text
 //! token   = E_p[id] sqrt(P)                          [tokens, L, P]
 //! context = norm(W_c x H^-1/2)                       [tokens, L, P], normed over P
@@ -26,7 +27,7 @@ use crate::with_weight;
 
 const HALF_ROOT: f32 = std::f32::consts::FRAC_1_SQRT_2;
 
-/// What makes the inputs of all layers.
+/// Computes the inputs of all layers.
 #[derive(Clone, Debug)]
 pub(crate) struct PerLayerInputs {
     width: usize,
@@ -37,7 +38,7 @@ pub(crate) struct PerLayerInputs {
     norm: Norm,
 }
 
-/// What forward keeps, beside the embeddings.
+/// Activations that forward saves, in addition to the embeddings.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct InputsSaved<A> {
     /// [tokens, L P]
@@ -69,7 +70,7 @@ impl PerLayerInputs {
         }
     }
 
-    /// By layer [tokens, P].
+    /// Returns the inputs [tokens, P], by layer.
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -95,7 +96,7 @@ impl PerLayerInputs {
         Ok((by_layer, InputsSaved { projected: keep.always(projected), norm }))
     }
 
-    /// dx += the embeddings' gradient, from those of the inputs, by layer.
+    /// Adds the gradient of the embeddings to dx; `d_inputs` are the gradients of the inputs, by layer.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -133,7 +134,7 @@ impl PerLayerInputs {
         if run.precision.params == Storage::Bf16 { Rounding::Bf16.round(scale) } else { scale }
     }
 
-    /// Bytes that forward keeps, and of the inputs themselves.
+    /// Returns the bytes that forward saves, including the inputs themselves.
     pub(crate) fn saved_bytes<A>(&self, tokens: usize, keep: Keep) -> usize {
         let tensor = tokens * self.layers * self.width * size_of::<A>();
         let kept = if keep.any() { tensor } else { 0 };
@@ -145,7 +146,7 @@ impl PerLayerInputs {
     }
 }
 
-/// What a layer does with its input.
+/// Adds the input of one layer to the residual stream.
 #[derive(Clone, Debug)]
 pub(crate) struct PerLayerInput {
     gate: Linear,
@@ -153,14 +154,14 @@ pub(crate) struct PerLayerInput {
     after: Norm,
 }
 
-/// What forward keeps, beside the input and the stream before it.
+/// Activations that forward saves, in addition to the input.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Saved<A> {
-    /// [tokens, H]: the stream before, as the gate reads it
+    /// Stream before this part, in the type of activations: [tokens, H]
     x: Vec<A>,
     /// [tokens, P]
     gate: Vec<A>,
-    /// [tokens, P]; cheap
+    /// [tokens, P]; recomputed
     inner: Vec<A>,
     /// [tokens, H]
     projected: Vec<A>,
@@ -183,7 +184,7 @@ impl PerLayerInput {
         }
     }
 
-    /// Adds what the input gives to the stream.
+    /// Adds the gated and projected input to the stream.
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -207,7 +208,8 @@ impl PerLayerInput {
         })
     }
 
-    /// Turns the gradient of the stream after this part into that before it; returns the input's.
+    /// Replaces the gradient of the stream after this part by the gradient before it; returns the gradient of
+    /// the input.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -230,7 +232,7 @@ impl PerLayerInput {
         Ok(d_input)
     }
 
-    /// Bytes that forward keeps.
+    /// Returns the bytes that forward saves.
     pub(crate) fn saved_bytes<A>(&self, tokens: usize, hidden: usize, keep: Keep) -> usize {
         if !keep.any() {
             return 0;
@@ -239,8 +241,8 @@ impl PerLayerInput {
         tokens * ((2 * hidden + narrow) * size_of::<A>() + 4)
     }
 
-    /// Bytes that backward has alive at once beside what was kept and the stream's gradient: gradients of the projection and
-    /// of both factors of the gated unit.
+    /// Returns the temporary bytes of backward, without the stream's gradient: gradients of the projection,
+    /// of the gated unit and of its factors.
     pub(crate) fn transient<A>(&self, tokens: usize, hidden: usize) -> usize {
         tokens * (hidden + 3 * self.gate.outputs()) * size_of::<A>()
     }

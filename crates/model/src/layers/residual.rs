@@ -1,11 +1,11 @@
-//! The residual stream: values and gradients are f32 in flight, rounded at the site `residual`.
+//! Residual stream: values and gradients are computed in f32 and rounded at the site `residual`.
 //!
 //! ```text
-//! x = r(x + y)           y the output of a part; also for the embedding and the layer's scalar
-//! dx = r(dx + dy)        dy the gradient through the norm that reads x
+//! x = r(x + y)           y is the output of a part; r also rounds the embedding and the scaled stream
+//! dx = r(dx + dy)        dy is the gradient through the norm that reads x
 //! ```
-//! What backward needs of the stream is stored in bf16 where r rounds to bf16, which loses nothing, and in f32 otherwise.
-//! Products read the stream in the type of activations.
+//! Copies of the stream for backward are stored in bf16 if r rounds to bf16, which is exact, and in f32
+//! otherwise. Matrix products read the stream in the type of activations.
 
 use ballast_kernels::elementwise::{accumulate_rounded, convert};
 use ballast_kernels::{Element, Rounding};
@@ -17,14 +17,14 @@ use crate::params::Grads;
 use crate::run::{Run, zeros};
 use ballast_kernels::norm::Saved as NormSaved;
 
-/// Values of the stream, or of its gradient, in storage: [tokens, H].
+/// Stored values of the stream or its gradient: [tokens, H].
 #[derive(Clone, Debug)]
 pub(crate) enum Stream {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
 }
 
-/// Runs `$body` with `$x` the slice of a [`Stream`], whatever its type.
+/// Evaluates `$body` with `$x` the values of a [`Stream`] of either type.
 macro_rules! with_stream {
     ($stream:expr, |$x:ident| $body:expr) => {
         match $stream {
@@ -42,7 +42,7 @@ impl Default for Stream {
 }
 
 impl Stream {
-    /// Stores values that are rounded by `rounding`.
+    /// Stores values that are already rounded by `rounding`.
     pub(crate) fn new(x: Vec<f32>, rounding: Rounding) -> Result<Stream> {
         match rounding {
             Rounding::Bf16 => Ok(Stream::Bf16(narrowed(&x)?)),
@@ -50,7 +50,7 @@ impl Stream {
         }
     }
 
-    /// Stores a copy for backward, if anything is kept.
+    /// Stores a copy for backward, if `keep` saves anything.
     pub(crate) fn kept(keep: Keep, x: &[f32], rounding: Rounding) -> Result<Stream> {
         match rounding {
             _ if !keep.any() => Ok(Stream::default()),
@@ -59,7 +59,7 @@ impl Stream {
         }
     }
 
-    /// Bytes of a value in storage.
+    /// Returns the bytes of a stored value.
     pub(crate) fn element_bytes(rounding: Rounding) -> usize {
         if rounding == Rounding::Bf16 { size_of::<bf16>() } else { size_of::<f32>() }
     }
@@ -72,7 +72,7 @@ impl Stream {
         with_stream!(self, |x| size_of_val(&x[..]))
     }
 
-    /// The values in f32.
+    /// Converts the values to f32.
     pub(crate) fn into_f32(self) -> Vec<f32> {
         match self {
             Stream::F32(x) => x,
@@ -84,7 +84,7 @@ impl Stream {
         }
     }
 
-    /// sum = r(sum + these values)
+    /// Adds the values to `sum` and rounds: sum = r(sum + x).
     pub(crate) fn add_to(&self, sum: &mut [f32], rounding: Rounding) -> Result {
         with_stream!(self, |x| Ok(accumulate_rounded(sum, x, rounding)?))
     }
@@ -92,12 +92,12 @@ impl Stream {
 
 /// Norms that read the stream.
 impl Norm {
-    /// y from a stored stream, as [`Norm::forward`] made it.
+    /// Recomputes y, the output of [`Norm::forward`], from a stored stream.
     pub(crate) fn forward_again<Y: Element>(&self, run: &Run<'_>, x: &Stream) -> Result<Vec<Y>> {
         with_stream!(x, |x| Ok(self.forward(run, x)?.0))
     }
 
-    /// dx in the type of x, and the weight's gradient.
+    /// Returns dx in the type of x; adds the gradient of the weight.
     pub(crate) fn backward_stream<D: Element>(
         &self,
         run: &Run<'_>,
@@ -113,7 +113,7 @@ impl Norm {
     }
 }
 
-/// A copy in the type of activations.
+/// Returns a copy in the type of activations.
 pub(crate) fn narrowed<A: Element>(x: &[f32]) -> Result<Vec<A>> {
     let mut narrow = zeros(x.len());
     convert(&mut narrow, x)?;
