@@ -276,6 +276,6 @@ fn by_name<'v>(specs: &'v Specs, values: &'v Params) -> impl Fn(&str) -> &'v [f3
 }
 
 fn named(specs: &Specs, grads: Grads) -> Vec<Gradient> {
-    let all = specs.all().zip(grads.weights.iter().chain(&grads.protected));
+    let all = specs.all().zip(grads.all());
     all.filter(|(_, gradient)| !gradient.is_empty()).map(|(s, g)| (s.name.clone(), widen(g))).collect()
 }

@@ -12,6 +12,7 @@ pub mod batch;
 pub mod config;
 mod decode;
 pub mod error;
+mod grads;
 mod init;
 mod layers;
 mod layerwise;

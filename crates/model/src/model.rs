@@ -19,7 +19,7 @@ use crate::config::{Config, Mixer, Rope};
 use crate::error::{Error, Result};
 use crate::layers::{Keep, Layer, Linear, Norm, PerLayerInputs, narrowed};
 use crate::load::Source;
-use crate::params::{Grads, Id, Init, Params, Spec, Specs, Weight};
+use crate::params::{Bucket, Grads, Id, Init, Params, Part, Spec, Specs, Weight};
 use crate::precision::{Precision, Storage};
 use crate::probe::Probe;
 use crate::run::{Balancing, IndexerTraining, Parameters, Run, lower, zeros};
@@ -136,7 +136,12 @@ impl Model {
             }
         }
         let table = |rope: &Rope| ropes.iter().position(|r| r == rope).expect("it was collected above");
-        let layers = (0..config.layers.len()).map(|i| Layer::new(&mut specs, i, &config, table)).collect();
+        let mut layers = Vec::new();
+        for index in 0..config.layers.len() {
+            specs.begin(Part::Layer(index));
+            layers.push(Layer::new(&mut specs, index, &config, table));
+        }
+        specs.begin(Part::Head);
         let norm = Norm::new(&mut specs, "norm", config.hidden, &config);
         let head = if config.tied {
             Linear::on(embedding, config.hidden, config.vocabulary)
@@ -196,7 +201,7 @@ impl Model {
     /// Zero gradients for those parameters that are learned and `wanted`, and for the adapters. The others' are not
     /// computed.
     pub fn grads_of(&self, wanted: impl Fn(&Spec) -> bool) -> Grads {
-        Grads::new(&self.specs, wanted).with_adapters(&self.params)
+        Grads::new(&self.specs, &self.params, wanted)
     }
 
     /// The logits [tokens, V].
@@ -225,9 +230,27 @@ impl Model {
         recompute: Recompute,
         probe: Option<&mut dyn Probe>,
     ) -> Result<StepLoss> {
+        self.forward_backward_by_bucket(grads, batch, options, recompute, probe, &mut |_| ())
+    }
+
+    /// [`Model::forward_backward`] that hands every bucket of `grads` to `finished` as soon as backward has completed it:
+    /// those of the head, of the layers from the last to the first, of the embedding. A tied head belongs to the embedding.
+    pub fn forward_backward_by_bucket(
+        &self,
+        grads: &mut Grads,
+        batch: &Batch,
+        options: &LossOptions,
+        recompute: Recompute,
+        probe: Option<&mut dyn Probe>,
+        finished: &mut dyn FnMut(Bucket<'_>),
+    ) -> Result<StepLoss> {
         match self.precision.activations {
-            Storage::F32 => self.forward_backward_in::<f32>(grads, batch, options, recompute, probe),
-            Storage::Bf16 => self.forward_backward_in::<bf16>(grads, batch, options, recompute, probe),
+            Storage::F32 => {
+                self.forward_backward_in::<f32>(grads, batch, options, recompute, probe, finished)
+            }
+            Storage::Bf16 => {
+                self.forward_backward_in::<bf16>(grads, batch, options, recompute, probe, finished)
+            }
         }
     }
 
@@ -404,15 +427,19 @@ impl Model {
         options: &LossOptions,
         recompute: Recompute,
         probe: Option<&mut dyn Probe>,
+        finished: &mut dyn FnMut(Bucket<'_>),
     ) -> Result<StepLoss> {
         self.with_run::<A, _>(batch, probe, options, |run| {
             let mut trail = self.forward::<A>(run, Some(recompute))?;
             let balance = run.balance.as_ref().map_or(0.0, Balancing::complete);
             let language = self.loss_backward(run, grads, &mut trail, options)?;
+            grads.finish(Part::Head, finished);
             for index in (0..self.layers.len()).rev() {
                 self.layer_backward(run, grads, &mut trail, index)?;
+                grads.finish(Part::Layer(index), finished);
             }
             self.embedding_backward(run, grads, trail)?;
+            grads.finish(Part::Embedding, finished);
             let indexer = run.indexer.as_ref().map_or(0.0, |training| training.sum.get());
             Ok(StepLoss { language, indexer, balance })
         })

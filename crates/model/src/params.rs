@@ -26,6 +26,7 @@ use std::ops::{Index, IndexMut};
 use ballast_kernels::{Element, Rounding};
 use half::bf16;
 
+pub use crate::grads::{AdapterGrads, Bucket, Grads, Kind, Part};
 use crate::precision::Storage;
 
 /// An ordinary parameter.
@@ -163,6 +164,8 @@ pub struct Spec {
     pub init: Init,
     /// Whether it is learned; else it is a constant that the checkpoint carries.
     pub trainable: bool,
+    /// The part of the model that it belongs to.
+    pub part: Part,
 }
 
 impl Spec {
@@ -180,7 +183,7 @@ impl Spec {
 /// Which parameter; `V` is its type.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Id<V> {
-    index: usize,
+    pub(crate) index: usize,
     kind: PhantomData<V>,
 }
 
@@ -199,12 +202,19 @@ pub struct Specs {
     pub weights: Vec<Spec>,
     /// Of [`Protected`] tensors.
     pub protected: Vec<Spec>,
+    /// The part that parameters are being added to.
+    part: Part,
 }
 
 impl Specs {
+    /// Begins a part: parameters that are added from now on belong to it.
+    pub fn begin(&mut self, part: Part) {
+        self.part = part;
+    }
+
     /// Adds a weight.
     pub fn weight(&mut self, name: String, shape: &[usize], init: Init) -> Id<Weight> {
-        self.weights.push(Spec { name, shape: shape.to_vec(), init, trainable: true });
+        self.weights.push(Spec { name, shape: shape.to_vec(), init, trainable: true, part: self.part });
         Id { index: self.weights.len() - 1, kind: PhantomData }
     }
 
@@ -217,7 +227,7 @@ impl Specs {
 
     /// Adds a protected tensor.
     pub fn protected(&mut self, name: String, shape: &[usize], init: Init) -> Id<Protected> {
-        self.protected.push(Spec { name, shape: shape.to_vec(), init, trainable: true });
+        self.protected.push(Spec { name, shape: shape.to_vec(), init, trainable: true, part: self.part });
         Id { index: self.protected.len() - 1, kind: PhantomData }
     }
 
@@ -342,102 +352,6 @@ impl Index<Id<Protected>> for Params {
 
 impl IndexMut<Id<Protected>> for Params {
     fn index_mut(&mut self, id: Id<Protected>) -> &mut Protected {
-        &mut self.protected[id.index]
-    }
-}
-
-/// f32 gradients of all parameters; empty for those that are not learned.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Grads {
-    /// Of [`Weight`]s, in the order of [`Specs::weights`].
-    pub weights: Vec<Vec<f32>>,
-    /// Of [`Protected`] tensors, in the order of [`Specs::protected`].
-    pub protected: Vec<Vec<f32>>,
-    /// Of [`Adapter`]s, in the order of [`Specs::weights`]; empty where no weight has one.
-    pub adapters: Vec<AdapterGrads>,
-}
-
-/// Gradients of an [`Adapter`]; empty without one.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct AdapterGrads {
-    /// [rank, in]
-    pub a: Vec<f32>,
-    /// [out, rank]
-    pub b: Vec<f32>,
-}
-
-impl Grads {
-    /// Zeros for every parameter that is learned and that `wanted` does not exclude.
-    pub fn new(specs: &Specs, wanted: impl Fn(&Spec) -> bool) -> Grads {
-        let zeros = |specs: &[Spec]| -> Vec<Vec<f32>> {
-            let len = |spec: &Spec| if spec.trainable && wanted(spec) { spec.len() } else { 0 };
-            specs.iter().map(|spec| vec![0.0; len(spec)]).collect()
-        };
-        Grads { weights: zeros(&specs.weights), protected: zeros(&specs.protected), adapters: Vec::new() }
-    }
-
-    /// The same, and zeros for the adapters.
-    pub(crate) fn with_adapters(self, params: &Params) -> Grads {
-        let zeros = |adapter: &Option<Adapter>| match adapter {
-            Some(low) => AdapterGrads { a: vec![0.0; low.a.len()], b: vec![0.0; low.b.len()] },
-            None => AdapterGrads::default(),
-        };
-        Grads { adapters: params.adapters.iter().map(zeros).collect(), ..self }
-    }
-
-    /// Back to zero.
-    pub fn clear(&mut self) {
-        let adapters = self.adapters.iter_mut().flat_map(|low| [&mut low.a, &mut low.b]);
-        for gradient in self.weights.iter_mut().chain(&mut self.protected).chain(adapters) {
-            gradient.fill(0.0);
-        }
-    }
-
-    /// Bytes of all gradients.
-    pub fn bytes(&self) -> usize {
-        let adapters = self.adapters.iter().flat_map(|low| [&low.a, &low.b]);
-        self.weights.iter().chain(&self.protected).chain(adapters).map(|g| 4 * g.len()).sum()
-    }
-
-    /// The gradients of a weight's adapter, if it has one that is learned.
-    pub(crate) fn adapter(&mut self, id: Id<Weight>) -> Option<&mut AdapterGrads> {
-        self.adapters.get_mut(id.index).filter(|low| !low.a.is_empty())
-    }
-
-    /// The gradient of a parameter, unless it is not learned.
-    pub(crate) fn of<V>(&mut self, id: Id<V>) -> Option<&mut [f32]>
-    where
-        Grads: IndexMut<Id<V>, Output = Vec<f32>>,
-    {
-        let gradient = &mut self[id];
-        if gradient.is_empty() { None } else { Some(gradient) }
-    }
-}
-
-impl Index<Id<Weight>> for Grads {
-    type Output = Vec<f32>;
-
-    fn index(&self, id: Id<Weight>) -> &Vec<f32> {
-        &self.weights[id.index]
-    }
-}
-
-impl IndexMut<Id<Weight>> for Grads {
-    fn index_mut(&mut self, id: Id<Weight>) -> &mut Vec<f32> {
-        &mut self.weights[id.index]
-    }
-}
-
-impl Index<Id<Protected>> for Grads {
-    type Output = Vec<f32>;
-
-    fn index(&self, id: Id<Protected>) -> &Vec<f32> {
-        &self.protected[id.index]
-    }
-}
-
-impl IndexMut<Id<Protected>> for Grads {
-    fn index_mut(&mut self, id: Id<Protected>) -> &mut Vec<f32> {
         &mut self.protected[id.index]
     }
 }

@@ -36,8 +36,7 @@ impl Model {
     /// The gradients under the names of the checkpoint that the model was read from, experts in the given form or in the
     /// checkpoint's own.
     pub fn named_grads(&self, grads: &Grads, experts: Option<Form>) -> Result<Vec<NamedTensor>> {
-        let all = grads.weights.iter().chain(&grads.protected);
-        let tensors = self.specs.all().zip(all).filter(|(_, gradient)| !gradient.is_empty());
+        let tensors = self.specs.all().zip(grads.all()).filter(|(_, gradient)| !gradient.is_empty());
         let memory = tensors.map(|(spec, gradient)| {
             self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(gradient).to_vec())
         });

@@ -39,8 +39,8 @@ fn packed_sequences_are_the_same_as_one_by_one() {
         // Rounding differs with the number of tokens; the tiny models amplify it up to a hundredfold.
         assert!(ratio <= 2e-5, "{name}: logits {ratio:e}");
         assert!((loss - loss_alone).abs() <= 1e-5 * loss, "{name}: loss {loss} {loss_alone}");
-        let all = grads.weights.iter().chain(&grads.protected);
-        let alone = grads_alone.weights.iter().chain(&grads_alone.protected);
+        let all = grads.all();
+        let alone = grads_alone.all();
         let mut compared = 0;
         for ((got, expected), spec) in all.zip(alone).zip(model.specs.all()) {
             let (ratio, _) = error(got, expected);
@@ -124,7 +124,7 @@ fn every_learned_tensor_has_a_gradient() {
     for name in MODELS {
         let model = load(name, "bf16");
         let (_, grads) = gradients(&model, &batch(name), Recompute::None, 0.02);
-        let all = grads.weights.iter().chain(&grads.protected);
+        let all = grads.all();
         for (gradient, spec) in all.zip(model.specs.all()) {
             let learned_here = spec.trainable && !spec.name.contains(".indexer.");
             let some = gradient.iter().any(|g| *g != 0.0);
@@ -155,9 +155,7 @@ fn bf16_is_within_its_rounding_of_f32() {
         let (ratio, largest) = error(&narrow.logits(&batch, None).unwrap(), &expected);
         let (_, exact) = gradients(&wide, &batch, Recompute::None, 0.02);
         let (_, rounded) = gradients(&narrow, &batch, Recompute::None, 0.02);
-        let all = |grads: &ballast_model::params::Grads| {
-            grads.weights.iter().chain(&grads.protected).flatten().copied().collect::<Vec<f32>>()
-        };
+        let all = |grads: &ballast_model::params::Grads| grads.all().flatten().copied().collect::<Vec<f32>>();
         let (gradient, _) = error(&all(&rounded), &all(&exact));
         println!("{name}: bf16 logits ratio {ratio:.3}, max {largest:.3}; gradients {gradient:.3}");
         assert!(ratio <= 1.2 * theirs, "{name}: logits {ratio}");

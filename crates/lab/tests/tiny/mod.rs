@@ -102,17 +102,18 @@ pub fn wide(x: &[f32]) -> Vec<f64> {
 }
 
 /// Each parameter with its gradient.
-pub fn by_name<'m>(model: &'m Model, grads: &'m Grads) -> impl Iterator<Item = (&'m Spec, &'m Vec<f32>)> {
-    model.specs.all().zip(grads.weights.iter().chain(&grads.protected))
+pub fn by_name<'m>(model: &'m Model, grads: &'m Grads) -> impl Iterator<Item = (&'m Spec, &'m [f32])> {
+    model.specs.all().zip(grads.all())
 }
 
 /// The reference's gradients in the model's form; zero for parameters without one.
 pub fn in_model_form(model: &Model, grads: &Gradients) -> Grads {
     let mut form = model.grads();
-    let specs = model.specs.all();
-    for (spec, to) in specs.zip(form.weights.iter_mut().chain(&mut form.protected)) {
+    let weights = model.specs.weights.len();
+    for (i, spec) in model.specs.all().enumerate() {
+        let to = if i < weights { form.weight_mut(i) } else { form.protected_mut(i - weights) };
         match grads.get(&spec.name) {
-            Some(values) => *to = values.iter().map(|x| *x as f32).collect(),
+            Some(values) => to.iter_mut().zip(values).for_each(|(to, x)| *to = *x as f32),
             None => assert!(!spec.trainable || spec.name.contains(".indexer."), "{} learns", spec.name),
         }
     }

@@ -195,15 +195,8 @@ impl Experts {
         let mut d_experts: Vec<A> = zeros(x.len());
         let mut dweights = vec![0.0; routing.weights.len()];
         let mut work = vec![0.0; experts_backward_workspace(&dispatch, dims)];
-        // Both gradients at once: they are taken out for a moment.
-        let mut dgate_up = std::mem::take(&mut grads[self.gate_up]);
-        let mut ddown = std::mem::take(&mut grads[self.down]);
-        let to = ExpertsGrads {
-            dx: &mut d_experts,
-            dweights: &mut dweights,
-            dgate_up: &mut dgate_up,
-            ddown: &mut ddown,
-        };
+        let [dgate_up, ddown] = grads.of_two(self.gate_up, self.down);
+        let to = ExpertsGrads { dx: &mut d_experts, dweights: &mut dweights, dgate_up, ddown };
         match (run.weight(self.gate_up), run.weight(self.down)) {
             (Weight::F32(gate_up), Weight::F32(down)) => {
                 let w = Weights { gate_up, down, activation: self.activation };
@@ -217,7 +210,6 @@ impl Experts {
             }
             _ => unreachable!("weights are cast all at once"),
         }
-        (grads[self.gate_up], grads[self.down]) = (dgate_up, ddown);
         accumulate(dx, &d_experts)?;
         drop(d_experts);
         let mut dlogits = vec![0.0; logits.len()];

@@ -188,11 +188,11 @@ impl Linear {
         if let Some(dx) = dx {
             linear_backward_input_add(dx, &v, &low.adapter.a, low.down, run.scratch)?;
         }
-        let Some(to) = grads.adapter(self.weight) else { return Ok(()) };
-        linear_backward_weight(&mut to.a, None, &v, x, low.down, run.scratch)?;
+        let Some([da, db]) = grads.of_adapter(self.weight) else { return Ok(()) };
+        linear_backward_weight(da, None, &v, x, low.down, run.scratch)?;
         let mut u = low.inner(run, x)?;
         scale(&mut u, low.adapter.scale);
-        linear_backward_weight(&mut to.b[low.rows()], None, dy, &u, low.up, run.scratch)?;
+        linear_backward_weight(&mut db[low.rows()], None, dy, &u, low.up, run.scratch)?;
         Ok(())
     }
 
@@ -216,15 +216,15 @@ impl Linear {
         dy: &[Y],
         x: &[X],
     ) -> Result {
-        // Both gradients at once: the bias's is taken out for a moment.
-        let mut dbias = self.bias.map(|bias| std::mem::take(&mut grads[bias]));
-        let wanted = dbias.as_deref_mut().filter(|dbias| !dbias.is_empty());
-        let range = self.range();
-        if let Some(dw) = grads.of(self.weight) {
-            linear_backward_weight(&mut dw[range], wanted, dy, x, self.dims, run.scratch)?;
-        }
-        if let (Some(bias), Some(dbias)) = (self.bias, dbias) {
-            grads[bias] = dbias;
+        let (dw, dbias) = match self.bias {
+            None => (&mut grads[self.weight], None),
+            Some(bias) => {
+                let [dw, dbias] = grads.of_two(self.weight, bias);
+                (dw, Some(dbias).filter(|dbias| !dbias.is_empty()))
+            }
+        };
+        if !dw.is_empty() {
+            linear_backward_weight(&mut dw[self.range()], dbias, dy, x, self.dims, run.scratch)?;
         }
         Ok(())
     }

@@ -191,10 +191,9 @@ impl Optimizer {
                 rule,
             });
         };
-        let learned = |gradients: &[Vec<f32>], i: usize| !gradients[i].is_empty();
         let bf16 = precision.params == Storage::Bf16;
         for (i, (spec, weight)) in model.specs.weights.iter().zip(model.params.weights()).enumerate() {
-            if learned(&grads.weights, i) {
+            if !grads.weight(i).is_empty() {
                 let master = (bf16 && config.masters).then(|| weight.to_f32());
                 add(
                     spec,
@@ -207,7 +206,7 @@ impl Optimizer {
             }
         }
         for (i, (spec, tensor)) in model.specs.protected.iter().zip(model.params.protected()).enumerate() {
-            if learned(&grads.protected, i) {
+            if !grads.protected(i).is_empty() {
                 let rounded = is_rounded(precision, spec);
                 let master = (rounded && config.masters).then(|| tensor.values().to_vec());
                 let rule = rule_for(config, &model.config, spec, Role::Protected);
@@ -412,9 +411,9 @@ pub fn is_rounded(precision: &Precision, spec: &Spec) -> bool {
 /// The gradient of a parameter.
 pub fn gradient(grads: &Grads, place: Place) -> &[f32] {
     match place {
-        Place::Weight(i) => &grads.weights[i],
-        Place::Protected(i) => &grads.protected[i],
-        Place::AdapterA(i) => &grads.adapters[i].a,
-        Place::AdapterB(i) => &grads.adapters[i].b,
+        Place::Weight(i) => grads.weight(i),
+        Place::Protected(i) => grads.protected(i),
+        Place::AdapterA(i) => grads.adapter(i).a,
+        Place::AdapterB(i) => grads.adapter(i).b,
     }
 }

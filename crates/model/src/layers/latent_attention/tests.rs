@@ -234,7 +234,7 @@ fn the_gradients_of_the_indexer_are_the_slopes_of_its_loss() {
             LossOptions { indexer: Some(IndexerLoss { scale: 1.0, stage }), ..LossOptions::default() };
         let mut grads = model.grads();
         model.forward_backward(&mut grads, &batch, &options, Recompute::None, None).unwrap();
-        let all: Vec<Vec<f32>> = grads.weights.iter().chain(&grads.protected).cloned().collect();
+        let all: Vec<Vec<f32>> = grads.all().map(<[f32]>::to_vec).collect();
         let names: Vec<String> = model.specs.all().map(|spec| spec.name.clone()).collect();
         let mut compared = 0;
         for (at, name) in names.iter().enumerate().filter(|(_, name)| name.contains(".indexer.")) {
@@ -242,7 +242,7 @@ fn the_gradients_of_the_indexer_are_the_slopes_of_its_loss() {
                 (0..all[at].len()).max_by(|a, b| all[at][*a].abs().total_cmp(&all[at][*b].abs())).unwrap();
             let mut loss = |by: f32| {
                 parameter(&mut model, at)[largest] += by;
-                let unused = &mut crate::params::Grads::new(&model.specs, |_| false);
+                let unused = &mut crate::params::Grads::new(&model.specs, &model.params, |_| false);
                 let loss =
                     model.forward_backward(unused, &batch, &options, Recompute::None, None).unwrap().indexer;
                 parameter(&mut model, at)[largest] -= by;

@@ -79,7 +79,7 @@ fn an_adapter_and_its_gradients_are_those_of_the_sum_also_on_some_rows() {
         let y: Vec<f32> = linear.forward(&run, &x).unwrap();
         let expected = product(TOKENS, INPUTS, rows, |t, j| x[t * INPUTS + j], |j, i| sum[i * INPUTS + j]);
         assert_close("y", &y, &expected);
-        let mut grads = Grads::new(&specs, |_| false).with_adapters(&params);
+        let mut grads = Grads::new(&specs, &params, |_| false);
         let mut dx = vec![1.0; x.len()];
         linear.backward(&run, &mut grads, &mut dx, &dy, &x).unwrap();
         let dx_alone = linear.backward_alone(&run, &mut grads, &dy, &x).unwrap();
@@ -92,11 +92,11 @@ fn an_adapter_and_its_gradients_are_those_of_the_sum_also_on_some_rows() {
             .map(|g| (2.0 * SCALE as f64 * g) as f32)
             .collect();
         let da = product(RANK, rows, INPUTS, |l, i| b[(first + i) * RANK + l], |i, j| g[i * INPUTS + j]);
-        assert_close("dA", &grads.adapters[0].a, &da);
+        assert_close("dA", grads.adapter(0).a, &da);
         let db = product(rows, INPUTS, RANK, |i, j| g[i * INPUTS + j], |j, l| a[l * INPUTS + j]);
         let mut all = vec![0.0; OUTPUTS * RANK];
         all[first * RANK..(first + rows) * RANK].copy_from_slice(&db);
-        assert_close("dB", &grads.adapters[0].b, &all);
-        assert!(grads.weights[0].is_empty());
+        assert_close("dB", grads.adapter(0).b, &all);
+        assert!(grads.weight(0).is_empty());
     }
 }
