@@ -174,7 +174,9 @@ fn mistakes_are_named() {
     let config = fs::read_to_string(model("qwen3_5").join("config.json")).unwrap();
     let bad = config.replace("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3");
     fs::write(bare.join("config.json"), bad).unwrap();
-    run(&["trace", &text(&bare), "--ids", &golden]).exits(3).says(&["`num_key_value_heads` is 3"]);
+    run(&["trace", &text(&bare), "--ids", &golden])
+        .exits(3)
+        .says(&["`num_key_value_heads` must divide 4, got 3"]);
     let bad = config.replace("\"hidden_size\": 48", "\"hidden_size\": \"big\"");
     fs::write(bare.join("config.json"), bad).unwrap();
     run(&["trace", &text(&bare), "--ids", &golden]).exits(3).says(&["`hidden_size` is \"big\""]);

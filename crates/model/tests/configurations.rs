@@ -122,10 +122,13 @@ fn layer_keys_of_gemma_4_may_be_padded_with_zeros() {
     let padded = json!({"per_layer_config": {"005": {"head_dim": 32}, "09": {"head_dim": 32}}});
     assert_eq!(parse(&changed("models/gemma4_ple", padded)).unwrap(), plain);
     for (changes, words) in [
-        (json!({"10": {"head_dim": 32}}), "`per_layer_config.10` is not the number of one of 10 layers"),
-        (json!({"-1": {"head_dim": 32}}), "`per_layer_config.-1` is not the number"),
-        (json!({"5": {"head_dim": 32}, "05": {"head_dim": 32}}), "is layer 5 a second time"),
-        (json!({"5": {"intermediate_size": 7}}), "`per_layer_config.5.intermediate_size` differs by layer"),
+        (json!({"10": {"head_dim": 32}}), "`per_layer_config.10` is not a layer number; use 0 to 9"),
+        (json!({"-1": {"head_dim": 32}}), "`per_layer_config.-1` is not a layer number"),
+        (json!({"5": {"head_dim": 32}, "05": {"head_dim": 32}}), "names layer 5 a second time"),
+        (
+            json!({"5": {"intermediate_size": 7}}),
+            "`per_layer_config.5.intermediate_size` cannot differ by layer",
+        ),
         (json!({"5": 7}), "`per_layer_config.5` is not an object"),
     ] {
         let error = parse(&changed("models/gemma4_ple", json!({"per_layer_config": changes}))).unwrap_err();
@@ -215,7 +218,7 @@ fn values_that_are_not_implemented_are_refused_by_name() {
         ("qwen3_5", json!({"per_layer_config": {"1": {"head_dim": 8}}}), "`per_layer_config` is"),
         ("qwen3_5", json!({"quantization_config": {"bits": 4}}), "quantized weights"),
         ("qwen3_5", json!({"hidden_size": null}), "`hidden_size` is null"),
-        ("qwen3_5", json!({"pad_token_id": 160}), "`pad_token_id` is 160, outside the vocabulary of 160"),
+        ("qwen3_5", json!({"pad_token_id": 160}), "`pad_token_id` must be below vocab_size (160), got 160"),
         ("qwen3_5_moe", json!({"norm_topk_prob": false}), "`norm_topk_prob` is false"),
         ("qwen3_5_moe", json!({"mlp_only_layers": [1]}), "`mlp_only_layers` is [1]"),
         ("gemma4_moe", json!({"num_experts": null}), "`num_experts` is missing"),
@@ -234,9 +237,9 @@ fn values_that_are_not_implemented_are_refused_by_name() {
     let mut wrapped = fixture("release/qwen3_5");
     wrapped["model_type"] = json!("llava");
     let error = parse(&wrapped).unwrap_err();
-    assert!(error.contains("`model_type` is \"llava\", which is not known to hold"), "{error}");
+    assert!(error.contains("`model_type` is \"llava\", which cannot wrap a text model"), "{error}");
     let mut wrapped = fixture("release/qwen3_5");
     wrapped["tie_word_embeddings"] = json!(false);
     let error = parse(&wrapped).unwrap_err();
-    assert!(error.contains("`tie_word_embeddings` is false, and `text_config.tie_word_embeddings` is true"));
+    assert!(error.contains("`tie_word_embeddings` is false, but `text_config.tie_word_embeddings` is true"));
 }

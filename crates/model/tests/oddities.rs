@@ -118,8 +118,10 @@ fn tensors_that_nothing_else_shows() {
 #[test]
 fn impossible_settings_are_refused_by_name() {
     let cases: [Case; 9] = [
-        ("qwen3_5", "`num_key_value_heads` is 3", |c| c["num_key_value_heads"] = json!(3)),
-        ("qwen3_5", "`linear_conv_kernel_dim` is 9", |c| c["linear_conv_kernel_dim"] = json!(9)),
+        ("qwen3_5", "`num_key_value_heads` must divide 4, got 3", |c| c["num_key_value_heads"] = json!(3)),
+        ("qwen3_5", "`linear_conv_kernel_dim` must be 2 to 8, got 9", |c| {
+            c["linear_conv_kernel_dim"] = json!(9)
+        }),
         ("qwen3_5", "`hidden_act` is \"relu\"", |c| c["hidden_act"] = json!("relu")),
         ("qwen3_5", "`layer_types` has 3 entries for 4 layers", |c| {
             c["layer_types"] = json!(["linear_attention", "full_attention", "full_attention"]);
@@ -127,10 +129,16 @@ fn impossible_settings_are_refused_by_name() {
         ("qwen3_5", "`rope_parameters.rope_type` is \"spiral\"", |c| {
             c["rope_parameters"]["rope_type"] = json!("spiral");
         }),
-        ("qwen3_5_moe", "`num_experts_per_tok` is 9 of 8", |c| c["num_experts_per_tok"] = json!(9)),
-        ("gemma2", "`attn_logit_softcapping` is -1", |c| c["attn_logit_softcapping"] = json!(-1)),
-        ("gemma4_ple", "`num_kv_shared_layers` is 10 of 10", |c| c["num_kv_shared_layers"] = json!(10)),
-        ("deepseek_v32", "`n_group` is 3", |c| c["n_group"] = json!(3)),
+        ("qwen3_5_moe", "`num_experts_per_tok` must be at most the number of experts (8), got 9", |c| {
+            c["num_experts_per_tok"] = json!(9)
+        }),
+        ("gemma2", "`attn_logit_softcapping` must be above 0, got -1", |c| {
+            c["attn_logit_softcapping"] = json!(-1)
+        }),
+        ("gemma4_ple", "`num_kv_shared_layers` must be below num_hidden_layers (10), got 10", |c| {
+            c["num_kv_shared_layers"] = json!(10)
+        }),
+        ("deepseek_v32", "`n_group` must divide 8, got 3", |c| c["n_group"] = json!(3)),
     ];
     for (name, words, change) in cases {
         let refusal = refusal(name, change);

@@ -1,16 +1,16 @@
-//! deepseek_v32.
+//! Parser of the DeepSeek family: deepseek_v32.
 
 use ballast_kernels::glu::Activation;
 use ballast_kernels::rotary::{Frequencies, Layout};
 
 use super::fields::Fields;
 use super::{
-    Config, Experts, LatentAttention, Layer, Mixer, Rope, Router, SharedExpert, check_heads, experts_fit,
+    Config, Experts, LatentAttention, Layer, Mixer, Rope, Router, SharedExpert, check_heads, check_top_k,
     padding, rope, unsupported_layer,
 };
 use crate::error::Result;
 
-/// The name of the one kind of layer, and its older name.
+/// Name of the only layer type, and its older name.
 const LAYER_TYPES: [&str; 2] = ["indexed_attention", "deepseek_sparse_attention"];
 
 pub(super) fn parse(fields: &Fields<'_>) -> Result<Config> {
@@ -31,7 +31,7 @@ pub(super) fn parse(fields: &Fields<'_>) -> Result<Config> {
     if !matches!(indexer_rope.frequencies, Frequencies::Plain { .. } | Frequencies::Yarn { .. })
         && let Some(own) = rope::flat_dictionary(fields)?
     {
-        // Transformers scales the softmax by it under every type but `default`.
+        // Transformers scales the softmax by it for every rope type except `default`.
         own.only("mscale_all_dim", 0)?;
     }
     let heads = fields.count("num_attention_heads", 128)?;
@@ -56,21 +56,24 @@ pub(super) fn parse(fields: &Fields<'_>) -> Result<Config> {
         bias: fields.flag("attention_bias", false)?,
     };
     if attention.index_dim < rope_dim {
-        return Err(fields.error("index_head_dim", format!("is below qk_rope_head_dim, {rope_dim}")));
+        return Err(fields.error(
+            "index_head_dim",
+            format!("must be at least qk_rope_head_dim ({rope_dim}), got {}", attention.index_dim),
+        ));
     }
-    // Older and newer names of one number; transformers takes them in this order.
+    // Older and newer names of the same setting; transformers tries them in this order.
     let names = ["num_local_experts", "num_experts", "n_routed_experts"];
     let name = names.into_iter().find(|name| fields.get(name).is_some()).unwrap_or("n_routed_experts");
     let count = fields.count(name, 256)?;
     let top_k = fields.count("num_experts_per_tok", 8)?;
     let groups = fields.count("n_group", 8)?;
     let kept_groups = fields.count("topk_group", 4)?;
-    experts_fit(fields, count, top_k, "num_experts_per_tok")?;
+    check_top_k(fields, count, top_k, "num_experts_per_tok")?;
     check_heads(fields, count, groups, "n_group")?;
     if kept_groups > groups || kept_groups * (count / groups) < top_k {
-        return Err(
-            fields.error("topk_group", format!("is {kept_groups} of {groups} groups, too few or too many"))
-        );
+        let least = top_k.div_ceil(count / groups);
+        let problem = format!("must be {least} to {groups}, got {kept_groups}");
+        return Err(fields.error("topk_group", problem));
     }
     let intermediate = fields.count("moe_intermediate_size", 2048)?;
     let shared = fields.whole("n_shared_experts")?.unwrap_or(1);
@@ -96,7 +99,7 @@ pub(super) fn parse(fields: &Fields<'_>) -> Result<Config> {
             Some("sparse") => true,
             Some("dense") => false,
             Some(other) => {
-                let problem = format!("has {other:?}, which is not supported; known: dense, sparse");
+                let problem = format!("has {other:?}, which is not supported; use dense or sparse");
                 return Err(fields.error("mlp_layer_types", problem));
             }
         };

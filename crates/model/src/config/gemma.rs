@@ -1,4 +1,4 @@
-//! gemma2, gemma3_text, gemma4_text.
+//! Parser of the Gemma family: gemma2, gemma3_text, gemma4_text.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::fields::Fields;
 use super::{
-    Attention, Config, Experts, Layer, Mixer, PerLayerInputs, Router, Values, check_heads, experts_fit,
+    Attention, Config, Experts, Layer, Mixer, PerLayerInputs, Router, Values, check_heads, check_top_k,
     padding, rope, unsupported_layer,
 };
 use crate::error::Result;
@@ -16,7 +16,7 @@ const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 const KNOWN: &str = "sliding_attention, full_attention";
 
-/// `wrapped` is true if the text model stands inside one with vision.
+/// Parses a Gemma configuration; `wrapped` is true for the text part of a vision model.
 pub(super) fn parse(fields: &Fields<'_>, model_type: &str, wrapped: bool) -> Result<Config> {
     let generation = match model_type {
         "gemma2" => 2,
@@ -32,13 +32,16 @@ pub(super) fn parse(fields: &Fields<'_>, model_type: &str, wrapped: bool) -> Res
     let types = layer_types(fields, generation, layers)?;
     let shared = if generation == 4 { fields.whole("num_kv_shared_layers")?.unwrap_or(0) } else { 0 };
     if shared >= layers {
-        return Err(fields.error("num_kv_shared_layers", format!("is {shared} of {layers} layers")));
+        return Err(fields.error(
+            "num_kv_shared_layers",
+            format!("must be below num_hidden_layers ({layers}), got {shared}"),
+        ));
     }
     let first_shared = layers - shared;
     let experts = if generation == 4 && fields.flag("enable_moe_block", false)? {
         let count = fields.required("num_experts")?;
         let top_k = fields.required("top_k_experts")?;
-        experts_fit(fields, count, top_k, "top_k_experts")?;
+        check_top_k(fields, count, top_k, "top_k_experts")?;
         let intermediate = fields.required("moe_intermediate_size")?;
         Some(Experts { count, top_k, intermediate, router: Router::Normed, shared: None })
     } else {
@@ -59,7 +62,8 @@ pub(super) fn parse(fields: &Fields<'_>, model_type: &str, wrapped: bool) -> Res
         if shared > 0 && i >= first_shared {
             let source = types[..first_shared].iter().rposition(|kind| *kind == types[i]);
             let Some(source) = source else {
-                let problem = format!("leaves layer {i} ({}) no layer to share with", types[i]);
+                let problem =
+                    format!("leaves layer {i} ({}) no earlier layer of its type to share with", types[i]);
                 return Err(fields.error("num_kv_shared_layers", problem));
             };
             attention.shared_from = Some(source);
@@ -79,7 +83,7 @@ pub(super) fn parse(fields: &Fields<'_>, model_type: &str, wrapped: bool) -> Res
         embedding_scale: (hidden as f64).sqrt() as f32,
         padding: padding(fields, Some(0), vocabulary)?,
         tied: fields.flag("tie_word_embeddings", true)?,
-        // Gemma 3 with vision leaves its logits alone.
+        // Gemma 3 with vision does not cap its logits.
         final_cap: if generation == 3 && wrapped {
             None
         } else {
@@ -105,21 +109,21 @@ fn max_positions(fields: &Fields<'_>, generation: usize) -> Result<usize> {
     fields.count("max_position_embeddings", if generation == 2 { 8192 } else { 131072 })
 }
 
-/// A cap that the file can switch off with null.
+/// Reads a soft cap; null turns it off.
 fn cap(fields: &Fields<'_>, field: &str, default: Option<f64>) -> Result<Option<f32>> {
     let found = fields.positive_or_none(field)?;
-    let said = fields.says(field);
+    let said = fields.contains(field);
     Ok(found.or(default.filter(|_| !said)).map(|cap| cap as f32))
 }
 
-/// An error if tokens see those after them.
+/// Fails unless attention is causal.
 fn causal(fields: &Fields<'_>, generation: usize) -> Result {
     let field = "use_bidirectional_attention";
     match fields.get(field) {
         None | Some(Value::Bool(false)) => Ok(()),
-        // Tokens of an image see each other; there are none here.
+        // Only image tokens attend to each other; a text has none.
         Some(Value::String(text)) if generation == 4 && text == "vision" => Ok(()),
-        Some(value) => Err(fields.error(field, format!("is {value}: only causal models are supported"))),
+        Some(value) => Err(fields.error(field, format!("is {value}; only causal models are supported"))),
     }
 }
 
@@ -132,7 +136,7 @@ fn layer_types<'a>(fields: &Fields<'a>, generation: usize, layers: usize) -> Res
                 3 => fields.count("sliding_window_pattern", 6)?,
                 _ => 6,
             };
-            // Transformers derives no layer types from these.
+            // Transformers ignores these keys: accept only the value that it uses instead.
             for ignored in ["sliding_window_pattern", "_sliding_window_pattern"] {
                 fields.only(ignored, pattern)?;
             }
@@ -149,10 +153,10 @@ fn layer_types<'a>(fields: &Fields<'a>, generation: usize, layers: usize) -> Res
     Ok(types)
 }
 
-/// Width of a head, and heads of k and v.
+/// Width of a head, and number of k and v heads.
 type Widths = (usize, usize);
 
-/// The widths of every layer; layers of one type have the same.
+/// Returns the widths of every layer; layers of the same type must have the same widths.
 fn head_widths(fields: &Fields<'_>, generation: usize, types: &[&str]) -> Result<Vec<Widths>> {
     let kv_heads = fields.count("num_key_value_heads", 4)?;
     let head_dim = fields.count("head_dim", 256)?;
@@ -160,7 +164,7 @@ fn head_widths(fields: &Fields<'_>, generation: usize, types: &[&str]) -> Result
     if generation < 4 {
         return Ok(widths);
     }
-    if fields.says("per_layer_config") {
+    if fields.contains("per_layer_config") {
         for (layer, own) in per_layer(fields, types.len())? {
             widths[layer] = (own.count("head_dim", head_dim)?, own.count("num_key_value_heads", kv_heads)?);
         }
@@ -177,31 +181,31 @@ fn head_widths(fields: &Fields<'_>, generation: usize, types: &[&str]) -> Result
     for (layer, kind) in types.iter().enumerate() {
         let first = types.iter().position(|other| other == kind).unwrap_or(layer);
         if widths[layer] != widths[first] {
-            let problem = format!("gives layers {first} and {layer}, both {kind}, heads of different shapes");
+            let problem = format!("gives layers {first} and {layer}, both {kind}, different head shapes");
             return Err(fields.error("per_layer_config", problem));
         }
     }
     Ok(widths)
 }
 
-/// The settings of single layers. Keys are layer numbers, with zeros before them so that they sort.
+/// Reads `per_layer_config`, settings of single layers. Keys are layer numbers, possibly padded with zeros.
 fn per_layer<'a>(fields: &Fields<'a>, layers: usize) -> Result<BTreeMap<usize, Fields<'a>>> {
     let mut found = BTreeMap::new();
     let Some(all) = fields.object("per_layer_config")? else { return Ok(found) };
     for key in all.keys() {
         let number = key.parse::<usize>().ok().filter(|_| key.bytes().all(|byte| byte.is_ascii_digit()));
         let Some(layer) = number.filter(|layer| *layer < layers) else {
-            return Err(all.error(key, format!("is not the number of one of {layers} layers")));
+            return Err(all.error(key, format!("is not a layer number; use 0 to {}", layers - 1)));
         };
         let Some(own) = all.object(key)? else { return Err(all.error(key, "is not an object")) };
         if let Some(other) =
             own.keys().find(|name| !["head_dim", "num_key_value_heads"].contains(&name.as_str()))
         {
-            let problem = "differs by layer, which is supported for head_dim and num_key_value_heads only";
+            let problem = "cannot differ by layer; only head_dim and num_key_value_heads can";
             return Err(own.error(other, problem));
         }
         if found.insert(layer, own).is_some() {
-            return Err(all.error(key, format!("is layer {layer} a second time")));
+            return Err(all.error(key, format!("names layer {layer} a second time")));
         }
     }
     Ok(found)
@@ -218,7 +222,7 @@ fn attention(
     let k_eq_v = generation == 4 && fields.flag("attention_k_eq_v", false)? && full;
     check_heads(fields, heads, kv_heads, "num_key_value_heads")?;
     if head_dim > 512 {
-        return Err(fields.error("head_dim", format!("is {head_dim}; at most 512")));
+        return Err(fields.error("head_dim", format!("must be at most 512, got {head_dim}")));
     }
     let family = rope::Family {
         theta: 1e4,
@@ -247,7 +251,7 @@ fn attention(
             fields.positive("query_pre_attn_scalar", 256.0)?.powf(-0.5) as f32
         },
         window,
-        // Gemma 3 has the field and makes no use of it.
+        // Gemma 3 has the field but ignores it.
         soft_cap: if generation == 2 { cap(fields, "attn_logit_softcapping", Some(50.0))? } else { None },
         gated: false,
         qk_norm: generation > 2,

@@ -1,15 +1,16 @@
-//! The keys of config.json that the parser does not read: refused by value, known to be harmless, or unknown.
+//! Keys of config.json that the parser does not read: unsupported, known to be harmless, or unknown.
 //!
-//! The parser records every key that it reads ([`Fields::unread`]), so "used" needs no table and cannot go stale. A key
-//! that changes the mathematics of some model, and that is implemented for one value only, is checked by
-//! [`check_common`] or by its family. What is left is harmless by the tables below, or named to the user.
+//! The parser records every key that it reads ([`Fields::unread`]), so there is no table of used keys that
+//! could go stale. A key that changes the computation and is implemented for a single value is checked by
+//! [`check_common`] or by its family. Every other key is harmless by the tables below, or reported to the
+//! user as unknown.
 
 use serde_json::{Value, json};
 
 use super::fields::{Fields, Unread};
 use crate::error::Result;
 
-/// Keys without effect on the text model's mathematics, in any family.
+/// Keys that do not change what the text model computes, in any family.
 const HARMLESS: &[&str] = &[
     // bookkeeping
     "_attn_implementation",
@@ -80,14 +81,14 @@ const HARMLESS: &[&str] = &[
     "top_k",
     "top_p",
     "typical_p",
-    // read elsewhere, or parts that are carried along and not run
+    // read elsewhere, or settings of parts that are copied but not run
     "initializer_range",
     "mtp_num_hidden_layers",
     "mtp_use_dedicated_embeddings",
     "num_nextn_predict_layers",
 ];
 
-/// Keys around a `text_config`: the parts that are not run.
+/// Keys beside a `text_config`, for parts that are not run.
 const HARMLESS_AROUND: &[&str] = &[
     "audio_config",
     "audio_token_id",
@@ -109,9 +110,9 @@ const HARMLESS_AROUND: &[&str] = &[
     "vision_start_token_id",
 ];
 
-/// Keys without effect in one family: the model type begins so.
+/// Keys without effect in one family, as (prefix of the model type, key).
 const HARMLESS_IN: &[(&str, &str)] = &[
-    // derived from others, and written beside them
+    // derived from other keys
     ("deepseek", "ep_size"),
     ("deepseek", "first_k_dense_replace"),
     ("deepseek", "head_dim"),
@@ -130,10 +131,10 @@ const HARMLESS_IN: &[(&str, &str)] = &[
     ("qwen", "mamba_ssm_dtype"),
 ];
 
-/// Keys inside of a dictionary of rotary settings: the axes of images, which are all the same position in a text.
+/// Keys of rotary settings for the axes of images; in a text, all axes have the same position.
 const HARMLESS_ROTARY: &[&str] = &["mrope_interleaved", "mrope_section"];
 
-/// Refuses values that describe a model of another kind, in any family.
+/// Refuses values that describe an unsupported kind of model, in any family.
 pub(super) fn check_common(fields: &Fields<'_>) -> Result {
     fields.only("add_cross_attention", false)?;
     fields.only("is_causal", true)?;
@@ -148,7 +149,7 @@ pub(super) fn check_common(fields: &Fields<'_>) -> Result {
     Ok(())
 }
 
-/// The paths of keys that were not read and are not known to be harmless, in order.
+/// Lists the keys that were not read and are not known to be harmless, as sorted paths.
 pub(super) fn unknown(top: &Fields<'_>, model_type: &str, wrapped: bool) -> Vec<String> {
     let unread = top.unread().into_iter().filter(|key| !harmless(key, model_type, wrapped));
     let mut paths: Vec<String> = unread.map(|key| format!("{}{}", key.prefix, key.key)).collect();
@@ -160,14 +161,14 @@ fn harmless(unread: &Unread<'_>, model_type: &str, wrapped: bool) -> bool {
     let Unread { prefix, key, value } = unread;
     let inner = prefix.strip_prefix("text_config.").unwrap_or(prefix);
     if inner.starts_with("rope_parameters.") || inner.starts_with("rope_scaling.") {
-        // A layer type that the model has no layer of.
+        // Settings of a layer type that the model does not have.
         let by_type = ["full_attention", "sliding_attention"].contains(key) && value.is_object();
         let has_types =
             model_type == "gemma4_text" || model_type == "gemma3_text" && inner == "rope_parameters.";
         return HARMLESS_ROTARY.contains(key) || by_type && has_types;
     }
     let around = wrapped && prefix.is_empty();
-    // Dropout is for training; none is what we do.
+    // Dropout is not implemented; a rate of 0 is what runs.
     let no_dropout = key.ends_with("dropout") && value.as_f64() == Some(0.0);
     let of_family = |(family, harmless): &(&str, &str)| model_type.starts_with(family) && harmless == key;
     no_dropout

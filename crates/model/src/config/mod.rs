@@ -1,9 +1,9 @@
-//! config.json of Hugging Face as one description of a decoder, whatever the family.
+//! Parses Hugging Face's config.json into one description of a decoder, the same for all model families.
 //!
 //! A model is an embedding, layers, a norm and an output head. A layer is a mixer (linear attention, softmax
-//! attention, or latent attention with an indexer) and a feed-forward part (dense, experts, or both), each behind a
-//! norm, in Gemma with another one after it. What families differ in is data here, so that one set of layers runs
-//! them all.
+//! attention, or latent attention with an indexer) and a feed-forward part (dense, experts, or both), each
+//! behind a norm, in Gemma with another norm after it. The differences between families are data, so one set
+//! of layers runs them all.
 
 mod deepseek;
 mod fields;
@@ -21,66 +21,66 @@ use crate::error::{Error, Result};
 use fields::Fields;
 pub use rope::Rope;
 
-/// A decoder.
+/// Description of a decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// `model_type` of the text part.
     pub model_type: String,
-    /// V
+    /// V: vocabulary size.
     pub vocabulary: usize,
-    /// H
+    /// H: hidden size.
     pub hidden: usize,
-    /// Inside the root of every norm.
+    /// Epsilon inside the square root of every norm.
     pub eps: f32,
-    /// Whether norms multiply by 1 + w; else by w.
+    /// True if norms multiply by 1 + w, false if by w.
     pub one_plus_norms: bool,
-    /// What embeddings are multiplied by, before rounding to the weight's type.
+    /// Factor of the embeddings, applied before rounding to the weight's type.
     pub embedding_scale: f32,
-    /// The token whose embedding is not learned where it is looked up, as torch's `padding_idx` has it.
+    /// Token whose embedding gets no gradient from lookups, as torch's `padding_idx`.
     pub padding: Option<u32>,
-    /// Whether the output head is the embedding.
+    /// True if the output head shares the embedding's weight.
     pub tied: bool,
-    /// c tanh(x/c) on the logits.
+    /// Soft cap c of the logits: c tanh(x/c).
     pub final_cap: Option<f32>,
-    /// The gated unit of the feed-forward parts.
+    /// Activation function of the gated feed-forward parts.
     pub activation: Activation,
-    /// Longest sequence that the model was made for.
+    /// Longest sequence that the model supports (`max_position_embeddings`).
     pub max_positions: usize,
-    /// Whether a norm follows the mixer and the feed-forward part too.
+    /// True if a norm also follows the mixer and the feed-forward part.
     pub norms_after: bool,
-    /// Whether a layer's output is multiplied by a stored number.
+    /// True if each layer's output is multiplied by a stored scalar.
     pub layer_scalar: bool,
-    /// Inputs of their own for every layer.
+    /// Second embedding that feeds every layer (Gemma 4).
     pub per_layer_inputs: Option<PerLayerInputs>,
-    /// Coefficient of the experts' balance loss, for training.
+    /// Coefficient of the load-balancing loss of the experts, used in training.
     pub router_aux_loss: f32,
-    /// Standard deviation of a new model's matrices.
+    /// Standard deviation of the matrices of a newly initialized model.
     pub initializer_range: f32,
-    /// The layers.
+    /// Layers, first to last.
     pub layers: Vec<Layer>,
 }
 
-/// A second embedding, of which every layer gets its part.
+/// A second embedding with a slice for each layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PerLayerInputs {
-    /// Entries of the second embedding.
+    /// Vocabulary size of the second embedding.
     pub vocabulary: usize,
-    /// P: width for one layer.
+    /// P: width of one layer's slice.
     pub width: usize,
 }
 
 /// One layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layer {
-    /// What mixes tokens.
+    /// Token mixer.
     pub mixer: Mixer,
-    /// Width inside the dense feed-forward part, if there is one.
+    /// Intermediate width of the dense feed-forward part, if the layer has one.
     pub dense: Option<usize>,
-    /// The experts, if there are any.
+    /// Mixture of experts, if the layer has one.
     pub experts: Option<Experts>,
 }
 
-/// What mixes tokens.
+/// Token mixer.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)] // the types are documented
 pub enum Mixer {
@@ -89,140 +89,140 @@ pub enum Mixer {
     Latent(LatentAttention),
 }
 
-/// The gated delta rule behind a convolution.
+/// Linear attention: a short convolution, then the gated delta rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinearAttention {
-    /// Heads of q and k.
+    /// Number of q and k heads.
     pub key_heads: usize,
-    /// Heads of v.
+    /// Number of v heads.
     pub value_heads: usize,
-    /// Width of a head of q and k.
+    /// Width of a q or k head.
     pub key_dim: usize,
-    /// Width of a head of v.
+    /// Width of a v head.
     pub value_dim: usize,
-    /// Taps of the convolution.
+    /// Kernel width of the convolution.
     pub conv_width: usize,
 }
 
 /// Softmax attention.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Attention {
-    /// Heads of q.
+    /// Number of q heads.
     pub heads: usize,
-    /// Heads of k and v.
+    /// Number of k and v heads.
     pub kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Rotation of q and k.
+    /// Rotary embedding of q and k.
     pub rope: Rope,
-    /// What q.k is multiplied by.
+    /// Factor of q.k before the softmax.
     pub scale: f32,
-    /// Query i sees i - W < j <= i.
+    /// Sliding window W: query i attends to keys i - W < j <= i.
     pub window: Option<usize>,
-    /// c tanh(x/c) on the attention logits.
+    /// Soft cap c of the attention logits: c tanh(x/c).
     pub soft_cap: Option<f32>,
-    /// Whether q_proj gives a gate for the output beside each head's query.
+    /// True if q_proj also computes an output gate beside each head's query.
     pub gated: bool,
-    /// Whether q and k are normed before they rotate.
+    /// True if q and k are normalized before the rotary embedding.
     pub qk_norm: bool,
-    /// What the values are, and whether they are normed.
+    /// Source of the values.
     pub values: Values,
-    /// Whether the projections have a bias.
+    /// True if the projections have a bias.
     pub bias: bool,
-    /// The layer whose keys and values this one uses instead of its own.
+    /// Layer whose keys and values this layer uses instead of its own.
     pub shared_from: Option<usize>,
 }
 
-/// Where the values of an attention come from.
+/// Source of the values of softmax attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Values {
-    /// v_proj.
+    /// Output of v_proj.
     Projected,
-    /// v_proj, then a norm without weight.
+    /// Output of v_proj, then a norm without weight.
     Normed,
-    /// k_proj as it is before norm and rotation, then a norm without weight.
+    /// Output of k_proj before k's norm and rotary embedding, then a norm without weight.
     KeysNormed,
 }
 
-/// Attention over compressed keys and values, on the keys that an indexer selects.
+/// Multi-head latent attention: compressed keys and values, restricted to the keys that an indexer selects.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LatentAttention {
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
     /// Width of the compressed query.
     pub q_rank: usize,
     /// Width of the compressed keys and values.
     pub kv_rank: usize,
-    /// Part of a head's query and key that does not rotate.
+    /// Width of the part of a head's query and key without rotary embedding.
     pub nope_dim: usize,
-    /// Part that rotates; the key's is shared by all heads.
+    /// Width of the part with rotary embedding; all heads share the key's.
     pub rope_dim: usize,
     /// Width of a head's value.
     pub value_dim: usize,
-    /// Rotation of the attention, interleaved.
+    /// Rotary embedding of the attention, interleaved.
     pub rope: Rope,
-    /// Rotation of the indexer, half-split.
+    /// Rotary embedding of the indexer, half-split.
     pub indexer_rope: Rope,
-    /// What q.k is multiplied by.
+    /// Factor of q.k before the softmax.
     pub scale: f32,
-    /// Heads of the indexer.
+    /// Number of indexer heads.
     pub index_heads: usize,
-    /// Width of the indexer's heads and of its one key.
+    /// Width of the indexer's heads and of its single key.
     pub index_dim: usize,
-    /// Keys that a query keeps.
+    /// Number of keys selected for a query.
     pub index_topk: usize,
-    /// Whether the first projections and the last have a bias.
+    /// True if the first projections and the last one have a bias.
     pub bias: bool,
 }
 
 /// A mixture of experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Experts {
-    /// E
+    /// E: number of experts.
     pub count: usize,
-    /// Experts of a token.
+    /// Number of experts for each token.
     pub top_k: usize,
-    /// Width inside an expert.
+    /// Intermediate width of an expert.
     pub intermediate: usize,
-    /// How experts are chosen.
+    /// Selection of the experts of a token.
     pub router: Router,
-    /// The expert that every token has.
+    /// Shared expert, applied to every token.
     pub shared: Option<SharedExpert>,
 }
 
-/// How experts are chosen.
+/// Selection of the experts of a token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Router {
-    /// Softmax of mlp.gate's logits.
+    /// Softmax of the logits of mlp.gate.
     Softmax {
-        /// Whether the weights of a token are brought to a sum of 1.
+        /// True if the weights of a token are normalized to a sum of 1.
         normalise: bool,
     },
-    /// Sigmoid with a bias for the choice, groups first (DeepSeek).
+    /// Sigmoid scores, a bias used for selection only, groups selected first (DeepSeek).
     SigmoidGroups {
-        /// Groups of experts.
+        /// Number of expert groups.
         groups: usize,
-        /// Groups that are kept.
+        /// Number of groups selected for a token.
         kept_groups: usize,
-        /// Whether the weights of a token are divided by their sum.
+        /// True if the weights of a token are divided by their sum.
         normalise: bool,
-        /// What weights are multiplied by.
+        /// Factor of the weights.
         scaling: f32,
     },
-    /// Softmax on the normed residual, with a scale for each dimension and each expert (Gemma 4).
+    /// Softmax on the normalized residual stream, with a scale per dimension and per expert (Gemma 4).
     Normed,
 }
 
-/// The expert that every token has.
+/// Shared expert, applied to every token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SharedExpert {
-    /// Width inside.
+    /// Intermediate width.
     pub intermediate: usize,
-    /// Whether its output is multiplied by a gate.
+    /// True if a gate multiplies its output.
     pub gated: bool,
 }
 
-/// Values of `model_type` that can be run; those without `_text` wrap a `text_config`.
+/// Supported values of `model_type`. A type that also exists with the suffix `_text` wraps a `text_config`.
 pub const MODEL_TYPES: [&str; 11] = [
     "qwen3_next",
     "qwen3_5",
@@ -238,13 +238,13 @@ pub const MODEL_TYPES: [&str; 11] = [
 ];
 
 impl Config {
-    /// Reads config.json; `file` is named in errors.
+    /// Parses config.json; errors name `file`.
     pub fn parse(config: &Value, file: &Path) -> Result<Config> {
         Ok(Config::parse_all(config, file)?.0)
     }
 
-    /// The paths of the keys of a config.json that have no effect here and that are not known to be harmless:
-    /// `text_config.foo`, in order. An error if the file cannot be used.
+    /// Lists the keys of config.json that have no effect here and are not known to be harmless, as sorted
+    /// paths such as `text_config.foo`. Fails if the file is invalid.
     pub fn unknown_keys(config: &Value, file: &Path) -> Result<Vec<String>> {
         Ok(Config::parse_all(config, file)?.1)
     }
@@ -264,8 +264,7 @@ impl Config {
             && model_type != around
             && model_type.strip_suffix("_text") != Some(around)
         {
-            let problem =
-                format!("is {around:?}, which is not known to hold a text model of type {model_type:?}");
+            let problem = format!("is {around:?}, which cannot wrap a text model of type {model_type:?}");
             return Err(top.error("model_type", problem));
         }
         keys::check_common(&top)?;
@@ -276,7 +275,7 @@ impl Config {
             "deepseek_v32" => deepseek::parse(&fields),
             _ => Err(fields.error(
                 "model_type",
-                format!("is {model_type:?}, which is not supported; known: {}", MODEL_TYPES.join(", ")),
+                format!("is {model_type:?}, which is not supported; use one of: {}", MODEL_TYPES.join(", ")),
             )),
         }?;
         if model_type != "gemma4_text" {
@@ -284,8 +283,8 @@ impl Config {
         }
         if wrapped && top.get("tie_word_embeddings").is_some() {
             let tied = top.flag("tie_word_embeddings", config.tied)?;
-            if fields.says("tie_word_embeddings") && tied != config.tied {
-                let problem = format!("is {tied}, and `text_config.tie_word_embeddings` is {}", config.tied);
+            if fields.contains("tie_word_embeddings") && tied != config.tied {
+                let problem = format!("is {tied}, but `text_config.tie_word_embeddings` is {}", config.tied);
                 return Err(top.error("tie_word_embeddings", problem));
             }
             config.tied = tied;
@@ -294,14 +293,14 @@ impl Config {
         Ok((config, unknown))
     }
 
-    /// Layers that have an indexer.
+    /// Returns true if a layer has an indexer.
     pub fn has_indexer(&self) -> bool {
         self.layers.iter().any(|layer| matches!(layer.mixer, Mixer::Latent(_)))
     }
 }
 
 impl Layer {
-    /// The name of the mixer's module.
+    /// Returns the module name of the mixer.
     pub fn mixer_name(&self) -> &'static str {
         match self.mixer {
             Mixer::Linear(_) => "linear_attn",
@@ -310,38 +309,42 @@ impl Layer {
     }
 }
 
-/// The token whose embedding is not learned; `default` where the file names none, none where it says null.
+/// Reads `pad_token_id`: `default` if it is missing, `None` if it is null.
 fn padding(fields: &Fields<'_>, default: Option<u32>, vocabulary: usize) -> Result<Option<u32>> {
     let field = "pad_token_id";
-    if !fields.says(field) {
+    if !fields.contains(field) {
         return Ok(default);
     }
     match fields.whole(field)? {
         Some(id) if id >= vocabulary => {
-            Err(fields.error(field, format!("is {id}, outside the vocabulary of {vocabulary}")))
+            Err(fields.error(field, format!("must be below vocab_size ({vocabulary}), got {id}")))
         }
         id => Ok(id.map(|id| id as u32)),
     }
 }
 
-/// 0 stands for the default there, as in transformers.
+/// Reads `initializer_range`; 0 means the default, as in transformers.
 fn initializer_range(fields: &Fields<'_>) -> Result<f32> {
     let range = fields.number("initializer_range")?.filter(|range| *range != 0.0);
     Ok(range.unwrap_or(0.02) as f32)
 }
 
-/// `part` heads must divide `whole` heads.
+/// Checks that `part` divides `whole`; errors name `field`, which holds `part`.
 fn check_heads(fields: &Fields<'_>, whole: usize, part: usize, field: &str) -> Result {
     if part > 0 && whole.is_multiple_of(part) {
         return Ok(());
     }
-    Err(fields.error(field, format!("is {part}, which does not divide {whole} heads")))
+    Err(fields.error(field, format!("must divide {whole}, got {part}")))
 }
 
-fn experts_fit(fields: &Fields<'_>, count: usize, top_k: usize, field: &str) -> Result {
-    if top_k <= count { Ok(()) } else { Err(fields.error(field, format!("is {top_k} of {count} experts"))) }
+/// Checks that a token can have `top_k` of `count` experts.
+fn check_top_k(fields: &Fields<'_>, count: usize, top_k: usize, field: &str) -> Result {
+    if top_k <= count {
+        return Ok(());
+    }
+    Err(fields.error(field, format!("must be at most the number of experts ({count}), got {top_k}")))
 }
 
 fn unsupported_layer(fields: &Fields<'_>, kind: &str, known: &str) -> Error {
-    fields.error("layer_types", format!("has {kind:?}, which is not supported; known: {known}"))
+    fields.error("layer_types", format!("has {kind:?}, which is not supported; use {known}"))
 }

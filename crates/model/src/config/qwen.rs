@@ -1,4 +1,4 @@
-//! qwen3_next, qwen3_5_text, qwen3_5_moe_text.
+//! Parser of the Qwen family: qwen3_next, qwen3_5_text, qwen3_5_moe_text.
 
 use ballast_kernels::glu::Activation;
 use serde_json::json;
@@ -6,7 +6,7 @@ use serde_json::json;
 use super::fields::Fields;
 use super::{
     Attention, Config, Experts, Layer, LinearAttention, Mixer, Router, SharedExpert, Values, check_heads,
-    experts_fit, padding, rope, unsupported_layer,
+    check_top_k, padding, rope, unsupported_layer,
 };
 use crate::error::Result;
 
@@ -56,12 +56,14 @@ pub(super) fn parse(fields: &Fields<'_>, model_type: &str) -> Result<Config> {
     };
     check_heads(fields, linear.value_heads, linear.key_heads, "linear_num_key_heads")?;
     if !(2..=8).contains(&linear.conv_width) {
-        return Err(fields.error("linear_conv_kernel_dim", format!("is {}; 2 to 8", linear.conv_width)));
+        return Err(
+            fields.error("linear_conv_kernel_dim", format!("must be 2 to 8, got {}", linear.conv_width))
+        );
     }
     let mixture = if moe {
         let count = fields.count("num_experts", experts)?;
         let top_k = fields.count("num_experts_per_tok", per_token)?;
-        experts_fit(fields, count, top_k, "num_experts_per_tok")?;
+        check_top_k(fields, count, top_k, "num_experts_per_tok")?;
         let intermediate = fields.count("shared_expert_intermediate_size", 512)?;
         Some(Experts {
             count,

@@ -1,38 +1,39 @@
-//! Rotary settings, in the places where configurations of several ages keep them, read as transformers 5.22 reads them.
+//! Rotary settings (RoPE), from all places where old and new config.json files keep them, read as
+//! transformers 5.22 does.
 //!
-//! | family | dictionary | key that it lacks |
+//! | family | dictionary | source of a missing key |
 //! |---|---|---|
 //! | qwen, gemma2, deepseek | `rope_scaling` if it has entries, else `rope_parameters` | beside it: `rope_theta`, `partial_rotary_factor`, then the default |
 //! | gemma3, full layers | `rope_parameters.full_attention`, overridden key by key by `rope_scaling` | `rope_theta` beside it, then 1e6 |
 //! | gemma3, sliding layers | `rope_parameters.sliding_attention` | `rope_local_base_freq` beside it, then 1e4 |
-//! | gemma4 | `rope_scaling` or `rope_parameters`, by layer type | the base must be there |
+//! | gemma4 | `rope_scaling` or `rope_parameters`, by layer type | none: `rope_theta` is required |
 //!
-//! A part of the head rotates in Qwen models and under type `proportional`; everywhere else type `default` ignores
-//! `partial_rotary_factor`. A key that is ignored is not read, so the caller's list of unread keys names it.
+//! Only Qwen models and type `proportional` rotate a part of the head; elsewhere type `default` ignores
+//! `partial_rotary_factor`. An ignored key is not read, so the list of unread keys reports it.
 
 use ballast_kernels::rotary::{Frequencies, Layout, Rotary, Yarn, yarn_mscale};
 
 use super::fields::Fields;
 use crate::error::Result;
 
-/// A rotation.
+/// Rotary position embedding.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rope {
-    /// Base of the frequencies.
+    /// Base of the frequencies (`rope_theta`).
     pub theta: f64,
-    /// How they follow from it.
+    /// Rule that derives the frequencies from the base.
     pub frequencies: Frequencies,
-    /// Where the members of a pair lie.
+    /// Placement of the two elements of a rotated pair.
     pub layout: Layout,
 }
 
 impl Rope {
-    /// Sines and cosines can be made of this.
+    /// Creates the sines and cosines; fails on invalid settings.
     pub fn rotary(&self) -> Result<Rotary> {
         Ok(Rotary::new(self.frequencies, self.theta, self.layout)?)
     }
 
-    /// What DeepSeek multiplies its softmax scale with when yarn stretches the context.
+    /// Factor of DeepSeek's softmax scale when yarn extends the context.
     pub(super) fn softmax_factor(&self) -> f64 {
         match self.frequencies {
             Frequencies::Yarn { yarn, .. } => match yarn.mscale_all_dim {
@@ -44,41 +45,41 @@ impl Rope {
     }
 }
 
-/// The defaults and abilities of a family.
+/// Defaults and abilities of a model family.
 pub(super) struct Family {
-    /// Base where the file names none.
+    /// Default of `rope_theta`.
     pub(super) theta: f64,
-    /// `partial_rotary_factor` where the file names none.
+    /// Default of `partial_rotary_factor`.
     pub(super) partial: f64,
-    /// Returns true if a rotation can leave the end of a head alone.
+    /// True if the family can rotate only the first part of a head.
     pub(super) rotates_part: bool,
     pub(super) max_positions: usize,
 }
 
-/// The place of one rotation's settings.
+/// Places where the settings of one rotary embedding are read from.
 struct Settings<'a> {
-    /// Dictionaries that hold the keys, the one that wins first.
+    /// Dictionaries that hold the keys, by descending precedence.
     own: Vec<Fields<'a>>,
-    /// The object around them, for errors.
+    /// Object that contains the dictionaries.
     around: Fields<'a>,
-    /// Returns true if `type`, the older name, is read where `rope_type` is missing.
+    /// True if `type`, the older name, is read when `rope_type` is missing.
     older_name: bool,
     theta: Theta,
     /// Dictionary that holds `truncate`.
     truncate: Option<Fields<'a>>,
-    /// Returns true if the context before yarn, where it stands beside the dictionaries, takes precedence over them.
+    /// True if `original_max_position_embeddings` beside the dictionaries takes precedence over theirs.
     original_beside: bool,
 }
 
-/// The base of a dictionary that lacks it.
+/// Source of `rope_theta` when the dictionaries lack it.
 enum Theta {
-    /// This field beside the dictionary, else the number.
+    /// This field beside the dictionary, else this default.
     Beside(&'static str, f64),
-    /// There is none.
+    /// None: a missing key is an error.
     Required,
 }
 
-/// The rotation of a family with one for all layers; `layer_types` are the values that it knows.
+/// Reads the rotary embedding of a family that uses one for all layers; `layer_types` are its layer types.
 pub(super) fn flat(
     fields: &Fields<'_>,
     layer_types: &[&str],
@@ -89,9 +90,10 @@ pub(super) fn flat(
     if let Some(own) = &own
         && let Some(nested) = own.keys().find(|key| layer_types.contains(&key.as_str()))
     {
-        return Err(
-            own.error(nested, "has settings by layer type; this family has one rotation for all layers")
-        );
+        return Err(own.error(
+            nested,
+            "has settings by layer type; this family has one rotary embedding for all layers",
+        ));
     }
     let settings = Settings {
         truncate: own.clone(),
@@ -104,21 +106,21 @@ pub(super) fn flat(
     settings.rope(head_dim, family)
 }
 
-/// The dictionary of a family with one rotation for all layers: `rope_scaling` takes the place of `rope_parameters`.
+/// Returns the dictionary of a family with one rotary embedding: `rope_scaling` replaces `rope_parameters`.
 pub(super) fn flat_dictionary<'a>(fields: &Fields<'a>) -> Result<Option<Fields<'a>>> {
     let parameters = fields.object("rope_parameters")?;
     let scaling = fields.object("rope_scaling")?.filter(|scaling| scaling.keys().next().is_some());
     Ok(scaling.or(parameters))
 }
 
-/// The rotation of Gemma 3's layers of one type.
+/// Reads the rotary embedding of Gemma 3's full or sliding layers.
 pub(super) fn gemma3(fields: &Fields<'_>, full: bool, head_dim: usize, family: &Family) -> Result<Rope> {
     let layer_type = if full { "full_attention" } else { "sliding_attention" };
     let parameters = fields.object("rope_parameters")?;
     let by_type = parameters.as_ref().map(|all| all.object(layer_type)).transpose()?.flatten();
     let scaling = if full { fields.object("rope_scaling")? } else { None };
     if let (Some(_), Some(parameters), None) = (&scaling, &parameters, &by_type) {
-        return Err(parameters.error(layer_type, "is missing; `rope_scaling` needs it to change it"));
+        return Err(parameters.error(layer_type, "is missing; `rope_scaling` overrides its keys"));
     }
     // Without a dictionary of its own a layer type starts from one that has `rope_type`.
     let older_name = by_type.is_some();
@@ -134,12 +136,12 @@ pub(super) fn gemma3(fields: &Fields<'_>, full: bool, head_dim: usize, family: &
     settings.rope(head_dim, family)
 }
 
-/// The rotation of Gemma 4's layers of one type.
+/// Reads the rotary embedding of Gemma 4's full or sliding layers.
 pub(super) fn gemma4(fields: &Fields<'_>, full: bool, head_dim: usize, family: &Family) -> Result<Rope> {
     let layer_type = if full { "full_attention" } else { "sliding_attention" };
     let (parameters, scaling) = (fields.object("rope_parameters")?, fields.object("rope_scaling")?);
     if parameters.is_some() && scaling.is_some() {
-        let problem = "stands beside `rope_parameters`, which transformers then ignores; keep one of them";
+        let problem = "and `rope_parameters` are both set; keep one of them";
         return Err(fields.error("rope_scaling", problem));
     }
     let Some(all) = scaling.or(parameters) else {
@@ -152,7 +154,7 @@ pub(super) fn gemma4(fields: &Fields<'_>, full: bool, head_dim: usize, family: &
         return checked(fields, Rope { theta, frequencies, layout: Layout::HalfSplit });
     };
     let Some(own) = all.object(layer_type)? else {
-        return Err(all.error(layer_type, "is missing; Gemma 4 has rotary settings by layer type"));
+        return Err(all.error(layer_type, "is missing; Gemma 4 needs rotary settings for each layer type"));
     };
     let settings = Settings {
         own: vec![own],
@@ -166,21 +168,21 @@ pub(super) fn gemma4(fields: &Fields<'_>, full: bool, head_dim: usize, family: &
 }
 
 impl<'a> Settings<'a> {
-    /// The dictionary that has `field`, be it null.
-    fn having(&self, field: &str) -> Option<&Fields<'a>> {
-        self.own.iter().find(|own| own.says(field))
+    /// Returns the first dictionary that contains `field`, even if it is null.
+    fn dictionary_with(&self, field: &str) -> Option<&Fields<'a>> {
+        self.own.iter().find(|own| own.contains(field))
     }
 
-    /// Reads `field` where it is; `None` where it is nowhere.
+    /// Reads `field` from the first dictionary that contains it; `None` if none does.
     fn find<T>(&self, field: &str, read: impl Fn(&Fields<'a>, &str) -> Result<T>) -> Result<Option<T>> {
-        self.having(field).map(|own| read(own, field)).transpose()
+        self.dictionary_with(field).map(|own| read(own, field)).transpose()
     }
 
     fn rope(&self, head_dim: usize, family: &Family) -> Result<Rope> {
         let kind = self.kind()?;
         let theta = match (self.find("rope_theta", |own, field| own.positive(field, 1.0))?, &self.theta) {
             (Some(theta), Theta::Beside(field, _)) => {
-                self.around.note_copy(field, theta);
+                self.around.mark_copy_read(field, theta);
                 theta
             }
             (Some(theta), Theta::Required) => theta,
@@ -207,14 +209,14 @@ impl<'a> Settings<'a> {
             },
             other => {
                 let known = "default, linear, proportional, yarn";
-                let problem = format!("is {other:?}, which is not supported; known: {known}");
+                let problem = format!("is {other:?}, which is not supported; use {known}");
                 return Err(self.place().error("rope_type", problem));
             }
         };
         checked(self.place(), Rope { theta, frequencies, layout: Layout::HalfSplit })
     }
 
-    /// The object that errors name.
+    /// Returns the object that errors name.
     fn place(&self) -> &Fields<'a> {
         self.own.first().unwrap_or(&self.around)
     }
@@ -222,10 +224,10 @@ impl<'a> Settings<'a> {
     fn kind(&self) -> Result<&'a str> {
         let text = |own: &Fields<'a>, field: &str| match own.text(field)? {
             Some(text) => Ok(text),
-            None => Err(own.error(field, "is null; give it a value or remove it")),
+            None => Err(own.error(field, "is null; set a value or remove it")),
         };
         if let Some(kind) = self.find("rope_type", text)? {
-            self.own.iter().for_each(|own| own.note_copy("type", kind));
+            self.own.iter().for_each(|own| own.mark_copy_read("type", kind));
             return Ok(kind);
         }
         match self.find("type", text)? {
@@ -237,34 +239,34 @@ impl<'a> Settings<'a> {
         }
     }
 
-    /// `partial_rotary_factor`, of the dictionary, beside it, or the default.
+    /// Reads `partial_rotary_factor` from the dictionaries, else beside them, else the default.
     fn partial(&self, family: &Family) -> Result<f64> {
         let field = "partial_rotary_factor";
         let partial = match self.find(field, |own, field| own.positive(field, 1.0))? {
             Some(partial) => {
-                self.around.note_copy(field, partial);
+                self.around.mark_copy_read(field, partial);
                 partial
             }
-            // Null beside the dictionary stands for all of the head.
-            None if self.around.says(field) => self.around.positive_or_none(field)?.unwrap_or(1.0),
+            // Null beside the dictionary means the whole head.
+            None if self.around.contains(field) => self.around.positive_or_none(field)?.unwrap_or(1.0),
             None => family.partial,
         };
         if partial > 1.0 {
-            let place = self.having(field).unwrap_or(&self.around);
-            return Err(place.error(field, format!("is {partial}; at most 1")));
+            let place = self.dictionary_with(field).unwrap_or(&self.around);
+            return Err(place.error(field, format!("must be at most 1, got {partial}")));
         }
         Ok(partial)
     }
 
-    /// Dimensions that rotate.
+    /// Number of dimensions of a head that rotate.
     fn dims(&self, head_dim: usize, family: &Family) -> Result<usize> {
         let partial = self.partial(family)?;
         let dims = (head_dim as f64 * partial) as usize;
         if dims < head_dim && !family.rotates_part {
             let field = "partial_rotary_factor";
-            let place = self.having(field).unwrap_or(&self.around);
+            let place = self.dictionary_with(field).unwrap_or(&self.around);
             let problem =
-                format!("is {partial}; heads of this family rotate as a whole, except in type proportional");
+                format!("must be 1 for this family unless the rope type is proportional, got {partial}");
             return Err(place.error(field, problem));
         }
         Ok(dims)
@@ -273,7 +275,7 @@ impl<'a> Settings<'a> {
     fn yarn(&self, max_positions: usize) -> Result<Yarn> {
         let usual = Yarn::new(1.0, max_positions);
         let field = "original_max_position_embeddings";
-        let original = if self.original_beside && self.around.says(field) {
+        let original = if self.original_beside && self.around.contains(field) {
             self.around.count(field, max_positions)?
         } else {
             self.find(field, |own, field| own.count(field, max_positions))?.unwrap_or(max_positions)
@@ -281,7 +283,7 @@ impl<'a> Settings<'a> {
         let Some(factor) = self.find("factor", Fields::positive_or_none)? else {
             return Err(self.place().error("factor", "is missing; type yarn needs it"));
         };
-        // 0 and null stand for the default there.
+        // 0 and null mean the default.
         let beta = |field: &str| -> Result<Option<f64>> {
             Ok(self.find(field, Fields::number)?.flatten().filter(|beta| *beta != 0.0))
         };
@@ -298,8 +300,8 @@ impl<'a> Settings<'a> {
     }
 }
 
-/// The rotation, if sines and cosines can be made of it.
+/// Returns `rope` if its sines and cosines can be computed.
 fn checked(place: &Fields<'_>, rope: Rope) -> Result<Rope> {
-    rope.rotary().map_err(|e| place.error("rope_theta", format!("cannot be used: {e}")))?;
+    rope.rotary().map_err(|e| place.error("rope_theta", format!("is invalid: {e}")))?;
     Ok(rope)
 }
