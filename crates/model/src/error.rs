@@ -17,7 +17,7 @@ pub enum Error {
         file: PathBuf,
         /// The field.
         field: String,
-        /// What is wrong with it.
+        /// Description of the problem.
         problem: String,
     },
     /// The checkpoint cannot be read or written.
@@ -39,7 +39,7 @@ pub enum Error {
     Text {
         /// The file.
         file: PathBuf,
-        /// What is wrong with it.
+        /// Description of the problem.
         problem: String,
     },
     /// A NaN or infinity where only finite values are allowed.

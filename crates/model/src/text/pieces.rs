@@ -8,7 +8,7 @@
 //! - and no token can span the position: there the pre-tokenizer ends a piece in both windows, or no token of
 //!   the vocabulary has the two characters on its sides next to each other.
 //!
-//! A pre-tokenizer goes on from the end of one piece by the text behind it, and models look at one piece.
+//! A pre-tokenizer continues after a piece by the following text only, and models see one piece at a time.
 //! Where there is no pre-tokenizer, neither merges (BPE) nor a best path (Unigram) reach across two
 //! characters that no token has in a row. Two windows that cannot be joined are encoded as one, and the next
 //! window is twice as long; so a text without any such position is encoded as a whole.

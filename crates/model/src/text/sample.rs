@@ -8,9 +8,8 @@
 //!   are removed, but never the highest;
 //! - min-p: tokens with p < min_p max p are removed.
 //!
-//! Then one is drawn from the softmax of what is left. Scores and probabilities are f64, so that every
-//! temperature above 0 is one: the smaller it is, the nearer to greedy, the larger, the nearer to all tokens
-//! alike.
+//! Then a token is drawn from the softmax of the remaining scores. Scores and probabilities are f64, so every
+//! temperature above 0 works: small ones approach greedy, large ones the uniform distribution.
 
 use crate::error::{Error, Result};
 use crate::random::Rng;
