@@ -46,7 +46,7 @@ fn errors_show_no_escaped_line_breaks() {
         (
             [&train[..], &lora].concat(),
             3,
-            "these cannot carry an adapter; leave them out: model.embed_tokens: an embedding; ",
+            "these modules cannot have an adapter; exclude them: model.embed_tokens: an embedding; ",
         ),
         (vec!["train", "--config", "bad.toml"], 2, "bad.toml: line 2: "),
         (vec!["train", "--config", "type.toml"], 2, "type.toml: "),

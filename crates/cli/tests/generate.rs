@@ -256,7 +256,9 @@ fn a_model_that_does_not_fit_in_memory_is_refused_with_both_figures() {
     }
     let config = std::fs::read_to_string(scratch.path("src/config.json")).unwrap();
     scratch.put("src/config.json", config.replace("\"vocab_size\": 160", &format!("\"vocab_size\": {ROWS}")));
-    generate(&scratch, "a", &[]).exits(4).says(&["the model's parameters needs", "are available"]);
+    generate(&scratch, "a", &[])
+        .exits(4)
+        .says(&["not enough memory for the model's parameters", "available"]);
 }
 
 #[test]

@@ -37,7 +37,7 @@ fn a_trace_of_a_model_with_nan_is_exit_code_5_and_names_the_first_tensor() {
         let mut command = ballast(["trace", "--force"]);
         command.args(arguments).arg(&spoiled).arg("--ids").arg(&golden).arg("--out").arg(&out);
         let run = common::run(&mut command).exits(5).says(&[
-            "not finite",
+            "non-finite",
             "param.layers.1.mlp.up_proj.weight",
             "1 of ",
             "1 NaN",
@@ -62,5 +62,7 @@ fn an_oracle_whose_result_is_not_finite_and_not_compared_is_exit_code_5() {
         ("v", &shape[..], &[1.0, f32::INFINITY][..]),
     ];
     write_f32(&path, &tensors, &[], false).unwrap();
-    common::run(ballast(["oracle", "attention"]).arg(&path)).exits(5).says(&["not finite: o, 1 of 2 values"]);
+    common::run(ballast(["oracle", "attention"]).arg(&path))
+        .exits(5)
+        .says(&["non-finite value: o, 1 of 2 values"]);
 }

@@ -196,7 +196,7 @@ fn an_oracle_whose_result_does_not_fit_in_memory_is_exit_code_4() {
     let scratch = Scratch::new();
     let (q, k, w) = ([1, 2, 1, 1], [1, 2, 1], [1, 2, 1]);
     let file = tensors(&scratch, &[("topk", "100000000000")], &[("q", &q), ("k", &k), ("w", &w)]);
-    common::run(ballast(["oracle", "indexer"]).arg(&file)).exits(4).says(&["needs", "bytes of memory"]);
+    common::run(ballast(["oracle", "indexer"]).arg(&file)).exits(4).says(&["needed", "bytes of memory"]);
     let most = usize::MAX.to_string();
     common::run(ballast(["oracle", "indexer", "--topk", &most]).arg(&file)).exits(4);
     // A state of 10^12 values from two megabytes of input.

@@ -184,5 +184,9 @@ fn mistakes_are_named() {
     let bad = config.replace("\"intermediate_size\": 96", "\"intermediate_size\": 90");
     fs::write(bare.join("config.json"), bad).unwrap();
     let listed = run(&["trace", &text(&bare), "--ids", &golden]).exits(3);
-    assert!(listed.stderr.contains("misshapen:") && listed.stderr.lines().count() > 10, "{}", listed.stderr);
+    assert!(
+        listed.stderr.contains("of the wrong shape:") && listed.stderr.lines().count() > 10,
+        "{}",
+        listed.stderr
+    );
 }

@@ -1,60 +1,60 @@
-//! The one error type of this crate.
+//! Error type of this crate.
 
 use std::path::PathBuf;
 
 use ballast_kernels::KernelError;
 
-/// Shorthand for results of this crate.
+/// Result type of this crate.
 pub type Result<T = (), E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, where, and what to do about it.
+/// Error of this crate; the message says what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A field of config.json that cannot be used.
+    /// A field of config.json is invalid or unsupported.
     #[error("{}: `{field}` {problem}", file.display())]
     Config {
         /// The config file.
         file: PathBuf,
         /// The field.
         field: String,
-        /// What is wrong with it.
+        /// Description of the problem.
         problem: String,
     },
     /// The checkpoint cannot be read or written.
     #[error(transparent)]
     Checkpoint(#[from] ballast_checkpoint::Error),
-    /// The checkpoint's tensors are not those of the configuration.
-    #[error("{}: the tensors are not those that config.json describes\n{problems}", root.display())]
+    /// The checkpoint's tensors do not match its configuration.
+    #[error("{}: tensors do not match config.json\n{problems}", root.display())]
     Tensors {
         /// The checkpoint.
         root: PathBuf,
-        /// All that is missing, extra or misshapen.
+        /// Missing tensors, extra tensors, and tensors of the wrong shape.
         problems: Mismatch,
     },
-    /// A precision that does not exist.
-    #[error("no precision is called {0:?}; known: {known}", known = crate::precision::PRESETS.map(|(name, _)| name).join(", "))]
+    /// Unknown precision preset.
+    #[error("unknown precision {0:?}; known: {known}", known = crate::precision::PRESETS.map(|(name, _)| name).join(", "))]
     Precision(String),
-    /// A tokenizer, template, conversation or settings file that cannot be used.
+    /// A tokenizer, template, conversation or settings file is invalid.
     #[error("{}: {problem}", file.display())]
     Text {
         /// The file.
         file: PathBuf,
-        /// What is wrong with it.
+        /// Description of the problem.
         problem: String,
     },
-    /// A NaN or an infinity where none may be.
-    #[error("not finite: {0}")]
+    /// A NaN or infinity where only finite values are allowed.
+    #[error("non-finite value: {0}")]
     NotFinite(String),
-    /// Ids, lengths or settings that do not fit the model.
+    /// Token ids, lengths or settings do not fit the model.
     #[error("{0}")]
     Input(String),
-    /// Shapes that do not fit a kernel.
+    /// Invalid arguments of a kernel.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// It would not fit in memory.
-    #[error("{what} needs {needed} bytes of memory, and {available} are available")]
+    /// Not enough memory.
+    #[error("not enough memory for {what}: {needed} bytes of memory needed, {available} available")]
     Memory {
-        /// What was asked for.
+        /// Purpose of the memory.
         what: String,
         /// Bytes needed.
         needed: u64,
@@ -63,19 +63,19 @@ pub enum Error {
     },
 }
 
-/// How a checkpoint's tensors differ from those of a configuration.
+/// Differences between a checkpoint's tensors and those of a configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mismatch {
-    /// Names that are not there.
+    /// Tensors that the checkpoint lacks.
     pub missing: Vec<String>,
-    /// Names that belong to no part of the model.
+    /// Tensors that no part of the model uses.
     pub extra: Vec<String>,
-    /// Name, shape that was found, shape that was expected.
+    /// Tensors of the wrong shape: name, shape found, shape expected.
     pub misshapen: Vec<(String, Vec<u64>, Vec<u64>)>,
 }
 
 impl Mismatch {
-    /// Whether there is nothing to complain of.
+    /// Returns true if there are no differences.
     pub fn is_empty(&self) -> bool {
         self.missing.is_empty() && self.extra.is_empty() && self.misshapen.is_empty()
     }
@@ -87,9 +87,11 @@ impl std::fmt::Display for Mismatch {
         let misshapen: Vec<String> = self
             .misshapen
             .iter()
-            .map(|(name, found, expected)| format!("{name}: {found:?} where {expected:?} is expected"))
+            .map(|(name, found, expected)| format!("{name}: shape must be {expected:?}, got {found:?}"))
             .collect();
-        for (what, names) in [("missing", &self.missing), ("extra", &self.extra), ("misshapen", &misshapen)] {
+        for (what, names) in
+            [("missing", &self.missing), ("extra", &self.extra), ("of the wrong shape", &misshapen)]
+        {
             if names.is_empty() {
                 continue;
             }

@@ -1,17 +1,19 @@
-//! A new model: parameters drawn at random, as transformers starts them.
+//! Random initialization of a new model, as in transformers.
 //!
-//! | tensor | start |
+//! | tensor | initial value |
 //! |---|---|
 //! | matrices, convolutions, embeddings | N(0, `initializer_range`); the padding token's embedding 0 |
 //! | biases, weights of norms that multiply by 1 + w, the routers' correction | 0 |
 //! | weights of other norms, `dt_bias`, scales | 1 |
-//! | `A_log` | ln U(0.01, 16): no head without decay, none whose logarithm is infinite |
+//! | `A_log` | ln U(0.01, 16): every head decays, and every logarithm is finite |
 //!
-//! With `dt_bias` at 1 most heads forget within a few tokens. [`Model::draw_time_steps`] makes some that remember, as Megatron
-//! and the Mamba models start: softplus(dt_bias) = dt, ln dt drawn evenly between ln 0.001 and ln 0.1.
+//! With `dt_bias` at 1 most heads forget within a few tokens. [`Model::draw_time_steps`] gives some a long
+//! memory, as Megatron and the Mamba models do: softplus(dt_bias) = dt, ln dt uniform between ln 0.001 and ln
+//! 0.1.
 //!
-//! All values are drawn in f32 and then cast, block by block of a tensor, each with a generator seeded by the model's seed,
-//! the tensor's name and the block: neither threads nor other tensors nor the storage type change them.
+//! All values are drawn in f32 and then cast, block by block of a tensor, each with a generator seeded by the
+//! model's seed, the tensor's name and the block: neither threads nor other tensors nor the storage type
+//! change them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -30,18 +32,18 @@ use crate::params::{Init, Protected, Spec, Weight};
 use crate::precision::Precision;
 use crate::random::Rng;
 
-/// Elements that one generator draws.
+/// Number of elements drawn by one generator.
 const BLOCK: usize = 1 << 16;
 
-/// What the decay rates are drawn from.
+/// Range of the decay rates.
 const DECAY_RATES: std::ops::Range<f64> = 0.01..16.0;
 
-/// What time steps are drawn from.
+/// Range of the time steps.
 const TIME_STEPS: std::ops::Range<f64> = 0.001..0.1;
 
 impl Model {
-    /// Draws the `dt_bias` of every head anew, so that a model that was just made, in f32, has heads that remember for long. Returns
-    /// how many tensors that are.
+    /// Redraws the `dt_bias` of every head of a new f32 model, so that some heads have a long memory. Returns
+    /// the number of tensors changed.
     pub fn draw_time_steps(&mut self, seed: u64) -> usize {
         let (from, to) = (TIME_STEPS.start.ln(), TIME_STEPS.end.ln());
         let mut tensors = 0;
@@ -63,8 +65,9 @@ impl Model {
         tensors
     }
 
-    /// A new model of a config.json's content; `precision` is made for its configuration. Of a configuration with a vision
-    /// part, the text model. [`Model::save`] writes it in the layout that transformers has for it.
+    /// Creates a new model from the content of a config.json; `precision` is called with the parsed
+    /// configuration. A configuration with a vision part gives the text model. [`Model::save`] writes it in
+    /// transformers' layout.
     pub fn init(
         config: &Value,
         precision: impl FnOnce(&Config) -> Result<Precision>,
@@ -93,7 +96,7 @@ impl Model {
     }
 }
 
-/// The values that a parameter starts with.
+/// Returns the initial values of a parameter.
 fn values(spec: &Spec, config: &Config, seed: u64) -> Vec<f32> {
     let mut values = vec![0.0; spec.len()];
     match spec.init {
@@ -119,7 +122,7 @@ fn values(spec: &Spec, config: &Config, seed: u64) -> Vec<f32> {
     values
 }
 
-/// Fills a tensor with pairs of draws.
+/// Fills a tensor with pairs of random values.
 pub(crate) fn draw(values: &mut [f32], name: &str, seed: u64, pair: impl Fn(&mut Rng) -> [f64; 2] + Sync) {
     values.par_chunks_mut(BLOCK).enumerate().for_each(|(block, values)| {
         let mut rng = Rng::of(seed, name, block as u64);
@@ -131,14 +134,14 @@ pub(crate) fn draw(values: &mut [f32], name: &str, seed: u64, pair: impl Fn(&mut
     });
 }
 
-/// The text part of a config.json, with what a reader needs to know without it.
+/// Returns the text part of a config.json, completed so that it can stand alone.
 fn text_json(config: &Value, parsed: &Config) -> Value {
     let mut json = config.get("text_config").filter(|text| !text.is_null()).unwrap_or(config).clone();
     json["model_type"] = json!(parsed.model_type);
     json["tie_word_embeddings"] = json!(parsed.tied);
     json["dtype"] = json!("float32"); // until it is saved
     if parsed.final_cap.is_none() && json.get("final_logit_softcapping").is_some() {
-        // Gemma 3 has no such cap inside a model with vision.
+        // Gemma 3 has no logit cap inside a vision model.
         json["final_logit_softcapping"] = Value::Null;
     }
     if let Some(class) = class(&parsed.model_type) {
@@ -147,7 +150,7 @@ fn text_json(config: &Value, parsed: &Config) -> Value {
     json
 }
 
-/// The class of transformers that runs a text model.
+/// Returns the transformers class of a text model.
 fn class(model_type: &str) -> Option<&'static str> {
     Some(match model_type {
         "qwen3_next" => "Qwen3NextForCausalLM",
@@ -161,7 +164,7 @@ fn class(model_type: &str) -> Option<&'static str> {
     })
 }
 
-/// The layout that transformers writes for a model.
+/// Returns the layout that transformers writes for a model.
 fn layout(config: &Config) -> Layout {
     let next = config.model_type == "qwen3_next";
     let gemma = config.model_type.starts_with("gemma");

@@ -1,4 +1,4 @@
-//! Memory that this process can have, has, and has had.
+//! Available, current and peak memory of this process.
 
 mod cgroup;
 
@@ -6,25 +6,25 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Bytes that this process can still have without swapping: what the machine has left, or the limit of its container
-/// where that is less. `None` where the system does not say.
+/// Returns the bytes that this process can still allocate without swapping: the free memory of the machine,
+/// or of its control group if that is less. `None` if the system does not report it.
 pub fn available() -> Option<u64> {
     [field("/proc/meminfo", "MemAvailable:"), cgroup::available(Path::new("/"))].into_iter().flatten().min()
 }
 
-/// What this process has in use now.
+/// Returns the resident memory of this process in bytes.
 pub fn current() -> Option<u64> {
     field("/proc/self/status", "VmRSS:")
 }
 
-/// The most memory that this process has had in use at once.
+/// Returns the peak resident memory of this process in bytes.
 pub fn peak() -> Option<u64> {
     field("/proc/self/status", "VmHWM:")
 }
 
-/// Tells the allocator to keep what is freed instead of giving it back to the system: a step frees and takes the same large
-/// buffers over and over, and every fresh page costs time. For the whole process, so it is a program's to call, at its start.
-/// Nothing happens where the allocator is not glibc's.
+/// Makes the allocator keep freed memory instead of returning it to the system: every step frees and
+/// allocates the same large buffers, and fresh pages cost time. It affects the whole process, so programs
+/// call it at their start, not libraries. No effect unless the allocator is glibc's.
 pub fn keep_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: mallopt sets numbers inside the allocator, under its own lock.
@@ -34,7 +34,7 @@ pub fn keep_freed() {
     }
 }
 
-/// An error if `needed` bytes for `what` are not there.
+/// Fails if `needed` bytes for `what` are not available.
 pub fn check(what: &str, needed: u64) -> Result {
     match available() {
         Some(available) if needed > available => Err(Error::Memory { what: what.into(), needed, available }),
@@ -42,7 +42,7 @@ pub fn check(what: &str, needed: u64) -> Result {
     }
 }
 
-/// A number of kB in a file of the proc system, in bytes.
+/// Reads a field in kB from a file in /proc, and returns bytes.
 fn field(file: &str, name: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
@@ -72,7 +72,7 @@ mod tests {
         }
         assert!(check("nothing", 0).is_ok());
         let error = check("the model", u64::MAX).unwrap_err().to_string();
-        assert!(error.contains("the model needs 18446744073709551615 bytes"), "{error}");
+        assert!(error.contains("not enough memory for the model: 18446744073709551615 bytes"), "{error}");
         assert!(peak().is_some_and(|bytes| bytes > 1 << 20));
     }
 }

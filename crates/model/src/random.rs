@@ -1,4 +1,4 @@
-//! Random numbers: the same on every run, whatever the number of threads.
+//! Random numbers, reproducible for any number of threads.
 
 use rand_xoshiro::Xoshiro256PlusPlus;
 use rand_xoshiro::rand_core::{Rng as _, SeedableRng};
@@ -11,8 +11,9 @@ impl Rng {
         Rng(Xoshiro256PlusPlus::seed_from_u64(seed))
     }
 
-    /// The generator of a part of a named tensor: neither other tensors nor other parts change its numbers. The seed is
-    /// made by FNV-1a and not by a hash from a crate, because another hash would change the weights of every new model.
+    /// Creates the generator of one part of a named tensor, independent of other tensors and parts. The seed
+    /// is hashed with a local FNV-1a, not one from a crate: a different hash would change the weights of
+    /// every new model.
     pub(crate) fn of(seed: u64, name: &str, part: u64) -> Rng {
         let bytes = seed.to_le_bytes().into_iter().chain(part.to_le_bytes()).chain(name.bytes());
         Rng::new(bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
@@ -24,12 +25,12 @@ impl Rng {
         self.0.next_u64()
     }
 
-    /// Uniform in [0, 1).
+    /// Draws uniformly from [0, 1).
     pub(crate) fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Two independent standard normals, by Box and Muller.
+    /// Draws two independent standard normals (Box-Muller).
     pub(crate) fn normals(&mut self) -> [f64; 2] {
         let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
         let (sin, cos) = (std::f64::consts::TAU * self.unit()).sin_cos();

@@ -66,7 +66,7 @@ fn a_file_without_adapters_is_refused() {
     fs::remove_file(path.join("adapter_model.safetensors")).unwrap();
     write_f32(&path.join("adapter_model.safetensors"), &[], &[], false).unwrap();
     let error = load("qwen3_5", "f32").read_adapters(&path).unwrap_err().to_string();
-    assert!(error.contains("adapter_model.safetensors: there is no adapter in it"), "{error}");
+    assert!(error.contains("adapter_model.safetensors: no adapters in this file"), "{error}");
 }
 
 #[test]
@@ -74,7 +74,8 @@ fn modules_that_cannot_carry_an_adapter_are_listed_on_one_line() {
     for name in MODELS {
         let error = load(name, "f32").add_adapters(&|_| true, 2, 2.0, 1).unwrap_err().to_string();
         assert!(
-            error.starts_with("these cannot carry an adapter; leave them out: ") && !error.contains('\n'),
+            error.starts_with("these modules cannot have an adapter; exclude them: ")
+                && !error.contains('\n'),
             "{error}"
         );
         assert!(error.matches(": ").count() <= 22, "at most 20 of them: {error}");

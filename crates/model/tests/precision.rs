@@ -157,10 +157,10 @@ fn tensors_that_do_not_fit_are_all_listed() {
         config["intermediate_size"] = 90.into();
     });
     let error = Model::load(folder.path(), |_| Ok(Precision::f32())).unwrap_err().to_string();
-    assert!(error.contains("missing") && error.contains("misshapen"), "{error}");
+    assert!(error.contains("missing") && error.contains("of the wrong shape"), "{error}");
     assert!(error.contains("model.layers.4.input_layernorm.weight"), "{error}");
     assert!(
-        error.contains("model.layers.0.mlp.down_proj.weight: [48, 96] where [48, 90] is expected"),
+        error.contains("model.layers.0.mlp.down_proj.weight: shape must be [48, 90], got [48, 96]"),
         "{error}"
     );
     let folder = common::with_config("qwen3_5", |config| {

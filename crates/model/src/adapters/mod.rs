@@ -1,12 +1,13 @@
-//! Low-rank adapters: which weights carry one, how they start, and how they become part of the weights.
+//! Low-rank adapters (LoRA): target modules, initialization, and merging into the weights.
 //!
 //! ```text
 //! y = x W^T + (alpha / rank) (x A^T) B^T        A [rank, in] uniform in +-in^-1/2, B [out, rank] zero
 //! ```
-//! A starts as PEFT starts it, and modules are those of transformers, so that PEFT reads what is written here. A weight
-//! that transformers has in another form, or not as a linear layer, is refused with the reason. So are the dense parts of
-//! Qwen3-Next and DeepSeek: since transformers fuses their experts, PEFT (0.21) takes every gate_proj, up_proj and down_proj
-//! of such a model for the experts', and leaves the dense ones out without a word.
+//! Initialization follows PEFT and module names follow transformers, so PEFT can read the written adapters. A
+//! weight that transformers stores in another form, or not as a linear layer, is refused with the reason. So
+//! are the dense parts of Qwen3-Next and DeepSeek: because transformers fuses their experts, PEFT (0.21)
+//! takes every gate_proj, up_proj and down_proj of such a model for an expert's, and silently skips the dense
+//! ones.
 
 mod peft;
 mod settings;
@@ -21,18 +22,18 @@ use crate::model::Model;
 use crate::params::{Adapter, Spec, Weight};
 pub use settings::AdapterSettings;
 
-/// Most modules that an error lists.
+/// Maximum number of modules listed in an error.
 const SHOWN: usize = 20;
 
 impl Model {
-    /// The modules that can carry an adapter, by their names in transformers.
+    /// Lists the modules that can have an adapter, by their names in transformers.
     pub fn adapter_targets(&self) -> Vec<String> {
         let can = |spec: &&Spec| self.refusal(spec).is_none();
         self.specs.weights.iter().filter(can).map(|spec| self.module(spec)).collect()
     }
 
-    /// Gives every module that `targets` names an adapter that changes nothing yet, and says how many there are now. An
-    /// error if there are none, or if one of them cannot carry one; then nothing is changed.
+    /// Adds an adapter with B = 0 to every module that `targets` selects, and returns the number of adapters.
+    /// Fails without changing the model if no module is selected or a selected one cannot have an adapter.
     pub fn add_adapters(
         &mut self,
         targets: &dyn Fn(&str) -> bool,
@@ -41,11 +42,13 @@ impl Model {
         seed: u64,
     ) -> Result<usize> {
         if rank == 0 || !alpha.is_finite() {
-            let problem = format!("adapters of rank {rank} with alpha {alpha}; the rank must be above 0");
+            let problem = format!(
+                "adapter rank must be at least 1 and alpha finite, got rank {rank} and alpha {alpha}"
+            );
             return Err(Error::Input(problem));
         }
         if !self.params.adapters.is_empty() {
-            return Err(Error::Input("the model has adapters already; merge them first".into()));
+            return Err(Error::Input("the model already has adapters; merge them first".into()));
         }
         self.check_targets(targets)?;
         let adapter = |spec: &Spec| {
@@ -62,13 +65,13 @@ impl Model {
         Ok(self.params.adapters.iter().flatten().count())
     }
 
-    /// Takes the adapters away; the weights stay as they are.
+    /// Removes the adapters without merging them.
     pub fn drop_adapters(&mut self) {
         self.params.adapters.clear();
     }
 
-    /// Makes the adapters part of their weights, W + scale B A in f32 and then in the weight's type, and says how many
-    /// there were.
+    /// Merges the adapters into their weights: W + scale B A, computed in f32 and rounded to the weight's
+    /// type. Returns the number of adapters merged.
     pub fn merge_adapters(&mut self) -> Result<usize> {
         let adapters = std::mem::take(&mut self.params.adapters);
         let scratch = Scratch::new(0);
@@ -84,7 +87,7 @@ impl Model {
         Ok(adapters.iter().flatten().count())
     }
 
-    /// f32 that one slot of scratch needs for the adapters.
+    /// Number of f32 values that one scratch slot needs for the adapters.
     pub(crate) fn adapter_scratch(&self, tokens: usize) -> usize {
         let one = |(low, spec): (&Option<Adapter>, &Spec)| {
             let rank = low.as_ref()?.rank;
@@ -94,26 +97,28 @@ impl Model {
         self.params.adapters.iter().zip(&self.specs.weights).filter_map(one).max().unwrap_or(0)
     }
 
-    /// The module of a parameter in transformers.
+    /// Returns the name of a parameter's module in transformers.
     fn module(&self, spec: &Spec) -> String {
         let name = self.parameter_name(spec);
         name.strip_suffix(".weight").map_or(name.clone(), str::to_string)
     }
 
-    /// Why a parameter cannot carry an adapter.
+    /// Returns the reason why a parameter cannot have an adapter, or `None` if it can.
     fn refusal(&self, spec: &Spec) -> Option<&'static str> {
         let name = spec.name.as_str();
         Some(match spec.shape.len() {
             _ if name.starts_with("embed_tokens") => "an embedding",
             _ if name.starts_with("lm_head.") => "the output head",
             _ if name.contains(".experts.") => "the matrices of all experts in one tensor",
-            _ if name.ends_with(".mlp.gate.weight") => "a router, which is no linear layer in transformers",
+            _ if name.ends_with(".mlp.gate.weight") => {
+                "a router, which is not a linear layer in transformers"
+            }
             _ if self.config.model_type == "qwen3_next" && name.contains(".linear_attn.in_proj_") => {
                 "part of in_proj_qkvz or in_proj_ba in transformers, whose rows lie in another order"
             }
-            _ if self.peft_means_experts(name) => "a name that PEFT takes for the experts'",
+            _ if self.peft_means_experts(name) => "a name that PEFT reserves for experts",
             2 => return None,
-            _ => "no matrix",
+            _ => "not a matrix",
         })
     }
 
@@ -140,7 +145,7 @@ impl Model {
                 more => format!("; and {more} more"),
             };
             return Err(Error::Input(format!(
-                "these cannot carry an adapter; leave them out: {shown}{more}"
+                "these modules cannot have an adapter; exclude them: {shown}{more}"
             )));
         }
         if weights.count() == 0 {
@@ -150,7 +155,7 @@ impl Model {
                 .map(|module| module.rsplit('.').next().unwrap_or_default().to_string())
                 .collect();
             let known: Vec<String> = known.into_iter().collect();
-            let problem = format!("no module is to carry an adapter; known: {}", known.join(", "));
+            let problem = format!("no module matches the adapter targets; known: {}", known.join(", "));
             return Err(Error::Input(problem));
         }
         Ok(())

@@ -1,6 +1,7 @@
-//! Adapters on disk, as PEFT has them: adapter_config.json and adapter_model.safetensors.
+//! Reads and writes adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 //!
-//! A module's matrices are `base_model.model.<module>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank].
+//! A module's matrices are `base_model.model.<module>.lora_A.weight` [rank, in] and `.lora_B.weight` [out,
+//! rank].
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -21,7 +22,7 @@ const TENSORS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
 
 impl Model {
-    /// Writes the adapters into a new folder that PEFT reads. Whole, or not at all.
+    /// Writes the adapters atomically into a new folder that PEFT can read.
     pub fn write_adapters(&self, folder: &Path, force: bool) -> Result {
         let adapters: Vec<(String, &Adapter, &[usize])> = self
             .specs
@@ -31,7 +32,7 @@ impl Model {
             .filter_map(|(spec, low)| Some((self.module(spec), low.as_ref()?, &spec.shape[..])))
             .collect();
         let Some((_, first, _)) = adapters.first() else {
-            return Err(Error::Input("the model has no adapters that could be written".into()));
+            return Err(Error::Input("the model has no adapters to write".into()));
         };
         let config = json!({
             "peft_type": "LORA",
@@ -63,10 +64,10 @@ impl Model {
         Ok(staging.commit()?)
     }
 
-    /// Reads adapters that PEFT or [`Model::write_adapters`] wrote, and says how many there are.
+    /// Reads adapters written by PEFT or [`Model::write_adapters`], and returns their number.
     pub fn read_adapters(&mut self, folder: &Path) -> Result<usize> {
         if !self.params.adapters.is_empty() {
-            return Err(Error::Input("the model has adapters already; merge them first".into()));
+            return Err(Error::Input("the model already has adapters; merge them first".into()));
         }
         let AdapterSettings { rank, scale } = settings(&folder.join(CONFIG))?;
         let file = TensorFile::open(&folder.join(TENSORS))?;
@@ -79,7 +80,7 @@ impl Model {
             });
             let Some((module, at)) = module.and_then(|module| Some((module, *places.get(module)?))) else {
                 return Err(file
-                    .error(name, "it belongs to no module of this model that can carry one")
+                    .error(name, "no module of this model that can have an adapter has this name")
                     .into());
             };
             let shape = &self.specs.weights[at].shape;
@@ -87,7 +88,7 @@ impl Model {
                 let name = format!("{PREFIX}{module}.{part}.weight");
                 let array = file.f32(&name)?;
                 if array.shape != shape {
-                    let problem = format!("its shape is {:?} where {shape:?} is expected", array.shape);
+                    let problem = format!("shape must be {shape:?}, got {:?}", array.shape);
                     return Err(file.error(&name, problem).into());
                 }
                 Ok(array.values)
@@ -98,13 +99,13 @@ impl Model {
         let count = adapters.iter().flatten().count();
         if count == 0 {
             let path = folder.join(TENSORS);
-            return Err(Error::Input(format!("{}: there is no adapter in it", path.display())));
+            return Err(Error::Input(format!("{}: no adapters in this file", path.display())));
         }
         self.params.adapters = adapters;
         Ok(count)
     }
 
-    /// The folder of the base model, as PEFT looks for it.
+    /// Returns the absolute path of the base model, from which PEFT loads it.
     fn base_path(&self) -> Option<String> {
         let root = &self.source.as_ref()?.checkpoint.root;
         let folder = if root.is_file() { root.parent()? } else { root };

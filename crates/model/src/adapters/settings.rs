@@ -1,7 +1,9 @@
-//! adapter_config.json of PEFT (0.21): every key is honored, known to change nothing here, or refused by name.
+//! adapter_config.json of PEFT (0.21): every key is supported, known to have no effect here, or refused by
+//! name.
 //!
-//! Some ways to start an adapter (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take the adapter's first product out of the base
-//! weights. PEFT does that again whenever it loads such an adapter, so A and B alone mean nothing without it: refused.
+//! Some initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract the adapter's initial product from the
+//! base weights. PEFT repeats that whenever it loads such an adapter. A and B are wrong without it, so they
+//! are refused.
 
 use std::path::Path;
 
@@ -9,20 +11,20 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 
-/// What an adapter's matrices are applied with.
+/// Settings needed to apply an adapter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdapterSettings {
-    /// Rows of A, columns of B.
+    /// Number of rows of A and of columns of B.
     pub rank: usize,
-    /// The product of B and A is multiplied by this.
+    /// Factor of the product B A.
     pub scale: f32,
 }
 
-/// Keys that this reader honors.
+/// Keys that this reader uses.
 const HONORED: [&str; 4] = ["r", "lora_alpha", "use_rslora", "init_lora_weights"];
 
-/// Keys that change nothing when an adapter is applied: where it comes from, how it was trained or begun, and which
-/// modules it is for, which the names of its tensors say.
+/// Keys without effect when an adapter is applied: origin, training, initialization, and target modules,
+/// which the tensor names already give.
 const HARMLESS: [&str; 22] = [
     "auto_mapping",
     "base_model_name_or_path",
@@ -48,15 +50,15 @@ const HARMLESS: [&str; 22] = [
     "unsloth_version",
 ];
 
-/// Starts of A and B that leave the base weights as they are.
-const PLAIN_STARTS: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
+/// Initializations of A and B that do not change the base weights.
+const PLAIN_INITS: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 
-/// Starts that change the base weights, with the method's name.
-const OTHER_BASES: [(&str, &str); 5] =
+/// Initializations that change the base weights, with the method's name.
+const BASE_CHANGING_INITS: [(&str, &str); 5] =
     [("pissa", "PiSSA"), ("olora", "OLoRA"), ("corda", "CorDA"), ("loftq", "LoftQ"), ("lora_ga", "LoRA-GA")];
 
 impl AdapterSettings {
-    /// Reads adapter_config.json; `file` is named in errors. An error names the first key that cannot be honored.
+    /// Parses adapter_config.json; errors name `file` and the first unsupported key.
     pub fn parse(config: &Value, file: &Path) -> Result<AdapterSettings> {
         let fail =
             |field: &str, problem: String| Error::Config { file: file.into(), field: field.into(), problem };
@@ -69,13 +71,13 @@ impl AdapterSettings {
             }
         }
         let rank = config.get("r").and_then(Value::as_u64).filter(|rank| (1..1 << 20).contains(rank));
-        let rank = rank.ok_or_else(|| fail("r", "is missing, or no rank".into()))?;
+        let rank = rank.ok_or_else(|| fail("r", "must be an integer from 1 to 1048575".into()))?;
         let alpha = config.get("lora_alpha").and_then(Value::as_f64);
-        let alpha = alpha.ok_or_else(|| fail("lora_alpha", "is missing, or no number".into()))?;
+        let alpha = alpha.ok_or_else(|| fail("lora_alpha", "must be a number".into()))?;
         let divisor = if is_true(config, "use_rslora") { (rank as f64).sqrt() } else { rank as f64 };
         let scale = (alpha / divisor) as f32;
         if !scale.is_finite() {
-            return Err(fail("lora_alpha", format!("is {alpha}, which f32 cannot hold")));
+            return Err(fail("lora_alpha", format!("is {alpha}, outside the range of f32")));
         }
         Ok(AdapterSettings { rank: rank as usize, scale })
     }
@@ -85,7 +87,7 @@ fn is_true(config: &Map<String, Value>, key: &str) -> bool {
     config.get(key) == Some(&Value::Bool(true))
 }
 
-/// An option that is switched off.
+/// Returns true if the value turns an option off.
 fn is_off(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
@@ -95,11 +97,11 @@ fn is_off(value: &Value) -> bool {
     }
 }
 
-/// Why a key of adapter_config.json cannot be honored.
+/// Returns the reason why a key of adapter_config.json is unsupported, or `None`.
 fn problem(key: &str, value: &Value) -> Option<String> {
-    let only = |expected: &str| Some(format!("is {value}; only {expected} can be read"));
+    let only = |expected: &str| Some(format!("is {value}; only {expected} is supported"));
     match key {
-        "init_lora_weights" => start_problem(value),
+        "init_lora_weights" => init_problem(value),
         "use_rslora" if value.is_boolean() || value.is_null() => None,
         "use_rslora" => only("true or false"),
         "peft_type" if *value == "LORA" || value.is_null() => None,
@@ -108,15 +110,15 @@ fn problem(key: &str, value: &Value) -> Option<String> {
         "bias" => only("\"none\""),
         _ if HONORED.contains(&key) || HARMLESS.contains(&key) || is_off(value) => None,
         "alora_invocation_tokens" => {
-            refused("activated LoRA (aLoRA), which leaves the tokens before these alone")
+            refused("activated LoRA (aLoRA), which applies only from these tokens on")
         }
         "use_dora" => refused("DoRA, which rescales the rows of the weights"),
         "lora_bias" => refused("a bias in B"),
         "fan_in_fan_out" => refused("weights that are stored transposed"),
-        "rank_pattern" | "alpha_pattern" => refused("a rank or an alpha of its own for some modules"),
-        "modules_to_save" => refused("modules that were trained whole"),
-        "target_parameters" => refused("adapters on parameters that are no linear layers"),
-        "trainable_token_indices" => refused("embeddings of tokens that were trained whole"),
+        "rank_pattern" | "alpha_pattern" => refused("a different rank or alpha for some modules"),
+        "modules_to_save" => refused("fully trained modules"),
+        "target_parameters" => refused("adapters on parameters outside linear layers"),
+        "trainable_token_indices" => refused("fully trained token embeddings"),
         "layer_replication" => refused("layers that are used several times"),
         "use_qalora" => refused("QALoRA, which pools the inputs of A"),
         "use_bdlora" => refused("block-diagonal adapters"),
@@ -126,30 +128,30 @@ fn problem(key: &str, value: &Value) -> Option<String> {
         "velora_config" => refused("VeLoRA, which compresses activations"),
         "megatron_config" => refused("layers of Megatron"),
         _ => Some(format!(
-            "is {value}, and the key is not known here: it may change what the adapter computes; remove it if it does not"
+            "is {value}; this key is unknown and may change what the adapter computes; remove it if it does not"
         )),
     }
 }
 
 fn refused(what: &str) -> Option<String> {
-    Some(format!("asks for {what}; that is not supported, only plain LoRA can be read"))
+    Some(format!("requests {what}; only plain LoRA is supported"))
 }
 
-fn start_problem(value: &Value) -> Option<String> {
+fn init_problem(value: &Value) -> Option<String> {
     let Value::String(start) = value else {
         let plain = value.is_boolean() || value.is_null();
-        return (!plain).then(|| format!("is {value}, not a way to start an adapter"));
+        return (!plain).then(|| format!("is {value}, not an initialization"));
     };
     let name = start.to_lowercase();
-    if PLAIN_STARTS.contains(&name.as_str()) {
+    if PLAIN_INITS.contains(&name.as_str()) {
         return None;
     }
-    Some(match OTHER_BASES.iter().find(|(start, _)| name.starts_with(start)) {
+    Some(match BASE_CHANGING_INITS.iter().find(|(start, _)| name.starts_with(start)) {
         Some((_, method)) => format!(
-            "is {start:?}: {method} changes the base weights before training, and this adapter belongs to those; save it with \
-             PEFT's `path_initial_model_for_weight_conversion`, which makes it plain LoRA, or merge it with PEFT"
+            "is {start:?}: {method} changes the base weights before training, and this adapter needs the changed ones; convert it \
+             to plain LoRA with PEFT's `path_initial_model_for_weight_conversion`, or merge it with PEFT"
         ),
-        None => format!("is {start:?}, a way to start an adapter that is not known here"),
+        None => format!("is {start:?}, an unknown initialization"),
     })
 }
 
@@ -200,7 +202,7 @@ mod tests {
             let words = ["init_lora_weights", start, method, "path_initial_model_for_weight_conversion"];
             assert!(words.iter().all(|word| error.contains(word)), "{error}");
         }
-        assert!(parse(json!({"init_lora_weights": "new"})).unwrap_err().contains("not known here"));
+        assert!(parse(json!({"init_lora_weights": "new"})).unwrap_err().contains("unknown initialization"));
         assert!(parse(json!({"init_lora_weights": 3})).is_err());
         for plain in
             [json!(true), json!(false), json!("gaussian"), json!("eva"), json!("orthogonal"), json!("mica")]

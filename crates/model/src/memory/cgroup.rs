@@ -1,9 +1,9 @@
 //! Memory limit of the control group that this process runs in: a container, a service, a batch job.
 //!
-//! `/proc/self/cgroup` names the group, `/proc/self/mountinfo` the folder where its files are. A limit of any parent group
-//! counts too. Version 2 has `memory.max` and `memory.current`, version 1 `memory.limit_in_bytes` and
-//! `memory.usage_in_bytes`. Pages of files that were not used lately count as usage, and the system takes them back before
-//! it refuses memory, so they are available.
+//! `/proc/self/cgroup` names the group, `/proc/self/mountinfo` the folder of its files. Limits of parent
+//! groups count too. Version 2 has `memory.max` and `memory.current`, version 1 `memory.limit_in_bytes` and
+//! `memory.usage_in_bytes`. Inactive file pages count as usage, but the system reclaims them before it
+//! refuses memory, so they are counted as available.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ struct Version {
     filesystem: &'static str,
     limit: &'static str,
     usage: &'static str,
-    /// Field of `memory.stat` with the pages that can be taken back.
+    /// Field of `memory.stat` with the reclaimable bytes.
     reclaimable: &'static str,
 }
 
@@ -32,7 +32,8 @@ const VERSIONS: [Version; 2] = [
     },
 ];
 
-/// Returns the bytes that the tightest limit leaves; `None` without a limit. `root` is `/`, or another folder in tests.
+/// Returns the bytes that the tightest limit leaves; `None` without a limit. `root` is `/`, or another folder
+/// in tests.
 pub(super) fn available(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let mounts = fs::read_to_string(root.join("proc/self/mountinfo")).ok()?;
@@ -48,7 +49,8 @@ pub(super) fn available(root: &Path) -> Option<u64> {
     VERSIONS.iter().filter_map(left).min()
 }
 
-/// Path of the memory group in a line `number:controllers:path`; version 2 has the number 0 and no controllers.
+/// Path of the memory group in a line `number:controllers:path`; version 2 has the number 0 and no
+/// controllers.
 fn group_path<'a>(line: &'a str, version: &Version) -> Option<&'a str> {
     let mut fields = line.splitn(3, ':');
     let (number, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
@@ -69,7 +71,7 @@ fn mount<'a>(line: &'a str, version: &Version) -> Option<(&'a str, &'a str)> {
     (filesystem == version.filesystem && has_memory).then_some((root, point))
 }
 
-/// Bytes that the limit of one group leaves; `None` where it has none.
+/// Returns the bytes that the limit of one group leaves; `None` without a limit.
 fn left_in(folder: &Path, version: &Version) -> Option<u64> {
     let number = |name: &str| -> Option<u64> { read(folder.join(name))?.trim().parse().ok() };
     let (limit, usage) = (number(version.limit)?, number(version.usage)?);

@@ -1,7 +1,8 @@
-//! Conversations and the template that writes them as one text.
+//! Conversations, and the chat template that formats them as text.
 //!
-//! Templates are Jinja2 as transformers runs it: blocks trimmed, `raise_exception` and `strftime_now` (in UTC), Python's
-//! way of writing values and JSON, loop controls, `{% generation %}` blocks that leave no trace.
+//! Templates are Jinja2 as transformers runs it: blocks trimmed, `raise_exception` and `strftime_now` (in
+//! UTC), Python's way of writing values and JSON, loop controls, `{% generation %}` blocks that leave no
+//! trace.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,21 +17,21 @@ use super::python::{Json, str_of, strftime};
 use super::{read_object, text_error};
 use crate::error::Result;
 
-/// Instructions that a rendering may take: a template that loops for ever ends with an error.
+/// Instruction limit of one rendering; an endless loop in a template becomes an error.
 const FUEL: u64 = 10_000_000;
 
-/// Messages, and the tools that may be called.
+/// Messages and available tools.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Conversation {
     /// Objects with a `role`, most with a `content`.
     pub messages: Vec<Value>,
-    /// Their descriptions, as the template expects them.
+    /// Tool descriptions, in the form that the template expects.
     pub tools: Option<Vec<Value>>,
 }
 
 impl Conversation {
-    /// From the text of a file: a JSON array of messages, an object with `messages` and perhaps `tools`, or JSON lines
-    /// of one message each.
+    /// Parses the text of a file: a JSON array of messages, an object with `messages` and perhaps `tools`, or
+    /// JSON lines of one message each.
     pub fn parse(text: &str, file: &Path) -> Result<Conversation> {
         let conversation = match serde_json::from_str(text) {
             Ok(Value::Array(messages)) => Conversation { messages, tools: None },
@@ -43,7 +44,9 @@ impl Conversation {
                 Conversation { messages: list("messages")?.unwrap_or_default(), tools: list("tools")? }
             }
             Ok(message @ Value::Object(_)) => Conversation { messages: vec![message], tools: None },
-            Ok(_) => return Err(text_error(file, "neither messages nor an object that has them")),
+            Ok(_) => {
+                return Err(text_error(file, "expected an array of messages or an object with `messages`"));
+            }
             Err(whole) => Conversation { messages: lines(text, file, &whole)?, tools: None },
         };
         for (i, message) in conversation.messages.iter().enumerate() {
@@ -53,7 +56,7 @@ impl Conversation {
             }
         }
         if conversation.messages.is_empty() {
-            return Err(text_error(file, "there are no messages"));
+            return Err(text_error(file, "no messages"));
         }
         Ok(conversation)
     }
@@ -64,7 +67,7 @@ impl Conversation {
     }
 }
 
-/// Messages line by line; `whole` says why the text is not one JSON document.
+/// Parses one message per line; `whole` is the error of parsing the text as one JSON document.
 fn lines(text: &str, file: &Path, whole: &serde_json::Error) -> Result<Vec<Value>> {
     let lines: Vec<(usize, &str)> =
         text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).collect();
@@ -79,7 +82,10 @@ fn lines(text: &str, file: &Path, whole: &serde_json::Error) -> Result<Vec<Value
             let value: Value = serde_json::from_str(line)
                 .map_err(|error| text_error(file, format!("line {}: not valid JSON: {error}", i + 1)))?;
             if value.get("messages").is_some() {
-                let problem = format!("line {}: a conversation; the file must hold one alone", i + 1);
+                let problem = format!(
+                    "line {}: a conversation per line is not supported; the file must hold one",
+                    i + 1
+                );
                 return Err(text_error(file, problem));
             }
             Ok(value)
@@ -87,7 +93,7 @@ fn lines(text: &str, file: &Path, whole: &serde_json::Error) -> Result<Vec<Value
         .collect()
 }
 
-/// A template by its names: `default`, and perhaps `tool_use` for conversations with tools.
+/// Chat templates by name: `default`, and optionally `tool_use` for conversations with tools.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
@@ -95,8 +101,8 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// From the folder of a model: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`; `None` where
-    /// there is neither.
+    /// Loads the template from the folder of a model: `chat_template.jinja`, else `chat_template` of
+    /// `tokenizer_config.json`; `None` where there is neither.
     pub fn load(folder: &Path) -> Result<Option<ChatTemplate>> {
         let file = folder.join("chat_template.jinja");
         match std::fs::read_to_string(&file) {
@@ -128,7 +134,7 @@ impl ChatTemplate {
         }
     }
 
-    /// From sources by name; `file` is named in errors.
+    /// Creates templates from sources by name; errors name `file`.
     pub fn new(sources: &[(&str, &str)], file: &Path) -> Result<ChatTemplate> {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
@@ -158,7 +164,8 @@ impl ChatTemplate {
         Ok(ChatTemplate { environment, file: file.into() })
     }
 
-    /// The text of a conversation; `special` are the tokenizer's tokens by name, as templates use them (`bos_token`).
+    /// Formats a conversation; `special` are the tokenizer's special tokens by name, as templates use them
+    /// (`bos_token`).
     pub fn render(
         &self,
         conversation: &Conversation,
@@ -199,7 +206,7 @@ fn to_json(value: minijinja::Value, options: Kwargs) -> Result<String, minijinja
         None => None,
         Some(pair) => match <[String; 2]>::try_from(pair) {
             Ok([item, key]) => Some((item, key)),
-            Err(_) => return Err(bad("tojson: separators are not two".into())),
+            Err(_) => return Err(bad("tojson: separators must be two strings".into())),
         },
     };
     let json = Json {
@@ -213,7 +220,8 @@ fn to_json(value: minijinja::Value, options: Kwargs) -> Result<String, minijinja
     Ok(json.write(&value))
 }
 
-/// `{% generation %}` marks what the assistant said, for training; a block that is always true stands for it.
+/// Replaces `{% generation %}` blocks, which mark the assistant's text for training, by `{% if true %}`
+/// blocks.
 fn without_generation_blocks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -343,7 +351,7 @@ mod tests {
         assert!(refused("[").contains("chat.json: not valid JSON"));
         assert!(refused("").contains("not valid JSON"));
         assert!(refused("[]").contains("no messages"));
-        assert!(refused("7").contains("neither messages"));
+        assert!(refused("7").contains("expected an array of messages"));
         assert!(refused("[{\"content\": \"x\"}]").contains("message 1 is not an object with a `role`"));
         assert!(refused("{\"messages\": {}}").contains("`messages` is not an array"));
         assert!(
@@ -352,6 +360,6 @@ mod tests {
         );
         assert!(refused("{\"role\": \"user\"}\n{\"role\":\n").contains("line 2: not valid JSON"));
         let two = "{\"messages\": [{\"role\": \"user\"}]}\n{\"messages\": [{\"role\": \"user\"}]}";
-        assert!(refused(two).contains("line 1: a conversation"));
+        assert!(refused(two).contains("line 1: a conversation per line"));
     }
 }

@@ -1,4 +1,4 @@
-//! One text being written: a prompt, then token by token.
+//! Generation of one text: a prompt, then token by token.
 
 use crate::decode::{PREFILL_TOKENS, Session};
 use crate::error::{Error, Result};
@@ -7,37 +7,38 @@ use crate::model::Model;
 
 use super::Sampler;
 
-/// A text so far, and what the model keeps of it.
+/// A text in generation: its tokens and the decoding session.
 pub struct Generation<'m> {
     model: &'m Model,
     session: Session<'m>,
-    /// Prompt and continuation; the session has the first of them.
+    /// Prompt and continuation; the session has processed a prefix of them.
     ids: Vec<u32>,
-    /// After the session's last token.
+    /// Logits after the session's last token.
     logits: Vec<f32>,
 }
 
-/// Tokens between two looks at the memory.
+/// Number of tokens between two memory checks.
 const MEMORY_TOKENS: usize = 1024;
 
 impl<'m> Generation<'m> {
-    /// An empty text.
+    /// Creates an empty text.
     pub fn new(model: &'m Model) -> Generation<'m> {
         Generation { model, session: model.session(1), ids: Vec::new(), logits: Vec::new() }
     }
 
-    /// All tokens so far.
+    /// Returns all tokens so far.
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
 
-    /// Tokens that the session has; the last that was chosen is not among them.
+    /// Returns the number of tokens that the session has processed; the last sampled token is not among them.
     fn known(&self) -> usize {
         self.session.lengths()[0]
     }
 
-    /// Makes `ids` the text so far, and gives how many of them had to be read: where they begin with what is known,
-    /// the rest alone, else all. `cancelled` is asked between pieces; the text is then incomplete.
+    /// Replaces the text by `ids`, and returns the number of tokens processed: only the rest if `ids` starts
+    /// with the tokens already processed, else all. Stops early when `cancelled`, called between chunks,
+    /// returns true.
     pub fn prompt(&mut self, ids: &[u32], cancelled: impl Fn() -> bool) -> Result<usize> {
         let vocabulary = self.model.config.vocabulary;
         if let Some((at, id)) = ids.iter().enumerate().find(|(_, id)| **id as usize >= vocabulary) {
@@ -61,7 +62,7 @@ impl<'m> Generation<'m> {
         Ok(self.known() - first)
     }
 
-    /// Chooses the next token, and appends it.
+    /// Samples the next token and appends it.
     pub fn next(&mut self, sampler: &mut Sampler) -> Result<u32> {
         self.advance(self.ids.len())?;
         let id = sampler.next(&self.logits, &self.ids)?;
@@ -69,7 +70,7 @@ impl<'m> Generation<'m> {
         Ok(id)
     }
 
-    /// An error before the caches grow to where they would not fit; asked for every so many tokens.
+    /// Fails before the caches outgrow the memory; checked every [`MEMORY_TOKENS`] tokens.
     fn check_memory(&self, known: usize, end: usize) -> Result {
         if known > 0 && known / MEMORY_TOKENS == end / MEMORY_TOKENS {
             return Ok(());
@@ -79,7 +80,7 @@ impl<'m> Generation<'m> {
         memory::check(&format!("the caches of {tokens} tokens"), more as u64)
     }
 
-    /// Gives the session the tokens before `end`.
+    /// Processes the tokens before `end`.
     fn advance(&mut self, end: usize) -> Result {
         let known = self.known();
         if known < end {

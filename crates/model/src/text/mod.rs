@@ -1,7 +1,7 @@
-//! Text in, text out: tokenizer, chat template, choice of the next token, generation, perplexity.
+//! Text: tokenizer, chat template, sampling, generation, perplexity.
 //!
-//! Everything comes from files beside the weights: `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`,
-//! `chat_template.jinja`. Only the first must be there.
+//! Everything comes from files beside the weights: `tokenizer.json`, `tokenizer_config.json`,
+//! `generation_config.json`, `chat_template.jinja`. Only the first is required.
 
 pub mod chat;
 mod generate;
@@ -25,7 +25,7 @@ pub use sample::{Sampler, Sampling};
 pub use settings::GenerationSettings;
 pub use tokenizer::{TextStream, Tokenizer};
 
-/// The folder where the files beside a checkpoint are; the checkpoint may be named by one of its own files.
+/// Returns the folder of a checkpoint that is given as a folder or as one of its files.
 pub fn folder_of(model: &Path) -> PathBuf {
     if model.is_dir() { model.to_path_buf() } else { model.with_file_name("") }
 }
@@ -34,7 +34,7 @@ fn text_error(file: &Path, problem: impl ToString) -> Error {
     Error::Text { file: file.into(), problem: problem.to_string() }
 }
 
-/// The object in a JSON file, empty where there is no such file.
+/// Reads a JSON object from a file; a missing file gives an empty object.
 fn read_object(file: &Path) -> Result<Map<String, Value>> {
     let bytes = match std::fs::read(file) {
         Ok(bytes) => bytes,
@@ -43,7 +43,7 @@ fn read_object(file: &Path) -> Result<Map<String, Value>> {
     };
     match serde_json::from_slice(ballast_checkpoint::encoding::without_mark(&bytes)) {
         Ok(Value::Object(object)) => Ok(object),
-        Ok(_) => Err(text_error(file, "it is not a JSON object")),
+        Ok(_) => Err(text_error(file, "not a JSON object")),
         Err(error) => Err(text_error(file, format!("not valid JSON: {error}"))),
     }
 }

@@ -1,16 +1,17 @@
-//! How well a model predicts a text.
+//! Perplexity of a model on a text.
 //!
-//! The text's tokens are cut into windows, and each window is read alone. Without overlap every token but a window's
-//! first is predicted. With a stride below the window's length, windows overlap and a token is counted in the first
-//! window that predicts it: more context, more work.
+//! The text's tokens are cut into windows, and each window is read alone. Without overlap every token but a
+//! window's first is predicted. With a stride below the window's length, windows overlap and a token is
+//! counted in the first window that predicts it: more context, more work.
 //!
-//! With S_i the summed negative log-likelihood of window i over its n_i counted tokens, N = sum n_i, and k windows:
+//! With S_i the summed negative log-likelihood of window i over its n_i counted tokens, N = sum n_i, and k
+//! windows:
 //!
 //! nll = sum S_i / N,  error(nll) = sqrt(k / (k - 1) sum (S_i - nll n_i)^2) / N,  perplexity = exp(nll),
 //! error(perplexity) = perplexity error(nll)
 //!
-//! The error is taken over windows, not tokens: tokens of one window depend on each other, and an error that ignores
-//! this is too small.
+//! The error is taken over windows, not tokens: tokens of one window depend on each other, and an error that
+//! ignores this is too small.
 
 use std::ops::Range;
 
@@ -20,16 +21,16 @@ use crate::batch::{Batch, IGNORED};
 use crate::error::Result;
 use crate::model::{LossOptions, Model};
 
-/// Tokens that are read together, and those of them that count.
+/// Tokens of one forward pass, and those of them that are counted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Window {
-    /// All of them.
+    /// Range of the tokens.
     pub tokens: Range<usize>,
-    /// The first that counts; it has one before it.
+    /// First counted token; at least one token precedes it.
     pub counted: usize,
 }
 
-/// The windows of a text.
+/// Splits a text of `tokens` tokens into windows.
 pub fn windows(tokens: usize, window: usize, stride: usize) -> Vec<Window> {
     let (window, stride) = (window.max(2), stride.clamp(1, window.max(2)));
     let mut all: Vec<Window> = Vec::new();
@@ -58,10 +59,10 @@ impl Model {
     }
 }
 
-/// What the windows say together.
+/// Perplexity over all windows.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Perplexity {
-    /// Tokens that were predicted.
+    /// Number of predicted tokens.
     pub predicted: usize,
     /// Mean negative log-likelihood of a token, in nats.
     pub nll: f64,
@@ -74,7 +75,7 @@ pub struct Perplexity {
 }
 
 impl Perplexity {
-    /// From sum and count of every window.
+    /// Computes the result from the sum and count of every window.
     pub fn of(windows: &[(f64, usize)]) -> Perplexity {
         let predicted: usize = windows.iter().map(|(_, n)| n).sum();
         let (k, total) = (windows.len() as f64, predicted as f64);

@@ -1,17 +1,17 @@
-//! Tokens of a long text, piece by piece: memory is bounded by the piece, and the tokens are those of the whole.
+//! Encodes a long text in pieces: bounded memory, and the same tokens as encoding the whole text at once.
 //!
-//! The `tokenizers` crate takes some 240 bytes of memory for a byte of text. So a long text is encoded in windows that
-//! overlap, and two neighbors A and B are joined at a token where
+//! The `tokenizers` crate needs about 240 bytes of memory per byte of text. So a long text is encoded in
+//! overlapping windows, and two neighbors A and B are joined at a token where
 //!
-//! - every token in the inner part of the overlap is the same in both (id and place). What the ends of a window change, a word
-//!   that is cut or a space that the tokenizer puts in front, lies outside of that part;
-//! - and nothing that matters can span the place: there the pre-tokenizer ends a piece in both windows, or no token of the
-//!   vocabulary has the two characters on its sides next to each other.
+//! - every token in the inner part of the overlap is the same in both (id and position). Effects of a
+//!   window's ends, such as a cut word or a space that the tokenizer prepends, lie outside of that part;
+//! - and no token can span the position: there the pre-tokenizer ends a piece in both windows, or no token of
+//!   the vocabulary has the two characters on its sides next to each other.
 //!
-//! A pre-tokenizer goes on from the end of one piece by the text behind it, and models look at one piece. Where there is no
-//! pre-tokenizer, neither merges (BPE) nor a best path (Unigram) reach across two characters that no token has in a row. Where two
-//! windows cannot be joined they are encoded as one, and the next window is twice as long; so a text without any such place is
-//! encoded as a whole.
+//! A pre-tokenizer continues after a piece by the following text only, and models see one piece at a time.
+//! Where there is no pre-tokenizer, neither merges (BPE) nor a best path (Unigram) reach across two
+//! characters that no token has in a row. Two windows that cannot be joined are encoded as one, and the next
+//! window is twice as long; so a text without any such position is encoded as a whole.
 
 use std::collections::HashSet;
 
@@ -22,53 +22,53 @@ use super::tokenizer::Tokenizer;
 use crate::error::Result;
 use crate::memory;
 
-/// Bytes of a window; a text that is not longer is encoded at once.
+/// Bytes of a window; a shorter text is encoded at once.
 pub(super) const WINDOW: usize = 64 << 10;
 
-/// A window is so many times as long as its overlap with the next.
+/// Length of a window divided by its overlap with the next.
 const OVERLAPS: usize = 16;
 
-/// Bytes at each end of an overlap that are not compared; further ones for the longest added token.
+/// Bytes at each end of an overlap that are not compared, besides those for the longest added token.
 const MARGIN: usize = 256;
 
-/// Tokens that the inner part of an overlap must have.
-const LEAST_COMMON: usize = 8;
+/// Minimum number of tokens in the inner part of an overlap.
+const MIN_COMMON: usize = 8;
 
-/// A window of more bytes is only encoded if memory is there for it, at so many bytes for each.
+/// Window size in bytes above which the available memory is checked first, at `BYTES_PER_BYTE` per byte.
 const LARGE: usize = 4 << 20;
 const BYTES_PER_BYTE: u64 = 256;
 
 /// A token of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token {
-    /// The id.
+    /// Token id.
     pub id: u32,
-    /// The byte of the text where it ends; 0 for those that are added around it.
+    /// End of the token in the text, in bytes; 0 for special tokens added around the text.
     pub end: usize,
 }
 
-/// Encodes a text that comes in parts. The tokens are those of the whole text.
+/// Streaming encoder: takes a text in parts and gives the same tokens as for the whole text.
 pub struct PieceEncoder<'t> {
     tokenizer: &'t Tokenizer,
     special: bool,
-    /// Bytes of a window, to begin with and after a join.
+    /// Initial window size in bytes, restored after a join.
     base: usize,
-    /// Bytes of the next window.
+    /// Size of the next window in bytes.
     window: usize,
-    /// Text from the begin of the last window on.
+    /// Text from the start of the last window on.
     text: String,
-    /// The last window that was encoded; what it has before `joined` was given out.
+    /// Last encoded window; its tokens before `joined` were returned.
     last: Option<Window>,
-    /// What comes after the text.
+    /// Special tokens added after the text.
     suffix: Vec<Token>,
 }
 
-/// Encoded text; places are bytes of the whole text.
+/// Encoded window; positions are bytes of the whole text.
 struct Window {
     begin: usize,
     end: usize,
     tokens: Vec<Place>,
-    /// The first token that was not given out.
+    /// Index of the first token that was not returned.
     joined: usize,
 }
 
@@ -77,7 +77,7 @@ struct Place {
     id: u32,
     begin: usize,
     end: usize,
-    /// Number of the pre-tokenizer's piece in its window.
+    /// Index of the pre-tokenizer's piece in its window.
     word: Option<u32>,
 }
 
@@ -88,7 +88,7 @@ impl Place {
 }
 
 impl<'t> PieceEncoder<'t> {
-    /// An encoder for one text; `special` adds what the tokenizer puts around it.
+    /// Creates an encoder for one text; `special` adds the special tokens around it.
     pub fn new(tokenizer: &'t Tokenizer, special: bool) -> PieceEncoder<'t> {
         PieceEncoder::with_window(tokenizer, special, WINDOW)
     }
@@ -98,7 +98,7 @@ impl<'t> PieceEncoder<'t> {
         PieceEncoder { tokenizer, special, base: window, window, text, last: None, suffix }
     }
 
-    /// Goes on with `text`; the tokens that are certain now.
+    /// Appends `text` and returns the tokens that are final now.
     pub fn push(&mut self, text: &str) -> Result<Vec<Token>> {
         let mut tokens = Vec::new();
         let mut rest = text;
@@ -115,12 +115,12 @@ impl<'t> PieceEncoder<'t> {
         }
     }
 
-    /// The tokens that are left when the text has ended.
+    /// Ends the text and returns the remaining tokens.
     pub fn finish(mut self) -> Result<Vec<Token>> {
         let unread = self.last.as_ref().is_none_or(|last| last.end < self.known_end());
         let mut tokens = if unread { self.advance()? } else { Vec::new() };
         if let Some(last) = self.last.take() {
-            tokens.extend(last.tokens[last.joined..].iter().map(given));
+            tokens.extend(last.tokens[last.joined..].iter().map(to_token));
         }
         tokens.append(&mut self.suffix);
         Ok(tokens)
@@ -130,12 +130,12 @@ impl<'t> PieceEncoder<'t> {
         self.last.as_ref().map_or(0, |last| last.begin) + self.text.len()
     }
 
-    /// Where the text must have come to for the next window.
+    /// Returns the text position at which the next window is complete.
     fn next_end(&self) -> usize {
         self.last.as_ref().map_or(0, |last| last.end) + self.window
     }
 
-    /// Encodes the text behind the last window and joins the two.
+    /// Encodes the next window and joins it to the last one.
     fn advance(&mut self) -> Result<Vec<Token>> {
         let Some(last) = self.last.take() else {
             return self.first();
@@ -144,7 +144,7 @@ impl<'t> PieceEncoder<'t> {
         let cut = floor_char(&self.text, last.end - overlap - last.begin);
         let next = self.encode(cut, last.begin)?;
         if let Some((a, b)) = self.join(&last, &next) {
-            let tokens = last.tokens[last.joined..a].iter().map(given).collect();
+            let tokens = last.tokens[last.joined..a].iter().map(to_token).collect();
             self.text.drain(..cut);
             self.last = Some(Window { joined: b, ..next });
             self.window = self.base;
@@ -157,7 +157,7 @@ impl<'t> PieceEncoder<'t> {
         Ok(Vec::new())
     }
 
-    /// The first token that was not given out, in a longer window that begins where `last` does.
+    /// Returns the first token that was not returned, in a longer window with the same start as `last`.
     fn find_joined(&self, last: &Window, longer: &Window) -> Result<usize> {
         let Some(before) = last.joined.checked_sub(1) else { return Ok(0) };
         let sides = &last.tokens[before..=last.joined];
@@ -167,14 +167,14 @@ impl<'t> PieceEncoder<'t> {
             .position(|both| both.iter().zip(sides).all(|(place, known)| place.is_same(known)));
         found.map(|at| begin + at + 1).ok_or_else(|| {
             let problem = format!(
-                "it gives other tokens around byte {} when more text follows; make the document shorter than {} bytes",
+                "tokens around byte {} change when more text follows; split the document into parts below {} bytes",
                 sides[1].begin, self.base
             );
             text_error(self.tokenizer.file(), problem)
         })
     }
 
-    /// The first window, which shows what is added around a text.
+    /// Encodes the first window, which also gives the special tokens around the text.
     fn first(&mut self) -> Result<Vec<Token>> {
         self.check_memory(self.text.len())?;
         let encoding = self.tokenizer.encoding(&self.text, self.special)?;
@@ -182,8 +182,8 @@ impl<'t> PieceEncoder<'t> {
         let before = added.iter().take_while(|added| **added).count();
         let after = added[before..].iter().rev().take_while(|added| **added).count();
         let mut tokens = places(&encoding, 0);
-        self.suffix = tokens.split_off(tokens.len() - after).iter().map(given).collect();
-        let prefix = tokens.drain(..before).as_slice().iter().map(given).collect();
+        self.suffix = tokens.split_off(tokens.len() - after).iter().map(to_token).collect();
+        let prefix = tokens.drain(..before).as_slice().iter().map(to_token).collect();
         self.last = Some(Window { begin: 0, end: self.text.len(), tokens, joined: 0 });
         Ok(prefix)
     }
@@ -192,11 +192,11 @@ impl<'t> PieceEncoder<'t> {
         if bytes <= LARGE {
             return Ok(());
         }
-        let what = format!("a text with no place to cut it in {bytes} bytes");
+        let what = format!("tokenizing {bytes} bytes of text that cannot be split");
         memory::check(&what, BYTES_PER_BYTE * bytes as u64)
     }
 
-    /// Encodes the text from byte `from` of it on; the text begins at `begin` of the whole.
+    /// Encodes the buffered text from byte `from` on; the buffer starts at byte `begin` of the whole text.
     fn encode(&self, from: usize, begin: usize) -> Result<Window> {
         let text = &self.text[from..];
         self.check_memory(text.len())?;
@@ -210,7 +210,7 @@ impl<'t> PieceEncoder<'t> {
         MARGIN + 2 * self.tokenizer.longest_added()
     }
 
-    /// The token of A and that of B which begin at the place where the two are joined.
+    /// Returns the indices of the first tokens of A and of B after the join.
     fn join(&self, a: &Window, b: &Window) -> Option<(usize, usize)> {
         let (low, high) = (b.begin + self.margin(), a.end.checked_sub(self.margin())?);
         let inner = |window: &Window| {
@@ -222,12 +222,12 @@ impl<'t> PieceEncoder<'t> {
         let (common_a, common_b) = (&a.tokens[in_a.clone()], &b.tokens[in_b.clone()]);
         let same =
             common_a.len() == common_b.len() && common_a.iter().zip(common_b).all(|(a, b)| a.is_same(b));
-        if !same || common_a.len() < LEAST_COMMON {
+        if !same || common_a.len() < MIN_COMMON {
             return None;
         }
         let ends_word = |places: &[Place], at: usize| places[at - 1].word != places[at].word;
         let is_new = |at: &usize| in_a.start + at >= a.joined;
-        // The last half: what is behind it is encoded again with more text around it.
+        // Joins in the last half of the overlap; later tokens come from B, which has more text after them.
         let candidates = || (common_a.len() / 2..common_a.len()).filter(is_new);
         let found = candidates()
             .find(|at| ends_word(common_a, *at) && ends_word(common_b, *at))
@@ -235,7 +235,8 @@ impl<'t> PieceEncoder<'t> {
         Some((in_a.start + found, in_b.start + found))
     }
 
-    /// Whether no token of the vocabulary has the last character of one token before the first of the other.
+    /// Returns true if no token of the vocabulary contains the last character of `left` directly before the
+    /// first of `right`.
     fn cannot_span(&self, left: u32, right: u32) -> bool {
         let token = |id: u32| self.tokenizer.plain_token(id);
         let (Some(left), Some(right)) = (token(left), token(right)) else { return false };
@@ -246,17 +247,17 @@ impl<'t> PieceEncoder<'t> {
     }
 }
 
-/// Pairs of characters that stand next to each other in some token.
+/// Pairs of adjacent characters that occur in some token.
 pub(super) type Neighbors = HashSet<(char, char)>;
 
-/// The neighbors in these tokens.
+/// Collects the pairs of adjacent characters in the tokens.
 fn neighbors<'a>(tokens: impl Iterator<Item = &'a String>) -> Neighbors {
     tokens.flat_map(|token| token.chars().zip(token.chars().skip(1))).collect()
 }
 
 impl Tokenizer {
-    /// The first `limit` ids of a text, and for each the byte where it ends (0 for those that are added around it). Only as much
-    /// text is encoded as they need.
+    /// Returns the first `limit` ids of a text and the byte where each ends (0 for special tokens added
+    /// around it). Encodes only as much text as needed.
     pub fn encode_first(&self, text: &str, special: bool, limit: usize) -> Result<(Vec<u32>, Vec<usize>)> {
         let (mut ids, mut ends) = (Vec::new(), Vec::new());
         self.encode_pieces(text, special, limit, |token| {
@@ -293,15 +294,15 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Bytes of the longest token that is looked for in a text before all else.
+    /// Returns the length in bytes of the longest added token; these are matched before all others.
     fn longest_added(&self) -> usize {
         *self.longest_added.get_or_init(|| {
             self.inner.get_added_tokens_decoder().values().map(|token| token.content.len()).max().unwrap_or(0)
         })
     }
 
-    /// The text of a token where it says what the token covers: not of added, unknown and byte tokens, and only of models whose
-    /// tokens do not depend on more than the characters that they cover.
+    /// Returns the text of a token if it equals the text it covers: `None` for added, unknown and byte
+    /// tokens, and for models whose tokens depend on more than the characters that they cover.
     fn plain_token(&self, id: u32) -> Option<String> {
         let plain = match self.inner.get_model() {
             ModelWrapper::BPE(bpe) => {
@@ -327,7 +328,7 @@ impl Tokenizer {
     }
 }
 
-fn given(place: &Place) -> Token {
+fn to_token(place: &Place) -> Token {
     Token { id: place.id, end: place.end }
 }
 
@@ -342,7 +343,7 @@ fn places(encoding: &Encoding, begin: usize) -> Vec<Place> {
     encoding.get_ids().iter().zip(encoding.get_offsets()).zip(words).map(place).collect()
 }
 
-/// The last place between two characters that is not behind byte `at`.
+/// Returns the last character boundary at or before byte `at`.
 fn floor_char(text: &str, at: usize) -> usize {
     (0..=at.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0)
 }

@@ -1,9 +1,10 @@
-//! Values as Python writes them, for templates that were written for Python: `str`, `json.dumps`, `strftime`.
+//! Python's formatting of values, for templates written for Python: `str`, `json.dumps`, `strftime`.
 
 use minijinja::value::ValueKind;
 use serde_json::{Number, Value};
 
-/// A float as `repr` writes it: the shortest digits that give it back, with an exponent below 1e-4 and from 1e16.
+/// A float as `repr` writes it: the shortest digits that give it back, with an exponent below 1e-4 and from
+/// 1e16.
 fn float(value: f64) -> String {
     if !value.is_finite() {
         let sign = if value < 0.0 { "-" } else { "" };
@@ -78,13 +79,13 @@ fn repr_string(text: &str) -> String {
     out
 }
 
-/// How `json.dumps` writes.
+/// Options of `json.dumps`.
 #[derive(Default)]
 pub(super) struct Json {
     pub(super) indent: Option<String>,
     pub(super) ascii: bool,
     pub(super) sorted: bool,
-    /// Between items, and between key and value.
+    /// Separators between items, and between key and value.
     pub(super) separators: Option<(String, String)>,
 }
 
@@ -185,7 +186,7 @@ const MONTHS: [&str; 12] = [
     "December",
 ];
 
-/// `strftime` of a time in seconds since 1970, in UTC; what is not known stays as it is.
+/// `strftime` of a time in seconds since 1970, in UTC; unknown codes are copied.
 pub(super) fn strftime(format: &str, seconds: u64) -> String {
     let (days, time) = ((seconds / 86400) as i64, seconds % 86400);
     let (year, month, day) = civil(days);

@@ -1,39 +1,40 @@
-//! The choice of the next token.
+//! Sampling of the next token.
 //!
-//! As transformers defines and orders them, on scores s = logits:
+//! Steps, defined and ordered as in transformers, on scores s = logits:
 //! - repetition penalty r: s / r where s >= 0, s r else, for every token that occurred, prompt included;
 //! - temperature t: s / t; 0 is greedy, the first of the highest scores;
-//! - top-k: scores below the k-th highest go (ties with it stay);
-//! - top-p: with probabilities p = softmax(s) in rising order, those whose running sum is at most 1 - top_p go, the highest never;
-//! - min-p: what has p < min_p max p goes.
+//! - top-k: scores below the k-th highest are removed (ties with it stay);
+//! - top-p: with probabilities p = softmax(s) in rising order, those whose running sum is at most 1 - top_p
+//!   are removed, but never the highest;
+//! - min-p: tokens with p < min_p max p are removed.
 //!
-//! Then one is drawn from the softmax of what is left. Scores and probabilities are f64, so that every temperature above 0 is
-//! one: the smaller it is, the nearer to greedy, the larger, the nearer to all tokens alike.
+//! Then a token is drawn from the softmax of the remaining scores. Scores and probabilities are f64, so every
+//! temperature above 0 works: small ones approach greedy, large ones the uniform distribution.
 
 use crate::error::{Error, Result};
 use crate::random::Rng;
 
-/// How the next token is chosen.
+/// Sampling settings.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Sampling {
-    /// 0: greedy.
+    /// Temperature; 0 means greedy.
     pub temperature: f64,
-    /// 0: all.
+    /// Number of tokens kept; 0 keeps all.
     pub top_k: usize,
-    /// 1: all.
+    /// Probability mass kept; 1 keeps all.
     pub top_p: f64,
-    /// 0: all.
+    /// Minimum probability relative to the highest; 0 keeps all.
     pub min_p: f64,
-    /// 1: none.
+    /// Repetition penalty; 1 means none.
     pub repetition_penalty: f64,
 }
 
 impl Sampling {
-    /// The highest score wins.
+    /// Greedy sampling: the highest score wins.
     pub const GREEDY: Sampling =
         Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0 };
 
-    /// Whether the highest score wins.
+    /// Returns true if sampling is greedy.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0
     }
@@ -42,27 +43,27 @@ impl Sampling {
 /// A token and its score.
 type Candidate = (u32, f64);
 
-/// Chooses tokens; the same seed makes the same choices.
+/// Samples tokens; the same seed gives the same tokens.
 pub struct Sampler {
     sampling: Sampling,
     rng: Rng,
 }
 
 impl Sampler {
-    /// With this seed.
+    /// Creates a sampler with a random seed.
     pub fn new(sampling: Sampling, seed: u64) -> Sampler {
         Sampler { sampling, rng: Rng::new(seed) }
     }
 
-    /// The next token after those `seen`, by the logits \[V\] of the last.
+    /// Samples the next token from the logits \[V\] of the last token; `seen` are all tokens so far.
     pub fn next(&mut self, logits: &[f32], seen: &[u32]) -> Result<u32> {
         if let Some(id) = logits.iter().position(|logit| logit.is_nan() || *logit == f32::INFINITY) {
             return Err(Error::NotFinite(format!("the logit of token {id} is {}", logits[id])));
         }
         let mut scores: Vec<f64> = logits.iter().map(|logit| *logit as f64).collect();
-        penalise(&mut scores, seen, self.sampling.repetition_penalty);
+        penalize(&mut scores, seen, self.sampling.repetition_penalty);
         let best = scores.iter().enumerate().rev().max_by(|a, b| a.1.total_cmp(b.1));
-        let (best, score) = best.ok_or_else(|| Error::Input("there are no logits".into()))?;
+        let (best, score) = best.ok_or_else(|| Error::Input("no logits to sample from".into()))?;
         if !score.is_finite() {
             return Err(Error::NotFinite(format!("the highest score, of token {best}, is {score}")));
         }
@@ -72,7 +73,7 @@ impl Sampler {
         let left = filter(&scores, &self.sampling);
         let probabilities = softmax(&left);
         let mut point = self.rng.unit();
-        // Where the sum falls short of 1 by a hair, the last token that has a probability.
+        // If rounding leaves the sum below 1, the last token with a probability above 0 is used.
         let mut chosen = best as u32;
         for ((id, _), probability) in left.iter().zip(&probabilities).filter(|(_, p)| **p > 0.0) {
             chosen = *id;
@@ -85,7 +86,7 @@ impl Sampler {
     }
 }
 
-fn penalise(scores: &mut [f64], seen: &[u32], penalty: f64) {
+fn penalize(scores: &mut [f64], seen: &[u32], penalty: f64) {
     if penalty == 1.0 {
         return;
     }
@@ -99,10 +100,10 @@ fn penalise(scores: &mut [f64], seen: &[u32], penalty: f64) {
     }
 }
 
-/// Temperature and filters: what is left, by rising id.
+/// Applies temperature and filters; returns the remaining candidates by ascending id.
 fn filter(scores: &[f64], sampling: &Sampling) -> Vec<Candidate> {
-    // The highest quotient must be finite, with room for rounding. Where that takes a higher temperature, unequal scores are
-    // so far apart that it makes no difference.
+    // The highest quotient must be finite, with room for rounding. Where that takes a higher temperature,
+    // unequal scores are so far apart that it makes no difference.
     let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let lowest = if highest.is_finite() { highest.abs() / (f64::MAX / 4.0) } else { 0.0 };
     let temperature = sampling.temperature.clamp(lowest, f64::MAX);
@@ -132,16 +133,16 @@ fn keep_top_p(left: &mut Vec<Candidate>, p: f64) {
     order.sort_by(|a, b| left[*a].1.total_cmp(&left[*b].1));
     order.pop();
     let mut sum = 0.0;
-    let mut goes = vec![false; left.len()];
+    let mut removed = vec![false; left.len()];
     for i in order {
         sum += probabilities[i];
         if sum > 1.0 - p {
             break;
         }
-        goes[i] = true;
+        removed[i] = true;
     }
-    let mut goes = goes.into_iter();
-    left.retain(|_| goes.next() == Some(false));
+    let mut removed = removed.into_iter();
+    left.retain(|_| removed.next() == Some(false));
 }
 
 fn keep_min_p(left: &mut Vec<Candidate>, min_p: f64) {
@@ -178,7 +179,7 @@ mod tests {
 
     fn check(case: &str, scores: &[f32], seen: &[u32], sampling: Sampling, expected: &Value) {
         let mut scores: Vec<f64> = scores.iter().map(|score| *score as f64).collect();
-        penalise(&mut scores, seen, sampling.repetition_penalty);
+        penalize(&mut scores, seen, sampling.repetition_penalty);
         let left = filter(&scores, &sampling);
         let expected = numbers(expected);
         let kept: Vec<(u32, f64)> =
@@ -229,9 +230,9 @@ mod tests {
     fn greedy_takes_the_first_of_the_highest_after_the_penalty() {
         let mut greedy = Sampler::new(Sampling::GREEDY, 0);
         assert_eq!(greedy.next(&[1.0, 3.0, 3.0, -1.0], &[]).unwrap(), 1);
-        let mut penalised = Sampler::new(Sampling { repetition_penalty: 2.0, ..Sampling::GREEDY }, 0);
-        assert_eq!(penalised.next(&[1.0, 3.0, 2.0, -1.0], &[1, 1]).unwrap(), 2);
-        assert_eq!(penalised.next(&[-2.0, -1.5], &[1]).unwrap(), 0, "negative scores are made smaller too");
+        let mut penalized = Sampler::new(Sampling { repetition_penalty: 2.0, ..Sampling::GREEDY }, 0);
+        assert_eq!(penalized.next(&[1.0, 3.0, 2.0, -1.0], &[1, 1]).unwrap(), 2);
+        assert_eq!(penalized.next(&[-2.0, -1.5], &[1]).unwrap(), 0, "negative scores are made smaller too");
     }
 
     #[test]

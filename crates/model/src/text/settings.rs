@@ -1,4 +1,4 @@
-//! `generation_config.json`: how its authors wish a model to be sampled, and the tokens that end a text.
+//! Default sampling settings of a model and its stop tokens, from `generation_config.json`.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::{Tokenizer, read_object, text_error};
 use crate::error::Result;
 
-/// What the file says; `None` where it does not.
+/// Settings of the file; `None` for those it lacks.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[allow(missing_docs)]
 pub struct GenerationSettings {
@@ -18,12 +18,12 @@ pub struct GenerationSettings {
     pub min_p: Option<f64>,
     pub repetition_penalty: Option<f64>,
     pub max_new_tokens: Option<usize>,
-    /// Ids after which a text ends: `eos_token_id` of this file, else of config.json; and the tokenizer's `eos_token`.
+    /// Stop tokens: `eos_token_id` of this file, else of config.json; and the tokenizer's `eos_token`.
     pub stops: Vec<u32>,
 }
 
 impl GenerationSettings {
-    /// From the folder of a model.
+    /// Loads the settings from the folder of a model.
     pub fn load(folder: &Path, tokenizer: &Tokenizer) -> Result<GenerationSettings> {
         let file = folder.join("generation_config.json");
         let fields = Fields { object: read_object(&file)?, file: &file };
@@ -32,7 +32,7 @@ impl GenerationSettings {
             _ => {
                 let file = folder.join("config.json");
                 let config = read_object(&file)?;
-                // Models with vision keep their text model's settings one level down.
+                // Vision models keep their text model's settings one level down.
                 let text = config.get("text_config").and_then(Value::as_object).cloned();
                 let top = Fields { object: config, file: &file }.ids("eos_token_id")?;
                 match text {

@@ -12,31 +12,31 @@ use super::pieces::{Neighbors, WINDOW};
 use super::{read_object, text_error};
 use crate::error::Result;
 
-/// Text to ids and back.
+/// Converts text to token ids and back.
 pub struct Tokenizer {
     pub(super) inner: tokenizers::Tokenizer,
-    /// Returns true if tokens such as `<0xE2>` stand for bytes.
+    /// True if tokens such as `<0xE2>` stand for bytes.
     byte_fallback: bool,
     file: PathBuf,
-    /// For long texts, see `pieces.rs`; made when they are needed.
+    /// Used for long texts (see `pieces.rs`); computed on first use.
     pub(super) neighbors: OnceLock<Neighbors>,
     pub(super) longest_added: OnceLock<usize>,
-    /// By name (`bos_token`, `eos_token`, ...): the special tokens of `tokenizer_config.json`.
+    /// Special tokens of `tokenizer_config.json` by name (`bos_token`, `eos_token`, ...).
     pub special: BTreeMap<String, String>,
 }
 
 impl Tokenizer {
-    /// From the folder of a model.
+    /// Loads the tokenizer from the folder of a model.
     pub fn load(folder: &Path) -> Result<Tokenizer> {
         let file = folder.join("tokenizer.json");
         let bytes = std::fs::read(&file).map_err(|error| {
             let missing = error.kind() == std::io::ErrorKind::NotFound;
-            let hint = if missing { "; text needs it beside the weights" } else { "" };
+            let hint = if missing { "; put it beside the weights" } else { "" };
             text_error(&file, format!("cannot read: {error}{hint}"))
         })?;
         let not_a_tokenizer = |error| text_error(&file, format!("not a tokenizer: {error}"));
         let mut inner = tokenizers::Tokenizer::from_bytes(without_mark(&bytes)).map_err(not_a_tokenizer)?;
-        // Settings of whoever saved the file; transformers does not use them either unless it is asked to.
+        // Padding and truncation saved in the file are ignored, as transformers does by default.
         inner.with_padding(None).with_truncation(None).map_err(not_a_tokenizer)?;
         let config = read_object(&folder.join("tokenizer_config.json"))?;
         let special = config
@@ -53,13 +53,13 @@ impl Tokenizer {
         Ok(Tokenizer { inner, byte_fallback, file, special, neighbors, longest_added })
     }
 
-    /// Where it came from.
+    /// Returns the path of tokenizer.json.
     pub fn file(&self) -> &Path {
         &self.file
     }
 
-    /// The ids of `text`; `special` adds what the tokenizer puts around a text of its own (a bos, say). Special tokens
-    /// that the text itself names are recognised either way.
+    /// Encodes `text`; `special` adds the tokenizer's special tokens around it (such as bos). Special tokens
+    /// written in the text itself are always recognized.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         if text.len() > WINDOW {
             let mut ids = Vec::new();
@@ -71,32 +71,32 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The ids, and for each the byte of `text` where it ends (0 for those that are added around it).
+    /// Encodes `text`; returns the ids and the byte where each ends (0 for special tokens added around it).
     pub fn encode_with_ends(&self, text: &str, special: bool) -> Result<(Vec<u32>, Vec<usize>)> {
         self.encode_first(text, special, usize::MAX)
     }
 
-    /// The text of `ids`, without the special tokens if so wished.
+    /// Decodes `ids`; `skip_special` omits special tokens.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         self.inner.decode(ids, skip_special).map_err(|error| text_error(&self.file, error))
     }
 
-    /// The id of a token.
+    /// Returns the id of a token.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// The id of a special token by its name in `tokenizer_config.json`.
+    /// Returns the id of a special token by its name in `tokenizer_config.json`.
     pub fn special_id(&self, name: &str) -> Option<u32> {
         self.id(self.special.get(name)?)
     }
 
-    /// Text from ids that come one by one; special tokens are left out.
+    /// Creates a streaming decoder, which omits special tokens.
     pub fn stream(&self) -> TextStream<'_> {
         TextStream { tokenizer: self, ids: Vec::new(), context: 0, shown: String::new() }
     }
 
-    /// The token of an id, unless a text without special tokens leaves it out.
+    /// Returns the token of an id, or `None` for special tokens and unknown ids.
     fn shown_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id).filter(|token| !self.inner.get_added_vocabulary().is_special_token(token))
     }
@@ -115,34 +115,35 @@ fn has_byte_fallback(decoder: &Value) -> bool {
     decoder["type"] == "ByteFallback" || parts.is_some_and(|parts| parts.iter().any(has_byte_fallback))
 }
 
-/// Turns ids that come one by one into text: the pieces, put together, are the text of all ids.
+/// Streaming decoder: takes ids one by one; the concatenated pieces are the text of all ids.
 ///
-/// A token's text can depend on the one before it (a space, the rest of a character), so a piece is the difference
-/// between two decodings that begin at the same, earlier place. Two things can still change when more ids come, and are
-/// held back:
+/// A token's text can depend on the one before it (a space, the rest of a character), so a piece is the
+/// difference between two decodings that begin at the same, earlier place. Two things can still change when
+/// more ids come, and are held back:
 /// - a replacement character at the end: its bytes may be the beginning of a character;
-/// - a run of byte tokens: an invalid byte at its end turns every byte of the run into a replacement character.
+/// - a run of byte tokens: an invalid byte at its end turns every byte of the run into a replacement
+///   character.
 pub struct TextStream<'t> {
     tokenizer: &'t Tokenizer,
-    /// The last ids that were shown in full, then the others; none of tokens that a text leaves out.
+    /// Last ids whose text was returned in full, then the pending ones; without special tokens.
     ids: Vec<u32>,
-    /// Number of ids that were shown in full.
+    /// Number of ids whose text was returned in full.
     context: usize,
-    /// The text of `ids` as far as it was shown.
+    /// Part of the text of `ids` that was returned.
     shown: String,
 }
 
-/// The character that stands for bytes that are no character (yet).
+/// Replacement character, decoded from incomplete or invalid bytes.
 const INCOMPLETE: char = '\u{fffd}';
 
-/// Ids that are decoded together at most, give or take, when every piece ends in bytes that are no character.
-const PATIENCE: usize = 256;
+/// Approximate limit of the pending ids when every piece ends in an incomplete character.
+const MAX_PENDING: usize = 256;
 
-/// Bytes of a character at most.
-const CHARACTER: usize = 4;
+/// Maximum number of bytes of a character.
+const MAX_CHAR_BYTES: usize = 4;
 
 impl TextStream<'_> {
-    /// The text that is final with this id; often none.
+    /// Adds an id and returns the text that is final now, often empty.
     pub fn push(&mut self, id: u32) -> Result<String> {
         let Some(token) = self.tokenizer.shown_token(id) else { return Ok(String::new()) };
         self.ids.push(id);
@@ -160,19 +161,19 @@ impl TextStream<'_> {
             }
         } else {
             self.shown = stable.to_string();
-            if self.ids.len() - self.context > PATIENCE {
+            if self.ids.len() - self.context > MAX_PENDING {
                 self.shorten(&text)?;
             }
         }
         Ok(piece)
     }
 
-    /// The rest: bytes that never became a character, or that nothing came after.
+    /// Returns the remaining text; incomplete characters become replacement characters.
     pub fn finish(self) -> Result<String> {
         Ok(self.after_shown(&self.tokenizer.decode(&self.ids, true)?))
     }
 
-    /// The part of `text` that was not shown.
+    /// Returns the part of `text` that was not returned before.
     fn after_shown(&self, text: &str) -> String {
         let same = text.chars().zip(self.shown.chars()).take_while(|(a, b)| a == b);
         text[same.map(|(a, _)| a.len_utf8()).sum()..].to_string()
@@ -180,7 +181,7 @@ impl TextStream<'_> {
 
     /// Drops ids that later ones cannot change. A cut inside a character's bytes would show as another text.
     fn shorten(&mut self, text: &str) -> Result {
-        for kept in 1..=CHARACTER.min(self.ids.len()) {
+        for kept in 1..=MAX_CHAR_BYTES.min(self.ids.len()) {
             let (before, after) = self.ids.split_at(self.ids.len() - kept);
             let after_text = self.tokenizer.decode(after, true)?;
             if self.tokenizer.decode(before, true)? + &after_text == text {
@@ -259,12 +260,12 @@ pub(crate) mod tests {
         assert_eq!(stream.push(smile[1]).unwrap(), "");
         assert_eq!(stream.finish().unwrap(), "\u{fffd}");
         let mut stream = tokenizer.stream();
-        let shown: String = (0..2 * PATIENCE).map(|_| stream.push(smile[1]).unwrap()).collect();
-        assert!(shown.chars().count() >= PATIENCE, "it does not wait for ever");
+        let shown: String = (0..2 * MAX_PENDING).map(|_| stream.push(smile[1]).unwrap()).collect();
+        assert!(shown.chars().count() >= MAX_PENDING, "it does not wait for ever");
     }
 
-    /// A tokenizer with a token for every byte (ids 0 to 255), a few words, and special tokens (the last two), of Gemma's
-    /// kind or, with the text's first space taken away, of Llama's.
+    /// A tokenizer with a token for every byte (ids 0 to 255), a few words, and special tokens (the last
+    /// two), of Gemma's kind or, with the text's first space taken away, of Llama's.
     fn byte_fallback(strip: bool) -> Tokenizer {
         let words = ["\u{2581}", "a", "\u{2581}b", "\u{fffd}", "<0xG1>", "", "<eos>", "<bos>"];
         let tokens = (0..256).map(|byte| format!("<0x{byte:02X}>")).chain(words.map(String::from));

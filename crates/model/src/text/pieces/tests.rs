@@ -21,7 +21,7 @@ fn added(id: u32, content: &str) -> Value {
             "normalized": false, "special": true })
 }
 
-/// What is put around a text: one token before it, one after it.
+/// Post-processor that adds one special token before the text and one after it.
 fn around() -> Value {
     let special = |id: &str| json!({ "SpecialToken": { "id": id, "type_id": 0 } });
     let text = |id: &str| json!({ "Sequence": { "id": id, "type_id": 0 } });
@@ -34,7 +34,7 @@ fn around() -> Value {
     })
 }
 
-/// BPE over characters and bytes with spaces as `▁`, as SentencePiece makes it: nothing is cut before the merges.
+/// BPE over characters and bytes with spaces as `▁`, as in SentencePiece, without pre-tokenizer.
 fn sentence_bpe(normalizer: Value) -> Value {
     let mut tokens: Vec<String> = ["<unk>", "<bos>", "<eos>"].map(String::from).to_vec();
     tokens.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
@@ -111,7 +111,7 @@ fn word_piece() -> Value {
     })
 }
 
-/// A tokenizer of every kind.
+/// One tokenizer of every kind.
 fn tokenizers() -> Vec<(&'static str, Value)> {
     let replace = json!({ "type": "Replace", "pattern": { "String": " " }, "content": "▁" });
     let prepend = json!({ "type": "Prepend", "prepend": "▁" });
@@ -132,7 +132,7 @@ fn tokenizers() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// Random numbers that are the same every time.
+/// Reproducible random numbers.
 struct Draw(u64);
 
 impl Draw {
@@ -179,7 +179,7 @@ fn text(draw: &mut Draw, bytes: usize) -> String {
     text
 }
 
-/// The tokens of a text that comes in parts of random lengths.
+/// Encodes a text in parts of random lengths.
 fn in_pieces(tokenizer: &Tokenizer, text: &str, special: bool, window: usize, draw: &mut Draw) -> Vec<Token> {
     let mut encoder = PieceEncoder::with_window(tokenizer, special, window);
     let (mut tokens, mut rest) = (Vec::new(), text);
@@ -236,7 +236,7 @@ fn a_text_without_a_place_to_cut_is_encoded_as_a_whole() {
 #[test]
 fn long_words_make_the_window_longer_and_the_next_ones_short_again() {
     let tokenizer = Tokenizer::load(&fixture()).unwrap();
-    // Its vocabulary has tokens with `er` and with `re`, so nothing says that none can span two letters of the word.
+    // The vocabulary has tokens with `er` and with `re`, so a token may span any two letters of the word.
     let text = ["the and ".repeat(2000), "er".repeat(15_000), " the and".repeat(40_000)].concat();
     let mut encoder = PieceEncoder::with_window(&tokenizer, false, 4096);
     let (mut tokens, mut longest, mut rest) = (Vec::new(), 0, text.as_str());
