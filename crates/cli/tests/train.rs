@@ -135,7 +135,7 @@ fn a_fault_ends_with_exit_code_5_and_names_the_site() {
         "run",
     ]);
     let run = scratch.run(&args).exits(5);
-    assert!(run.stderr.contains("is the first site that is not finite"), "{}", run.stderr);
+    assert!(run.stderr.contains("is the first site with non-finite values"), "{}", run.stderr);
     assert!(scratch.path("run/report.html").is_file());
     let batch = fs::read_dir(scratch.path("run/faults")).unwrap().next().unwrap().unwrap().path();
     assert!(batch.extension().is_some_and(|e| e == "safetensors"));

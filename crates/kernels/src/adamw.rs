@@ -1,4 +1,4 @@
-//! AdamW as torch.optim.AdamW computes it, the norm of all gradients, and clipping by it.
+//! AdamW as torch.optim.AdamW computes it, the global gradient norm, and clipping by it.
 //!
 //! Step t >= 1, all in f32, scalars in f64 and then rounded:
 //! ```text
@@ -6,11 +6,11 @@
 //! m = m + (1 - beta1) (g - m)                v = beta2 v + (1 - beta2) g^2
 //! w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //! ```
-//! The master weight is f32. Where the model runs on bf16, its copy is rounded from the master after each step, so an
-//! update smaller than half a bf16 step is not lost.
+//! The master weight is f32. Where the model runs on bf16, its copy is rounded from the master after each
+//! step, so an update smaller than half a bf16 step is not lost.
 //!
-//! The norm is a sum of squares in f64, block by block in one order. A norm that is not finite is an error before
-//! anything is scaled: a clip that multiplies by it would spread one bad gradient over every parameter.
+//! The norm is a sum of squares in f64, block by block in a fixed order. A non-finite norm is an error before
+//! anything is scaled: clipping by it would spread one bad gradient to every parameter.
 
 use rayon::prelude::*;
 
@@ -28,7 +28,7 @@ pub struct Options {
     pub beta1: f64,
     /// Decay of the second moment.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Term added to the root of the second moment.
     pub eps: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
@@ -55,12 +55,14 @@ struct Factors {
 impl Factors {
     fn new(options: &Options, step: u32) -> Result<Factors> {
         let Options { lr, beta1, beta2, eps, weight_decay } = *options;
-        check(step > 0, || "AdamW counts its steps from 1".into())?;
+        check(step > 0, || "AdamW: steps count from 1, got 0".into())?;
         check((0.0..1.0).contains(&beta1) && (0.0..1.0).contains(&beta2), || {
-            format!("AdamW with beta1 {beta1} and beta2 {beta2}: from 0 to below 1")
+            format!("AdamW: beta1 and beta2 must be from 0 to below 1, got {beta1} and {beta2}")
         })?;
         check(eps >= 0.0 && lr.is_finite() && weight_decay.is_finite(), || {
-            format!("AdamW with lr {lr}, eps {eps}, weight decay {weight_decay}")
+            format!(
+                "AdamW: lr and weight decay must be finite and eps at least 0, got {lr}, {weight_decay} and {eps}"
+            )
         })?;
         let step = step as f64;
         Ok(Factors {
@@ -75,8 +77,8 @@ impl Factors {
     }
 }
 
-/// One step on w \[n\], moments m and v \[n\], from its gradient g \[n\] times `scale` (the factor of [`clip`]). Steps count
-/// from 1.
+/// One step on w \[n\], moments m and v \[n\], from its gradient g \[n\] times `scale` (the factor of
+/// [`clip`]). Steps count from 1.
 pub fn adamw_step(
     w: &mut [f32],
     m: &mut [f32],
@@ -123,8 +125,9 @@ pub fn adamw_step_with_copy<T: Element>(
     Ok(())
 }
 
-/// The first element that [`adamw_step_with_copy`] with these arguments would leave with a non-finite moment, or would take from a
-/// finite value to one that is not finite in `T`, which the model runs on. Changes nothing.
+/// The first element that [`adamw_step_with_copy`] with these arguments would leave with a non-finite moment,
+/// or would take from a finite value to one that is non-finite in `T`, which the model runs on. Changes
+/// nothing.
 pub fn adamw_fault<T: Element>(
     w: &[f32],
     m: &[f32],
@@ -184,7 +187,8 @@ simd_fn! {
     }
 }
 
-/// sqrt of the sum of all squares of all gradients, in f64: block by block, tensor by tensor, in the order given.
+/// Global norm of the gradients: root of the sum of squares in f64, block by block, tensor by tensor, in the
+/// given order.
 pub fn global_norm(gradients: &[&[f32]]) -> f64 {
     let squares = |g: &&[f32]| -> f64 {
         let blocks: Vec<f64> = g.par_chunks(ELEMENTS).map(sum_of_squares).collect();
@@ -210,9 +214,9 @@ simd_fn! {
 }
 
 /// The factor that brings gradients of this norm down to `limit`, as torch.nn.utils.clip_grad_norm_ has it:
-/// min(1, limit / (norm + 1e-6)). An error for a norm that is not finite.
+/// min(1, limit / (norm + 1e-6)). A non-finite norm is an error.
 pub fn clip_factor(norm: f64, limit: f64) -> Result<f32> {
-    check(limit > 0.0, || format!("clipping at {limit}: above 0"))?;
+    check(limit > 0.0, || format!("clipping: the limit must be above 0, got {limit}"))?;
     if norm.is_finite() {
         Ok((limit / (norm + 1e-6)).min(1.0) as f32)
     } else {
@@ -228,8 +232,8 @@ simd_fn! {
     }
 }
 
-/// Scales all gradients so that their norm is at most `limit`, and returns the norm they had. With an error nothing
-/// is touched.
+/// Scales all gradients so that their norm is at most `limit`, and returns the norm before. An error changes
+/// nothing.
 pub fn clip(gradients: &mut [&mut [f32]], limit: f64) -> Result<f64> {
     let norm = global_norm(&gradients.iter().map(|g| &**g).collect::<Vec<_>>());
     let factor = clip_factor(norm, limit)?;

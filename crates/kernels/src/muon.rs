@@ -1,6 +1,7 @@
 //! Muon as torch.optim.Muon computes it: momentum, orthogonalized by Newton-Schulz steps.
 //!
-//! For a matrix W [rows, columns], its gradient G and its momentum M, all in f32, scalars in f64 and then rounded:
+//! For a matrix W [rows, columns], its gradient G and its momentum M, all in f32, scalars in f64 and then
+//! rounded:
 //! ```text
 //! M = M + (1 - mu) (G - M)
 //! U = M + (1 - mu) (G - M) with Nesterov momentum, else M
@@ -9,13 +10,15 @@
 //!                    A = X^T X    B = b A + c A^2    X = a X + X B       rows > columns
 //! W = (1 - lr weight_decay) W - lr ratio(rows, columns) X
 //! ```
-//! A step leaves the singular vectors of X and takes each singular value s to p(s) = a s + b s^3 + c s^5. The default
-//! coefficients have a steep slope at 0: five steps take every s above 0.003 to between 0.68 and 1.21, not to 1 exactly.
+//! A step leaves the singular vectors of X and takes each singular value s to p(s) = a s + b s^3 + c s^5. The
+//! default coefficients have a steep slope at 0: five steps take every s above 0.003 to between 0.68 and
+//! 1.21, not to 1 exactly.
 //!
 //! The steps run in f32 (torch runs them in bf16). A matrix of zeros stays zero.
 //!
-//! A stored tensor may hold several matrices: experts stacked, or q, k and v in one projection. [`Parts`] says which rows
-//! make which matrix; each is orthogonalized by itself, and its own shape goes into the ratio.
+//! A stored tensor may hold several matrices: experts stacked, or q, k and v in one projection. [`Parts`]
+//! says which rows make which matrix; each is orthogonalized by itself, and its own shape goes into the
+//! ratio.
 
 use std::ops::Range;
 
@@ -115,8 +118,8 @@ impl Options {
         })
     }
 
-    /// An upper bound of the singular values after all steps, if it is small in every step. In exact arithmetic; the
-    /// caller leaves room for rounding.
+    /// An upper bound of the singular values after all steps, if it is small in every step. In exact
+    /// arithmetic; the caller leaves room for rounding.
     fn spectral_bound(&self) -> Option<f64> {
         let [a, b, c] = self.ns_coefficients;
         let p = |s: f64| (s * (a + s * s * (b + s * s * c))).abs();
@@ -186,7 +189,8 @@ pub fn newton_schulz_workspace(rows: usize, columns: usize) -> usize {
     rows * columns + 2 * small * small
 }
 
-/// Number of f32 of workspace that [`muon_step`] needs. It is one buffer, not one per thread: all threads work on one matrix.
+/// Number of f32 of workspace that [`muon_step`] needs. It is one buffer, not one per thread: all threads
+/// work on one matrix.
 pub fn muon_step_workspace(parts: &Parts) -> usize {
     let needed = |[rows, columns]: [usize; 2]| rows * columns + newton_schulz_workspace(rows, columns);
     parts.shapes().map(needed).max().unwrap_or(0)
@@ -386,11 +390,11 @@ pub struct Fault {
     pub momentum: f32,
 }
 
-/// The first element that [`muon_step`] with these arguments would leave with a non-finite momentum, or would take from a
-/// finite value to one that is non-finite in `T`, which the model runs on. Changes nothing.
+/// The first element that [`muon_step`] with these arguments would leave with a non-finite momentum, or would
+/// take from a finite value to one that is non-finite in `T`, which the model runs on. Changes nothing.
 ///
-/// Where the coefficients bound the singular values and w is far from overflow, no step can do harm, and nothing is
-/// orthogonalized. Otherwise the step is computed in `workspace`, which is resized as needed.
+/// If the coefficients bound the singular values and w is far from overflow, the answer needs no
+/// orthogonalization. Otherwise the step is computed in `workspace`, which is resized as needed.
 pub fn muon_fault<T: Element>(
     w: &[f32],
     m: &[f32],
@@ -433,7 +437,7 @@ pub fn muon_fault<T: Element>(
     Ok(first)
 }
 
-/// Returns true if no step with these options can make a finite w non-finite, whatever finite U is.
+/// Returns true if no step with these options can make a finite w non-finite, for any finite U.
 fn is_harmless(w: &[f32], parts: &Parts, options: &Options) -> bool {
     // Largest finite bf16 and f32: 3.4e38.
     const FAR: f64 = 1e38;

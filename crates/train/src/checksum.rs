@@ -1,7 +1,7 @@
 //! Checksums of tensors and files: xxh3 with 64 bits.
 //!
-//! They find accidents (a flipped bit, another file), not attacks, so the lighter of the two candidates is enough: unlike
-//! blake3, xxh3 has no build script, and it reads at the speed of memory.
+//! They find accidents (a flipped bit, another file), not attacks, so the lighter of the two candidates is
+//! enough: unlike blake3, xxh3 has no build script, and it reads at the speed of memory.
 
 use ballast_model::Model;
 use ballast_model::params::Weight;

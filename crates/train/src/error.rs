@@ -1,54 +1,54 @@
-//! The one error type of this crate.
+//! Errors of this crate.
 
 use std::path::{Path, PathBuf};
 
 /// Shorthand for results of this crate.
 pub type Result<T = (), E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, where, and what to do about it.
+/// An error of a training run: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A configuration that cannot be used.
+    /// Invalid configuration.
     #[error("{0}")]
     Config(String),
-    /// A data file that cannot be used.
+    /// Invalid data file.
     #[error("{}{}: {problem}", file.display(), line.map(|line| format!(", line {line}")).unwrap_or_default())]
     Data {
         /// The file.
         file: PathBuf,
-        /// Its line, from 1 on, where that is known.
+        /// Line number from 1, if known.
         line: Option<u64>,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
-    /// A training checkpoint that cannot be resumed from.
+    /// Training checkpoint that cannot be resumed.
     #[error("{}: {problem}", path.display())]
     Resume {
         /// The checkpoint or one of its files.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
-    /// The run was stopped: a value is not finite, or a protected tensor is not what it should be.
+    /// The run was stopped: a value is non-finite, or a protected tensor changed.
     #[error("{0}")]
     Diverged(String),
-    /// A file that cannot be read or written.
+    /// File that cannot be read or written.
     #[error("{}: cannot {action}: {cause}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
-        /// The system's answer. Not called `source`: its words are in the message already.
+        /// The system's error. Not called `source`, because the message already contains it.
         cause: std::io::Error,
     },
-    /// The model cannot be read, run or written.
+    /// Error of the model: reading, running or writing it.
     #[error(transparent)]
     Model(#[from] ballast_model::Error),
 }
 
 impl Error {
-    /// For `map_err`.
+    /// Returns a function for `map_err` that adds path and action to an I/O error.
     pub fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
         let path = path.to_path_buf();
         move |cause| Error::Io { path, action, cause }

@@ -1,4 +1,4 @@
-//! Held-out data: loss and accuracy, by source; and what the model answers.
+//! Evaluation on held-out data: loss and accuracy by source, and sample answers.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,8 @@ use crate::report::Sample;
 use crate::trainer::Trainer;
 
 impl Trainer {
-    /// Loss and accuracy on the first held-out micro-batches; `None` where nothing is held out, or none of its tokens is judged.
+    /// Loss and accuracy on the first held-out micro-batches; `None` without held-out data, or if it has no
+    /// trained tokens.
     pub fn evaluate(&mut self) -> Result<Option<Evaluation>> {
         let batches = self.config.evaluation.batches;
         let Some(validation) = self.validation.as_mut().filter(|_| batches > 0) else { return Ok(None) };
@@ -40,7 +41,7 @@ impl Trainer {
         Ok(Some(Evaluation { step: self.step, loss, accuracy, tokens, by_source }))
     }
 
-    /// What the model answers to held-out documents.
+    /// The model's answers to held-out documents.
     pub fn sample(&self) -> Result<Vec<Sample>> {
         let tokens = self.config.samples.tokens;
         let sample = |document| sample(&self.model, &self.encoder, document, tokens, self.step);
@@ -48,7 +49,7 @@ impl Trainer {
     }
 }
 
-/// The sequences of a micro-batch, apart by where they came from.
+/// The sequences of a micro-batch, grouped by source.
 fn by_source(batch: &MicroBatch) -> Result<BTreeMap<String, Batch>> {
     let all = &batch.batch;
     let mut sources: BTreeMap<String, Batch> = BTreeMap::new();
@@ -63,8 +64,8 @@ fn by_source(batch: &MicroBatch) -> Result<BTreeMap<String, Batch>> {
     Ok(sources)
 }
 
-/// Where a document's prompt ends, and what should follow: a trained stretch in its second half; or, where all of it is
-/// trained, its first half and nothing that could be called right.
+/// End of a document's prompt and range of the expected answer: a trained span, chosen by the document's
+/// number. A document that is trained as a whole has its first half as the prompt, and no expected answer.
 fn question(document: &Document) -> (usize, Option<std::ops::Range<usize>>) {
     const PROMPT: usize = 64;
     let trained = |t: usize| document.trained[t];

@@ -1,9 +1,9 @@
-//! The ledger of protected tensors: what they are, that nobody but the optimiser changed them, and that forward reads them.
+//! The protected-tensor check: only the optimizer changes protected tensors, and forward reads them in f32.
 //!
-//! A checksum of every protected tensor's bits is noted after each update. A check compares it with the bits as they are
-//! now, with the bits that a forward reads (its probe shows them where the layers take them), and, after a save, with the
-//! bits and the type in the file. A tensor that the precision's policy leaves out is entered as rounded: the run asked
-//! for that.
+//! The ledger holds a checksum of every protected tensor, updated after each optimizer step. A check compares
+//! it with the tensor in memory, with the tensor that a forward reads (seen by a probe where the layers take
+//! it), and, after a save, with bits and type in the file. A tensor that the precision's policy leaves out is
+//! listed as rounded.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,39 +19,39 @@ use crate::checksum::checksum;
 use crate::error::{Error, Result};
 use crate::optimizer::is_rounded;
 
-/// The ledger of a run.
+/// Checksums and check counts of all protected tensors of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ledger {
-    /// By tensor, in the order of the model.
+    /// One entry per protected tensor, in the model's order.
     pub entries: Vec<Entry>,
-    /// Steps since the beginning whose tensors were the noted ones.
+    /// Number of steps that passed the check.
     pub clean_steps: u64,
-    /// Steps since the beginning.
+    /// Number of steps.
     pub steps: u64,
-    /// Sites that were raised to f32 by the sentinel: step and site.
+    /// Sites that were escalated to f32: step and site.
     pub escalations: Vec<(u64, String)>,
-    /// What happened, when: built, cast, step, saved, loaded.
+    /// Number of checks by occasion: build, cast, step, save, load, end.
     pub occasions: BTreeMap<String, u64>,
 }
 
 /// One protected tensor.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
-    /// As in the checkpoint.
+    /// Name, as in the checkpoint.
     pub name: String,
     /// `f32`, or `bf16 by policy` for one that the policy leaves out.
     pub dtype: String,
-    /// Of the bits, when the run began.
+    /// Checksum when the run began.
     pub first: u64,
-    /// Of the bits, after the last update.
+    /// Checksum after the last update.
     pub last: u64,
-    /// Checks that were passed.
+    /// Number of passed checks.
     pub checks: u64,
-    /// Those of them in which a forward read exactly these bits, in f32.
+    /// Number of checks in which a forward read exactly these bits in f32.
     pub live: u64,
-    /// Those of them that read the bits and the type back from a file.
+    /// Number of checks that read bits and type back from a file.
     pub saved: u64,
-    /// Share of the values that bf16 could not hold.
+    /// Fraction of values that bf16 cannot represent.
     pub beyond_bf16: f64,
 }
 
@@ -60,7 +60,7 @@ fn beyond_bf16(values: &[f32]) -> f64 {
 }
 
 impl Ledger {
-    /// The ledger of a model as it is now, which is to run in `precision`.
+    /// The ledger of a model with its present values, which will run in `precision`.
     pub fn new(model: &Model, precision: &Precision) -> Ledger {
         let entry = |(spec, tensor): (&Spec, &Protected)| {
             let sum = checksum(tensor.values());
@@ -79,7 +79,7 @@ impl Ledger {
         Ledger { entries, ..Ledger::default() }
     }
 
-    /// Notes a cast: tensors that the policy leaves out are rounded, and no other may change.
+    /// Records a cast: tensors that the policy leaves out are rounded; no other may change.
     pub fn cast(&mut self, model: &Model) {
         for ((entry, spec), tensor) in
             self.entries.iter_mut().zip(&model.specs.protected).zip(model.params.protected())
@@ -91,24 +91,24 @@ impl Ledger {
         }
     }
 
-    /// Tensors that are f32.
+    /// Number of tensors in f32.
     pub fn f32_tensors(&self) -> usize {
         self.entries.iter().filter(|entry| entry.dtype == "f32").count()
     }
 
-    /// `54 protected tensors: f32 for 300/300 steps`.
+    /// Returns a one-line summary: `54 protected tensors: f32 for 300/300 steps`.
     pub fn summary(&self) -> String {
         let (all, f32s) = (self.entries.len(), self.f32_tensors());
         let steps = format!("for {}/{} steps", self.clean_steps, self.steps);
         match all - f32s {
             0 => format!("{all} protected tensors: f32 {steps}"),
             rounded => format!(
-                "{all} protected tensors: {f32s} f32 {steps}, {rounded} bf16 because the policy asks for it"
+                "{all} protected tensors: {f32s} f32 {steps}, {rounded} rounded to bf16 by the precision policy"
             ),
         }
     }
 
-    /// Compares the tensors as they are now with what was noted.
+    /// Compares the tensors in memory with their checksums.
     pub fn check(&mut self, model: &Model, occasion: &str) -> Result {
         for (entry, tensor) in self.entries.iter_mut().zip(model.params.protected()) {
             let now = checksum(tensor.values());
@@ -116,7 +116,10 @@ impl Ledger {
                 return Err(broken(
                     entry,
                     occasion,
-                    format!("its bits are {now:016x}, noted were {:016x}", entry.last),
+                    format!(
+                        "changed outside the optimizer: checksum {now:016x}, expected {:016x}",
+                        entry.last
+                    ),
                 ));
             }
             entry.checks += 1;
@@ -127,7 +130,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Runs a forward over one token and compares what the layers read.
+    /// Runs a forward over two tokens and compares what the layers read with the checksums.
     pub fn check_live(&mut self, model: &Model, occasion: &str) -> Result {
         struct Reader(BTreeMap<String, (&'static str, u64)>);
         impl Probe for Reader {
@@ -145,7 +148,7 @@ impl Ledger {
                 Some(("F32", sum)) if *sum == entry.last => entry.live += 1,
                 Some((dtype, sum)) => {
                     let problem = format!(
-                        "forward read {dtype} with the bits {sum:016x}, noted were F32 {:016x}",
+                        "forward read {dtype} with checksum {sum:016x}, expected F32 with {:016x}",
                         entry.last
                     );
                     return Err(broken(entry, occasion, problem));
@@ -156,19 +159,23 @@ impl Ledger {
         Ok(())
     }
 
-    /// Compares with what a saved model holds.
+    /// Compares the tensors of a saved model with their checksums.
     pub fn check_saved(&mut self, model: &Path) -> Result {
         let checkpoint = Checkpoint::open_consistent(model)?;
         for entry in &mut self.entries {
             let Some(stored) = checkpoint.tensors.iter().find(|tensor| tensor.name == entry.name) else {
-                return Err(broken(entry, "save", "the file does not have it".into()));
+                return Err(broken(entry, "save", "missing in the saved file".into()));
             };
             if stored.dtype != Dtype::F32 && entry.dtype == "f32" {
-                return Err(broken(entry, "save", format!("the file stores it in {}", stored.dtype)));
+                return Err(broken(
+                    entry,
+                    "save",
+                    format!("stored as {} in the saved file, expected F32", stored.dtype),
+                ));
             }
             let file = TensorFile::open(&checkpoint.files[stored.file].path)?;
             if checksum(&file.f32(&entry.name)?.values) != entry.last {
-                return Err(broken(entry, "save", "the file has other bits".into()));
+                return Err(broken(entry, "save", "the saved file has other bits".into()));
             }
             entry.saved += 1;
         }
@@ -176,8 +183,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Replaces checksums that were made with another hash: the first ones by those of `begun`, the ledger of the run when
-    /// it was built, the last ones by those of the model.
+    /// Replaces checksums that were made with another hash: the first ones by those of `begun`, the ledger of
+    /// the run when it was built, the last ones by those of the model.
     pub(crate) fn replace_checksums(&mut self, begun: &Ledger, model: &Model) {
         let tensors = begun.entries.iter().zip(model.params.protected());
         for (entry, (begun, tensor)) in self.entries.iter_mut().zip(tensors) {
@@ -185,7 +192,7 @@ impl Ledger {
         }
     }
 
-    /// Notes the tensors after an update.
+    /// Records the tensors after an update.
     pub fn note(&mut self, model: &Model) {
         for (entry, tensor) in self.entries.iter_mut().zip(model.params.protected()) {
             entry.last = checksum(tensor.values());
@@ -199,5 +206,5 @@ fn dtype_of(precision: &Precision, spec: &Spec) -> &'static str {
 }
 
 fn broken(entry: &Entry, occasion: &str, problem: String) -> Error {
-    Error::Diverged(format!("the ledger does not hold at {occasion}: {}: {problem}", entry.name))
+    Error::Diverged(format!("protected-tensor check failed after {occasion}: {}: {problem}", entry.name))
 }

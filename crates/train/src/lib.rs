@@ -1,6 +1,7 @@
-//! Training in mixed precision that can be proved: data, optimiser, ledger, sentinel, save and resume.
+//! Training in mixed precision: data, optimizers, the protected-tensor check, fault detection, checkpoints
+//! and resume.
 
-// Outputs, then inputs, then sizes: the grammar of the kernels.
+// Arguments follow the kernels' order: outputs, inputs, sizes.
 #![allow(clippy::too_many_arguments)]
 
 pub mod checksum;

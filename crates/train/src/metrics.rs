@@ -1,9 +1,9 @@
-//! What a run says about itself, a line of JSON for each event: `metrics.jsonl`.
+//! Metrics of a run, one line of JSON per entry: `metrics.jsonl`.
 //!
-//! After a rollback the file has steps twice: as they were first taken, and as they were taken again. [`read`] gives the line of
-//! history that counts.
+//! After a rollback the file has some steps twice: as first taken, and as repeated. [`read`] returns only
+//! those that count.
 //!
-//! JSON has no NaN and no infinity, and a run that diverges has both: they are written as the strings `"NaN"`,
+//! JSON has no NaN and no infinity, and a diverging run has both: they are written as the strings `"NaN"`,
 //! `"Infinity"` and `"-Infinity"`.
 
 use std::collections::BTreeMap;
@@ -15,96 +15,96 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// One line.
+/// One line of the file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum MetricsEntry {
-    /// A step of the optimiser.
+    /// An optimizer step.
     Step(Step),
-    /// A measurement on held-out data.
+    /// An evaluation on held-out data.
     Evaluation(Evaluation),
-    /// Something that a person should know: a fault, a spike, a rollback, a site that was raised, a failed save.
+    /// A notice: fault, spike, rollback, escalated site, failed save.
     Event(Event),
 }
 
-/// A step of the optimiser.
+/// An optimizer step.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Step {
-    /// From 1 on.
+    /// Step number, from 1.
     pub step: u64,
     /// Mean loss per trained token.
     #[serde(with = "any_float")]
     pub loss: f64,
-    /// Of the indexers, where they are trained.
+    /// Loss of the indexers, if they are trained.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "any_float::option")]
     pub indexer_loss: Option<f64>,
-    /// Of the routers' balance, where it is asked for.
+    /// Balance loss of the routers, if configured.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "any_float::option")]
     pub balance_loss: Option<f64>,
     /// Learning rate.
     #[serde(with = "any_float")]
     pub learning_rate: f64,
-    /// Norm of all gradients, before clipping.
+    /// Global gradient norm, before clipping.
     #[serde(with = "any_float")]
     pub gradient_norm: f64,
-    /// The same by group of parameters.
+    /// Gradient norm by parameter group.
     #[serde(with = "any_float::map")]
     pub group_norms: BTreeMap<String, f64>,
-    /// Tokens that the step read.
+    /// Number of tokens in the step.
     pub tokens: u64,
-    /// Tokens that it was trained on.
+    /// Number of tokens with a loss.
     pub trained_tokens: u64,
-    /// Seconds that the step took.
+    /// Duration of the step in seconds.
     #[serde(with = "any_float")]
     pub seconds: f64,
-    /// Most memory that the process has had, in bytes.
+    /// Peak memory of the process in bytes.
     pub peak_memory: u64,
 }
 
-/// A measurement on held-out data.
+/// An evaluation on held-out data.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// After this many steps.
+    /// Number of steps before the evaluation.
     pub step: u64,
     /// Mean loss per trained token.
     #[serde(with = "any_float")]
     pub loss: f64,
-    /// Share of trained tokens whose most likely prediction was right.
+    /// Fraction of trained tokens whose most likely prediction is right.
     #[serde(with = "any_float")]
     pub accuracy: f64,
-    /// Tokens that were judged.
+    /// Number of evaluated tokens.
     pub tokens: u64,
-    /// The same by where documents came from.
+    /// Scores by source of the documents.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub by_source: BTreeMap<String, SourceScore>,
 }
 
-/// A part of an evaluation.
+/// Scores of one source.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SourceScore {
     /// Mean loss per trained token.
     #[serde(with = "any_float")]
     pub loss: f64,
-    /// Share of trained tokens whose most likely prediction was right.
+    /// Fraction of trained tokens whose most likely prediction is right.
     #[serde(with = "any_float")]
     pub accuracy: f64,
-    /// Tokens that were judged.
+    /// Number of evaluated tokens.
     pub tokens: u64,
 }
 
-/// Something that a person should know.
+/// A notice.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Event {
-    /// At this step.
+    /// Step of the notice.
     pub step: u64,
-    /// `fault`, `spike`, `skip`, `rollback`, `escalate`, `save`, `resume`, ...
+    /// Kind: `fault`, `spike`, `skip`, `rollback`, `escalate`, `save failed`, `resume`, ...
     pub what: String,
-    /// In words.
+    /// Message.
     pub text: String,
 }
 
 impl MetricsEntry {
-    /// The step that it belongs to.
+    /// Step of the entry.
     pub fn step(&self) -> u64 {
         match self {
             MetricsEntry::Step(step) => step.step,
@@ -114,16 +114,16 @@ impl MetricsEntry {
     }
 }
 
-/// What counts of a file's records: all events, and the steps and measurements that no rollback took back. The last line may be
-/// torn, as a killed process leaves it; it is then left out.
+/// Reads the entries of a file that count: all events, and the steps and evaluations that no rollback undid.
+/// An incomplete last line, as a killed process leaves it, is ignored.
 pub fn read(path: &Path) -> Result<Vec<MetricsEntry>> {
     Ok(history(read_all(path)?))
 }
 
-/// The records of a run without the steps and measurements that it went back behind: those that a rollback took back (it says
-/// the step that it went back to), and those of steps that were taken again.
+/// Removes the steps and evaluations that a rollback undid (its event names the step it returned to), and
+/// those of steps that were repeated.
 pub fn history(records: Vec<MetricsEntry>) -> Vec<MetricsEntry> {
-    // From the end on: what lies before `limit` has not been taken back by what came later.
+    // Backward: entries of steps below `limit` were not undone by later ones.
     let mut limit = u64::MAX;
     let mut kept: Vec<MetricsEntry> = Vec::with_capacity(records.len());
     for record in records.into_iter().rev() {
@@ -143,7 +143,7 @@ pub fn history(records: Vec<MetricsEntry>) -> Vec<MetricsEntry> {
     kept
 }
 
-/// What an event is called whose step is the one that the run went back to.
+/// Kind of the event of a rollback; its step is the one that the run returned to.
 pub const ROLLBACK: &str = "rollback";
 
 fn read_all(path: &Path) -> Result<Vec<MetricsEntry>> {
@@ -155,46 +155,47 @@ fn read_all(path: &Path) -> Result<Vec<MetricsEntry>> {
     Ok(records)
 }
 
-/// Appends records to a file, each on disk before the next.
+/// Appends entries to a file, one system call each.
 pub struct MetricsWriter {
     path: PathBuf,
     file: File,
-    /// Bytes of whole lines.
+    /// Length of the complete lines in bytes.
     length: u64,
 }
 
 impl MetricsWriter {
-    /// Opens the file, or starts it. `resume_at` drops the lines of later steps, which will be run again; a torn
-    /// last line goes in any case. What stays is copied beside the file and renamed, so that a crash loses nothing.
+    /// Opens or creates the file. `resume_at` removes the lines of later steps, which will be repeated; an
+    /// incomplete last line is removed in any case. The remaining lines are copied beside the file and
+    /// renamed, so that a crash loses nothing.
     pub fn open(path: &Path, resume_at: Option<u64>) -> Result<MetricsWriter> {
         if path.exists() {
             drop_later(path, resume_at.unwrap_or(u64::MAX))?;
         }
         let file =
             OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path, "open"))?;
-        let length = file.metadata().map_err(Error::io(path, "look at it"))?.len();
+        let length = file.metadata().map_err(Error::io(path, "read the size"))?.len();
         Ok(MetricsWriter { path: path.to_path_buf(), file, length })
     }
 
-    /// Appends one line, in one call of the system: other readers see it whole. What a full disk took of a line is removed
-    /// again.
+    /// Appends one line in one system call, so that readers see it complete. A line that a full disk cut is
+    /// removed again.
     pub fn write(&mut self, record: &MetricsEntry) -> Result {
         let mut line = serde_json::to_vec(record)
             .map_err(std::io::Error::from)
-            .map_err(Error::io(&self.path, "write to it"))?;
+            .map_err(Error::io(&self.path, "write"))?;
         line.push(b'\n');
         if let Err(error) = self.file.write_all(&line) {
-            // Where this fails too, the next run finds a torn line.
+            // If this fails too, the next run finds an incomplete line.
             let _ = self.file.set_len(self.length);
-            return Err(Error::io(&self.path, "write to it")(error));
+            return Err(Error::io(&self.path, "write")(error));
         }
         self.length += line.len() as u64;
         Ok(())
     }
 }
 
-/// Calls `each` with every whole line, newline included, and its record. Gives whether the end is as a writer that
-/// was not killed leaves it.
+/// Calls `each` with every complete line, newline included, and its entry. Returns false if the last line is
+/// incomplete.
 fn read_lines(path: &Path, mut each: impl FnMut(&[u8], MetricsEntry) -> Result) -> Result<bool> {
     let mut input = BufReader::new(File::open(path).map_err(Error::io(path, "open"))?);
     let mut line = Vec::new();
@@ -209,14 +210,14 @@ fn read_lines(path: &Path, mut each: impl FnMut(&[u8], MetricsEntry) -> Result) 
         let record = serde_json::from_slice(&line).map_err(|error| Error::Data {
             file: path.to_path_buf(),
             line: Some(number),
-            problem: format!("not a record of a run ({error}); remove the line, or move the file away"),
+            problem: format!("not a record of a run ({error}); remove the line or move the file away"),
         })?;
         each(&line, record)?;
     }
     Ok(true)
 }
 
-/// Leaves out what is torn, and what belongs to steps after `last`.
+/// Removes an incomplete last line, and the lines of steps after `last`.
 fn drop_later(path: &Path, last: u64) -> Result {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let kept_path = path.with_file_name(format!(".{name}.kept"));
@@ -229,27 +230,27 @@ fn drop_later(path: &Path, last: u64) -> Result {
     }
 }
 
-/// Gives whether anything was left out. The copy is on disk then.
+/// Copies the lines that stay. Returns true, with the copy on disk, if any were removed.
 fn copy_kept(path: &Path, kept_path: &Path, last: u64) -> Result<bool> {
     let mut kept = BufWriter::new(File::create(kept_path).map_err(Error::io(kept_path, "create"))?);
     let mut later = false;
     let whole = read_lines(path, |line, record| {
         if record.step() <= last {
-            return kept.write_all(line).map_err(Error::io(kept_path, "write to it"));
+            return kept.write_all(line).map_err(Error::io(kept_path, "write"));
         }
         later = true;
         Ok(())
     })?;
     let file = kept.into_inner().map_err(|error| error.into_error());
-    file.and_then(|file| file.sync_all()).map_err(Error::io(kept_path, "write to it"))?;
+    file.and_then(|file| file.sync_all()).map_err(Error::io(kept_path, "write"))?;
     Ok(later || !whole)
 }
 
-/// Floats that need not be finite.
+/// Serialization of floats that may be non-finite.
 mod any_float {
     use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-    /// A float in JSON.
+    /// A float, or one of three strings.
     pub(super) struct AnyFloat(pub f64);
 
     impl Serialize for AnyFloat {
@@ -472,7 +473,8 @@ mod tests {
         assert_eq!(read(&path).unwrap(), expected);
         // A run that ends right after it went back.
         assert_eq!(history(records[..7].to_vec()), [step(1), event(3), rollback(1)]);
-        // Files without such an event: a step that comes again counts, and nothing of later ones before it does.
+        // Files without such an event: a step that comes again counts, and nothing of later ones before it
+        // does.
         let untold = vec![step(1), step(2), evaluation(2), again(2)];
         assert_eq!(history(untold), [step(1), again(2)]);
     }

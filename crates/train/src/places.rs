@@ -1,7 +1,7 @@
-//! The paths that a run writes, and the paths that it reads: they must not overlap, and nothing of another run is written over.
+//! Checks of paths: what a run writes must not overlap what it reads, and must not overwrite another run.
 //!
-//! All of it is looked at before anything is created, because a run would otherwise train to its end and have nowhere to put
-//! the result.
+//! They run before anything is created; otherwise a run could train to its end and have nowhere to write the
+//! result.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::config::TrainConfig;
 use crate::error::{Error, Result};
 use crate::state;
 
-/// What a run writes in its folder.
+/// Files and folders that a run writes in its folder.
 const WRITTEN: [&str; 10] = [
     "checkpoints",
     "model",
@@ -27,26 +27,27 @@ const WRITTEN: [&str; 10] = [
     ".lock",
 ];
 
-/// Refuses a new run that would write where it reads, or over another run.
+/// Returns an error if a new run would write where it reads, or over another run.
 pub fn check_new(config: &TrainConfig) -> Result {
     check_overlap(config)?;
     let out = &config.out;
     if !state::steps_in(&out.join("checkpoints")).is_empty() {
-        let problem = format!("{} has checkpoints of a run; resume it, or set another `out`", out.display());
+        let problem = format!("{} has checkpoints of a run; resume it or set another `out`", out.display());
         return Err(Error::Config(problem));
     }
     let result = result(config);
     if !is_free(&result) {
-        let problem = format!("{} exists, and this run would write it; set another `out`", result.display());
+        let problem =
+            format!("{} exists, and this run would overwrite it; set another `out`", result.display());
         return Err(Error::Config(problem));
     }
     Ok(())
 }
 
-/// Refuses to go on with a run that would write where it reads, or could not replace its earlier result.
+/// Returns an error if a resumed run would write where it reads, or could not replace its earlier result.
 pub(crate) fn check_resumed(config: &TrainConfig) -> Result {
     check_overlap(config)?;
-    // Made and dropped: what it refuses now, it would refuse when the run is over.
+    // Created and dropped: it refuses now what it would refuse at the end of the run.
     let result = result(config);
     Staging::new(&result, false, !is_free(&result), &[])?;
     Ok(())
@@ -69,8 +70,8 @@ fn check_overlap(config: &TrainConfig) -> Result {
     ];
     let others = others.into_iter().filter_map(|(key, path)| Some((key, path.as_ref()?)));
     for (key, path) in files.chain(others) {
-        // A checkpoint is all of its folder, and the files that its links lead to; one that cannot be opened is reported when it
-        // is loaded. Of other folders, only files are read.
+        // A checkpoint is its whole folder and the targets of its links; one that cannot be opened is
+        // reported when it is loaded. In other folders, only files are read.
         let is_checkpoint = key == "model.checkpoint";
         let checkpoint = is_checkpoint.then(|| Checkpoint::open(path).ok()).flatten();
         let sources = checkpoint.map_or_else(|| vec![path.clone()], |checkpoint| checkpoint.paths());
@@ -81,8 +82,7 @@ fn check_overlap(config: &TrainConfig) -> Result {
             };
             if let Some(name) = WRITTEN.into_iter().find(overlaps) {
                 return Err(Error::Config(format!(
-                    "`{key}` {} and {} overlap, which the run would write; set another `out`, so that what is read is \
-                     never at risk",
+                    "`{key}` {} overlaps {}, which the run would write; set another `out`",
                     path.display(),
                     config.out.join(name).display()
                 )));
@@ -92,7 +92,7 @@ fn check_overlap(config: &TrainConfig) -> Result {
     Ok(())
 }
 
-/// Whether nothing is there, or an empty folder.
+/// Returns true if nothing or an empty folder is at the path.
 fn is_free(path: &Path) -> bool {
     match std::fs::symlink_metadata(path) {
         Err(error) => error.kind() == io::ErrorKind::NotFound,
@@ -102,7 +102,7 @@ fn is_free(path: &Path) -> bool {
     }
 }
 
-/// The path without links and `..`; what does not exist yet stands at its end as given.
+/// The path without links and `..`; a part that does not exist yet stays as given.
 fn resolved(path: &Path) -> io::Result<PathBuf> {
     match path.canonicalize() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => match (path.parent(), path.file_name()) {

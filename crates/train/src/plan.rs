@@ -1,4 +1,4 @@
-//! What a run takes in memory, before it runs.
+//! Memory of a run, computed before it starts.
 
 use ballast_model::precision::Storage;
 use ballast_model::{Model, Plan, Precision, Step, memory};
@@ -9,18 +9,18 @@ use crate::error::Result;
 use crate::optimizer::{Role, UpdateRule, adapter_rule, is_rounded, rule_for, state_bytes};
 use crate::setup::{is_learned, is_target};
 
-/// Bytes by what they are for.
+/// Bytes by purpose.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct MemoryPlan {
-    /// What, how many bytes; those that take none are left out.
+    /// Purpose and bytes; rows without bytes are left out.
     pub rows: Vec<(String, u64)>,
 }
 
 impl MemoryPlan {
-    /// Of a full micro-batch whose sequences are as long as they may be.
+    /// The plan of a run whose micro-batches are full and whose sequences have the largest length.
     pub fn of(config: &TrainConfig, model: &Model, precision: &Precision) -> Result<MemoryPlan> {
         let length = config.data.sequence_length;
-        // A hidden state of every token is the least that a step keeps; the list of sequences is not even made for more than fits.
+        // The smallest need, a hidden state per token, is checked before a list of sequences is made.
         let tokens = (config.batch.sequences as u64).saturating_mul(length as u64);
         let least = tokens.saturating_mul((model.config.hidden * precision.activations.bytes()) as u64);
         memory::check("a micro-batch of this run", least)?;
@@ -85,7 +85,7 @@ impl MemoryPlan {
         Ok(MemoryPlan { rows: some.map(|(name, bytes)| (name, bytes as u64)).collect() })
     }
 
-    /// All of it.
+    /// Sum of all rows.
     pub fn total(&self) -> u64 {
         self.rows.iter().map(|(_, bytes)| bytes).sum()
     }

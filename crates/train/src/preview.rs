@@ -1,4 +1,4 @@
-//! What a run would do, without doing it.
+//! `--dry-run`: what a run would do.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -19,7 +19,7 @@ impl Trainer {
         Ok(self.next_batches()?.1)
     }
 
-    /// Seconds that a step takes: the second of two, nothing is updated.
+    /// Duration of a step in seconds: the second of two, without an update.
     pub fn measure_step(&mut self, batches: &[MicroBatch]) -> Result<f64> {
         let mut seconds = 0.0;
         for _ in 0..2 {
@@ -30,7 +30,7 @@ impl Trainer {
         Ok(seconds)
     }
 
-    /// The first sequences as text, in ⟦ ⟧ what is trained on.
+    /// The first sequences as text, trained tokens in ⟦ ⟧.
     pub fn marked_samples(&self, batches: &[MicroBatch], count: usize) -> Result<Vec<(String, String)>> {
         let Some(first) = batches.first() else { return Ok(Vec::new()) };
         let batch = &first.batch;
@@ -50,7 +50,7 @@ impl Trainer {
         Ok(samples)
     }
 
-    /// What is stored in which type, by what it is.
+    /// Stored types by role of the tensor.
     pub fn dtypes_by_role(&self) -> Vec<RoleRow> {
         let mut rows: BTreeMap<(String, String), (usize, usize)> = BTreeMap::new();
         let mut add = |role: &str, dtype: &str, elements: usize| {

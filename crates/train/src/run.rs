@@ -1,4 +1,4 @@
-//! The loop: steps, measurements, samples, checkpoints, and the report at the end, whatever the end is.
+//! The training loop: steps, evaluations, samples, checkpoints, and the report, also after an error.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -15,51 +15,51 @@ use crate::state;
 use crate::tensorboard::EventWriter;
 use crate::trainer::{Attempt, Trainer};
 
-/// Who looks on.
+/// Observes a run.
 pub trait Watcher: Observer {
-    /// Something happened.
+    /// Receives a metrics entry.
     fn record(&self, record: &MetricsEntry);
 
-    /// What the model answers.
+    /// Receives sample answers of the model.
     fn samples(&self, samples: &[Sample]);
 
-    /// Whether somebody asked to stop; the run then saves and ends.
+    /// Returns true if the run should save and stop.
     fn should_stop(&self) -> bool;
 }
 
-/// How a run ended.
+/// Result of a run.
 #[derive(Debug)]
 pub struct Summary {
-    /// Steps that were taken.
+    /// Number of steps taken.
     pub step: u64,
-    /// Whether it was stopped before its last step.
+    /// True if the run was stopped before its last step.
     pub stopped: bool,
-    /// The last measurement on held-out data.
+    /// The last evaluation.
     pub evaluation: Option<Evaluation>,
-    /// What the model answered at the end.
+    /// Sample answers of the model at the end.
     pub samples: Vec<Sample>,
-    /// The ledger in a sentence.
+    /// Summary of the protected-tensor check.
     pub ledger: String,
-    /// The finished model or adapters; of a stopped run, those of its newest checkpoint, if there is one.
+    /// Path of the finished model or adapters; for a stopped run, of its newest checkpoint, if any.
     pub model: Option<PathBuf>,
-    /// Step and folder of the newest checkpoint that exists.
+    /// Step and folder of the newest checkpoint.
     pub checkpoint: Option<(u64, PathBuf)>,
-    /// The reason why a stopped run could not be saved as it was when it stopped.
+    /// The error that kept a stopped run from saving its last step.
     pub save_failure: Option<Error>,
-    /// The report, if it could be written.
+    /// Path of the report, if it could be written.
     pub report: Option<PathBuf>,
-    /// Seconds that this process trained.
+    /// Training time of this process in seconds.
     pub seconds: f64,
-    /// Tokens per second over that time.
+    /// Tokens per second over the training time.
     pub tokens_per_second: f64,
-    /// Most memory that the process had.
+    /// Peak memory of the process in bytes.
     pub peak_memory: u64,
 }
 
-/// What a run writes beside checkpoints. A file that cannot be written does not end the run: the watcher hears of it.
+/// Metrics and event files of a run. A failed write does not end the run; the watcher is told.
 struct Journal<'a> {
     metrics: MetricsWriter,
-    /// Records that could not be written since the last one that could.
+    /// Number of entries lost since the last one that was written.
     lost: u64,
     tensorboard: Option<EventWriter>,
     watcher: &'a dyn Watcher,
@@ -72,17 +72,17 @@ impl Journal<'_> {
         if let Err(error) = self.write_metrics(&record) {
             self.lost += 1;
             if self.lost == 1 {
-                self.tell(
-                    step,
-                    "metrics failed",
-                    format!("{error}; the run goes on, and this record is missing"),
-                );
+                self.tell(step, "metrics failed", format!("{error}; the run continues without this record"));
             }
         }
         let written = self.tensorboard.as_mut().map(|events| write_events(events, &record));
         if let Some(Err(error)) = written {
             self.tensorboard = None;
-            self.tell(step, "tensorboard failed", format!("{error}; the run goes on without it"));
+            self.tell(
+                step,
+                "tensorboard failed",
+                format!("{error}; the run continues without TensorBoard files"),
+            );
         }
     }
 
@@ -99,7 +99,7 @@ impl Journal<'_> {
         self.metrics.write(record)
     }
 
-    /// Says something to the watcher alone.
+    /// Tells the watcher alone.
     fn tell(&self, step: u64, what: &str, text: String) {
         self.watcher.record(&MetricsEntry::Event(Event { step, what: what.into(), text }));
     }
@@ -132,18 +132,18 @@ fn write_events(events: &mut EventWriter, record: &MetricsEntry) -> Result {
     events.flush()
 }
 
-/// How the loop ended.
+/// Result of the loop.
 struct Ended {
-    /// Tokens that were read.
+    /// Number of tokens read.
     tokens: u64,
     stopped: bool,
     save_failure: Option<Error>,
-    /// The last measurement.
+    /// The last evaluation.
     evaluation: Option<Evaluation>,
 }
 
 impl Trainer {
-    /// Trains to the end, or until somebody asks to stop.
+    /// Trains to the last step, or until the watcher asks to stop.
     pub fn run(&mut self, watcher: &dyn Watcher) -> Result<Summary> {
         let out = self.config.out.clone();
         state::replace_file(&out.join("config.toml"), self.config.to_toml()?.as_bytes())?;
@@ -156,7 +156,7 @@ impl Trainer {
         }
         let mut journal = Journal { metrics, lost: 0, tensorboard, watcher };
         if let Some(step) = resumed {
-            let text = format!("went on from the checkpoint of step {step}");
+            let text = format!("resumed from the checkpoint of step {step}");
             journal.write(MetricsEntry::Event(Event { step, what: "resume".into(), text }));
         }
         for text in std::mem::take(&mut self.notices) {
@@ -172,7 +172,8 @@ impl Trainer {
             };
             Ok((ended, seconds, model))
         });
-        // A report also of a run that failed: that is when somebody wants to look. Neither the result nor the error waits for it.
+        // Also after an error, when it is wanted most; a failed report hides neither the result nor the
+        // error.
         let report = self.write_report(&samples);
         if let Err(error) = &report {
             journal.tell(self.step, "report failed", error.to_string());
@@ -213,7 +214,7 @@ impl Trainer {
                 journal.write(MetricsEntry::Event(event));
             }
             let Attempt::Taken(step) = attempt? else {
-                // After a rollback, what was seen of later steps does not count any more.
+                // A rollback undoes the samples and the evaluation of later steps.
                 samples.retain(|sample: &Sample| sample.step <= self.step);
                 evaluation = evaluation.filter(|found: &Evaluation| found.step <= self.step);
                 continue;
@@ -241,7 +242,7 @@ impl Trainer {
         Ok(Ended { tokens, stopped: false, save_failure: None, evaluation })
     }
 
-    /// Measures on held-out data, and says so.
+    /// Evaluates on held-out data and records the result.
     fn measure(&mut self, journal: &mut Journal<'_>) -> Result<Option<Evaluation>> {
         let evaluation = self.evaluate()?;
         match &evaluation {
@@ -260,7 +261,8 @@ impl Trainer {
         Ok(evaluation)
     }
 
-    /// Writes a checkpoint. Where that fails, the run goes on and says so: the old ones are intact. Gives the failure.
+    /// Writes a checkpoint. If that fails, the older ones are intact, and the run continues with a notice;
+    /// returns the error.
     fn checkpoint(&mut self, journal: &mut Journal<'_>, watcher: &dyn Watcher) -> Result<Option<Error>> {
         self.optimizer.check()?;
         self.ledger.check(&self.model, "save")?;
@@ -286,7 +288,7 @@ impl Trainer {
         }
     }
 
-    /// The finished model, in `OUT/model`; adapters, in `OUT/adapter`.
+    /// Writes the finished model to `OUT/model`, or the adapters to `OUT/adapter`.
     fn publish(&self, watcher: &dyn Watcher) -> Result<PathBuf> {
         let path = places::result(&self.config);
         if self.config.lora.is_some() {
@@ -334,7 +336,7 @@ impl Trainer {
         Ok(path)
     }
 
-    /// What a step takes in memory.
+    /// Memory plan of a step.
     pub fn memory_plan(&self) -> Result<MemoryPlan> {
         let mut plan = MemoryPlan::of(&self.config, &self.model, self.model.precision())?;
         plan.rows.insert(0, ("the program itself, as it started".into(), self.program_bytes));
@@ -347,17 +349,15 @@ impl Trainer {
         let learned: usize = self.optimizer.slots.iter().map(|slot| slot.elements()).sum();
         let mut facts = vec![
             fact("Model", self.model.config.model_type.clone()),
-            fact("Parameters", format!("{parameters}, {learned} of them learned")),
+            fact("Parameters", format!("{parameters}, {learned} of them trained")),
             fact("Precision", self.model.precision().name.clone()),
             fact("Steps", format!("{} of {}", self.step, self.config.steps)),
-            fact("Ledger", self.ledger.summary()),
+            fact("Protected tensors", self.ledger.summary()),
             fact("Threads", rayon::current_num_threads().to_string()),
         ];
         if self.sentinel.untrained > 0 {
-            facts.push(fact(
-                "Steps left out without a token to train on",
-                self.sentinel.untrained.to_string(),
-            ));
+            facts
+                .push(fact("Steps skipped without a token to train on", self.sentinel.untrained.to_string()));
         }
         if let Some((step, loss)) = self.best {
             facts.push(fact("Best held-out loss", format!("{loss:.4} at step {step}")));
@@ -369,7 +369,7 @@ impl Trainer {
     }
 }
 
-/// Whether a measurement is the best so far. A loss that is no number would be it for ever, since none is below it.
+/// Returns true if a loss is the best so far. A NaN never is: no later loss would be below it.
 fn is_better(loss: f64, best: Option<(u64, f64)>) -> bool {
     loss.is_finite() && best.is_none_or(|(_, best)| loss < best)
 }

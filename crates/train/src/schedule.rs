@@ -8,7 +8,7 @@
 
 use crate::config::{ScheduleConfig, ScheduleKind};
 
-/// Of step `step`, from 1 on, of `steps`; `peak` is the largest.
+/// The learning rate of step `step` (from 1) of `steps`; `peak` is the largest.
 pub fn learning_rate(schedule: &ScheduleConfig, peak: f64, step: u64, steps: u64) -> f64 {
     let warmup = schedule.warmup.min(steps);
     if step <= warmup {

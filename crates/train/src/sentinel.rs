@@ -1,10 +1,10 @@
-//! The first value that is not finite: noticed before an update, found by replay, named.
+//! Fault detection: the first non-finite value of a step is found by replay, and named.
 //!
-//! A step is deterministic, so the same micro-batches with a probe at every site show where the value came to be. The
-//! probe sees parameters as layers read them, activations as they are made, and gradients of activations on the way
-//! back; the first that is not finite is the fault. Where none of them is, it is the gradient of a parameter itself.
+//! A step is deterministic, so a replay of its micro-batches with a probe at every site shows where a NaN or
+//! infinity first appears. The probe sees parameters as layers read them, activations in forward, and
+//! gradients of activations in backward. If all of them are finite, the fault is the gradient of a parameter.
 //!
-//! Spikes are judged by running statistics of the loss and of the gradients' norm:
+//! Spikes are detected by running statistics of the loss and of the gradient norm:
 //! ```text
 //! mean += a (x - mean)        var = (1 - a) (var + a (x - mean)^2)        a = 0.05
 //! spike: x > mean + sigma sqrt(var), after 20 values
@@ -21,12 +21,12 @@ use crate::data::MicroBatch;
 use crate::error::Result;
 use crate::optimizer::{Optimizer, gradient};
 
-/// A site that was seen while everything was still finite.
+/// Range of a site that was still finite.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Range {
-    /// Its name.
+    /// Name of the site.
     pub site: String,
-    /// What it is stored in.
+    /// Storage type.
     pub dtype: String,
     /// Smallest value.
     pub min: f32,
@@ -34,39 +34,43 @@ pub struct Range {
     pub max: f32,
 }
 
-/// The first value that is not finite.
+/// The first site of a step with a non-finite value.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Fault {
-    /// The step that was not taken.
+    /// Step that was not taken.
     pub step: u64,
-    /// Micro-batch of the step, from 0 on.
+    /// Index of the micro-batch in the step.
     pub micro_batch: usize,
-    /// The document of the first such value, where the site belongs to tokens.
+    /// Document of the first such value, if the site has a row per token.
     pub document: Option<String>,
-    /// Token of the micro-batch.
+    /// Index of the token in the micro-batch.
     pub token: Option<usize>,
-    /// The site: `layers.3.self_attn.logits`; `param.` for a parameter, `d.` for a gradient, `grad.` for a parameter's.
+    /// The site: `layers.3.self_attn.logits`; `param.` for a parameter, `d.` for a gradient, `grad.` for a
+    /// parameter's.
     pub site: String,
     /// `forward` or `backward`.
     pub direction: String,
-    /// Layer, unless outside of them.
+    /// Index of the layer, if the site belongs to one.
     pub layer: Option<usize>,
-    /// What the site is stored in.
+    /// Storage type of the site.
     pub dtype: String,
-    /// Values that are not finite.
+    /// Number of non-finite values.
     pub count: usize,
-    /// Values.
+    /// Number of values.
     pub of: usize,
-    /// NaN among them.
+    /// Number of NaN.
     pub nan: usize,
-    /// What was seen just before, in the same layer.
+    /// Ranges of the sites just before, in the same layer.
     pub inputs: Vec<Range>,
 }
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Fault { step, micro_batch, site, direction, dtype, count, of, nan, .. } = self;
-        write!(f, "step {step}, micro-batch {micro_batch}: {site} is the first site that is not finite: ")?;
+        write!(
+            f,
+            "step {step}, micro-batch {micro_batch}: {site} is the first site with non-finite values: "
+        )?;
         write!(f, "{count} of {of} values ({nan} NaN, {} infinite), {dtype}, {direction}", count - nan)?;
         if let Some(layer) = self.layer {
             write!(f, ", layer {layer}")?;
@@ -81,13 +85,13 @@ impl fmt::Display for Fault {
     }
 }
 
-/// How many sites before the fault are reported.
+/// Number of sites before the fault that are reported.
 const INPUTS: usize = 3;
 
-/// Attention logits are made for the probe, [heads, tokens, tokens]: not for sequences where that is too much.
+/// Most tokens for which attention logits [heads, tokens, tokens] are computed for the probe.
 const LOGITS_TOKENS: usize = 4096;
 
-/// Looks for the first value that is not finite.
+/// Finds the first non-finite value.
 struct Finder<'a> {
     batch: &'a MicroBatch,
     before: VecDeque<Range>,
@@ -147,13 +151,13 @@ impl Probe for Finder<'_> {
     }
 }
 
-/// `layers.3.` anywhere in a name.
+/// The layer index in a name with `layers.<index>.`.
 fn layer_of(site: &str) -> Option<usize> {
     site.split_once("layers.")?.1.split('.').next()?.parse().ok()
 }
 
-/// Replays micro-batches of a step in which something was not finite, and names the first such site. `None` if the replay
-/// is finite throughout: then the step was disturbed from outside.
+/// Replays the micro-batches of a step with a non-finite result, and returns the first faulty site. `None` if
+/// the replay is finite throughout: then memory or hardware disturbed the step.
 pub fn find(
     model: &Model,
     optimizer: &Optimizer,
@@ -175,7 +179,7 @@ pub fn find(
     Ok(None)
 }
 
-/// The first parameter whose gradient is not finite though no site was.
+/// The first parameter with a non-finite gradient, where all sites are finite.
 fn faulty_gradient(optimizer: &Optimizer, grads: &Grads) -> Option<Fault> {
     optimizer.slots.iter().find_map(|slot| {
         let values = gradient(grads, slot.place);
@@ -206,15 +210,15 @@ pub struct Statistics {
 }
 
 impl Statistics {
-    /// How many deviations above the mean `x` is, once enough was seen.
+    /// Standard deviations of `x` above the mean, after enough values.
     pub fn deviations(&self, x: f64) -> Option<f64> {
         const ENOUGH: u64 = 20;
-        // What never varied has no scale; a thousandth of the mean is a small one.
+        // A constant quantity has no variance; a thousandth of its mean is used instead.
         let scale = self.variance.sqrt().max(1e-3 * self.mean.abs()).max(1e-12);
         (self.count >= ENOUGH).then(|| (x - self.mean) / scale)
     }
 
-    /// Takes `x` into account.
+    /// Adds a value.
     pub fn add(&mut self, x: f64) {
         const SHARE: f64 = 0.05;
         let share = SHARE.max(1.0 / (self.count + 1) as f64);
@@ -225,27 +229,28 @@ impl Statistics {
     }
 }
 
-/// What the sentinel remembers from step to step.
+/// Statistics and counters of fault detection, saved in checkpoints.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sentinel {
-    /// Of the loss.
+    /// Statistics of the loss.
     pub loss: Statistics,
-    /// Of the gradients' norm.
+    /// Statistics of the gradient norm.
     pub norm: Statistics,
-    /// Faults so far.
+    /// Number of faults.
     pub faults: u64,
-    /// Batches that were left out.
+    /// Number of skipped batches.
     pub skipped: u64,
-    /// Steps that were left out because none of their tokens is trained on.
+    /// Number of steps that were skipped because none of their tokens is trained on.
     #[serde(default)]
     pub untrained: u64,
-    /// Spikes in a row that were left out.
+    /// Number of consecutive skipped spikes.
     #[serde(default)]
     pub spikes: u64,
 }
 
 impl Sentinel {
-    /// In words, if loss or norm is far above what it was; else both are taken into account.
+    /// Returns a message if loss or norm is more than `sigma` deviations above its mean; else adds both to
+    /// the statistics.
     pub fn spike(&mut self, loss: f64, norm: f64, sigma: f64) -> Option<String> {
         if sigma > 0.0 {
             for (what, statistics, value) in [("loss", &self.loss, loss), ("gradient norm", &self.norm, norm)]
@@ -253,7 +258,7 @@ impl Sentinel {
                 if let Some(off) = statistics.deviations(value).filter(|off| *off > sigma) {
                     let mean = statistics.mean;
                     return Some(format!(
-                        "{what} {value:.4} is {off:.1} deviations above its mean {mean:.4}"
+                        "{what} {value:.4} is {off:.1} standard deviations above its mean {mean:.4}"
                     ));
                 }
             }

@@ -1,4 +1,4 @@
-//! From a configuration to what a run needs: model, tokenizer, documents.
+//! Setup of a run from its configuration: model, tokenizer, documents.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::data::{Document, Documents, Files, Packer, Split, TextEncoder};
 use crate::error::{Error, Result};
 use crate::task::{self, Task};
 
-/// Embedded architectures, small enough to try things with; bytes are their vocabulary.
+/// Embedded architectures for trials: small, with bytes as the vocabulary.
 pub const PRESETS: [(&str, &str, &str); 4] = [
     ("hybrid", "three linear layers and one full, as Qwen3.5", include_str!("../presets/hybrid.json")),
     ("hybrid-moe", "the same with experts, as Qwen3.5-MoE", include_str!("../presets/hybrid-moe.json")),
@@ -30,7 +30,7 @@ pub const PRESETS: [(&str, &str, &str); 4] = [
     ),
 ];
 
-/// The precision that a configuration asks for, for a model.
+/// The configured precision for a model.
 pub fn precision(config: &TrainConfig, model: &Config) -> Result<Precision> {
     let mut precision = Precision::preset(&config.precision.preset, model)?;
     for (site, dtype) in &config.precision.sites {
@@ -41,7 +41,7 @@ pub fn precision(config: &TrainConfig, model: &Config) -> Result<Precision> {
     Ok(precision)
 }
 
-/// The model in f32, as it was read or drawn; the caller casts it.
+/// The model in f32, loaded or initialized; the caller casts it.
 pub fn model(config: &TrainConfig) -> Result<Model> {
     match &config.model.checkpoint {
         Some(path) => {
@@ -52,7 +52,7 @@ pub fn model(config: &TrainConfig) -> Result<Model> {
         None => {
             let mut model = Model::init(&architecture(config)?, |_| Ok(Precision::f32()), config.seed)?;
             if config.model.time_steps == TimeSteps::Drawn && model.draw_time_steps(config.seed) == 0 {
-                let problem = "`model.time_steps`: no layer of the model has a delta rule; leave it out";
+                let problem = "`model.time_steps`: no layer of the model has a delta rule; remove the key";
                 return Err(Error::Config(problem.into()));
             }
             Ok(model)
@@ -69,13 +69,14 @@ fn architecture(config: &TrainConfig) -> Result<Value> {
     let name = config.model.preset.as_deref().unwrap_or("hybrid");
     let Some((_, _, json)) = PRESETS.iter().find(|(preset, _, _)| *preset == name) else {
         let known = PRESETS.map(|(preset, _, _)| preset).join(", ");
-        return Err(Error::Config(format!("`model.preset` {name:?} is not known; there are {known}")));
+        return Err(Error::Config(format!("`model.preset` {name:?} is unknown; use one of {known}")));
     };
     serde_json::from_str(json).map_err(|error| Error::Config(format!("preset {name}: {error}")))
 }
 
-/// Whether a parameter is learned: not what is frozen, with adapters nothing but them, in the indexers' warm-up nothing but the
-/// indexers, and without their loss everything but them (a weight without a gradient would still decay).
+/// Returns true if a parameter is trained. Frozen parameters are not. With adapters, only the adapters are;
+/// in the dense indexer stage, only the indexers; without an indexer loss, everything but the indexers
+/// (without a gradient, a weight would still decay).
 pub fn is_learned(config: &TrainConfig, name: &str) -> bool {
     let is_indexer = name.contains(".indexer.");
     let has_gradient = match (config.loss.indexer_scale > 0.0, config.loss.indexer_stage) {
@@ -86,27 +87,30 @@ pub fn is_learned(config: &TrainConfig, name: &str) -> bool {
     config.lora.is_none() && has_gradient && !config.model.freeze.iter().any(|pattern| matches(pattern, name))
 }
 
-/// Whether a module gets an adapter.
+/// Returns true if a module gets an adapter.
 pub fn is_target(config: &TrainConfig, module: &str) -> bool {
     let ends = |target: &String| module == target || module.ends_with(&format!(".{target}"));
     config.lora.as_ref().is_some_and(|lora| lora.targets.iter().any(ends))
 }
 
-/// Zero gradients for what is learned.
+/// Zero gradients for all trained parameters.
 pub fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
     for pattern in &config.model.freeze {
         if !model.specs.all().any(|spec| matches(pattern, &model.parameter_name(spec))) {
-            return Err(Error::Config(format!("`model.freeze`: no parameter is called {pattern:?}")));
+            return Err(Error::Config(format!(
+                "`model.freeze`: no parameter is called {pattern:?}; check the pattern"
+            )));
         }
     }
     let grads = model.grads_of(|spec| is_learned(config, &model.parameter_name(spec)));
     if grads.bytes() == 0 {
-        return Err(Error::Config("nothing is left that could be learned: see `model.freeze`, and `loss.indexer_stage` of a model without indexers".into()));
+        return Err(Error::Config("no parameter is left to train; check `model.freeze`, and `loss.indexer_stage` for a model without indexers".into()));
     }
     Ok(grads)
 }
 
-/// `*` stands for any characters.
+/// Returns true if a name matches a pattern, in which `*` stands for any characters. Our own: globset would also
+/// interpret `?`, `[` and `{`, and reject some patterns.
 pub fn matches(pattern: &str, name: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == name,
@@ -117,12 +121,12 @@ pub fn matches(pattern: &str, name: &str) -> bool {
     }
 }
 
-/// Whether the run learns the embedded task.
+/// Returns true if the run trains on the embedded task.
 pub fn uses_task(config: &TrainConfig) -> bool {
     config.data.files.is_empty()
 }
 
-/// Files that belong beside the weights where the model has none: those of the tokenizer.
+/// Tokenizer files to write beside the weights, if the model brings none.
 pub fn sidecars(config: &TrainConfig) -> Result<Vec<(String, Vec<u8>)>> {
     if config.model.checkpoint.is_some() && config.model.tokenizer.is_none() {
         return Ok(Vec::new());
@@ -159,13 +163,12 @@ fn tokenizer_folder(config: &TrainConfig) -> Result<PathBuf> {
         model.tokenizer.clone().or(model.checkpoint.clone()).or(model.config.as_ref().and_then(beside));
     folder.ok_or_else(|| {
         Error::Config(
-            "`model.tokenizer` is needed: files of text have to become tokens, and a preset has no tokenizer"
-                .into(),
+            "`model.tokenizer` is missing: text files need a tokenizer, and a preset has none".into(),
         )
     })
 }
 
-/// The tokenizer; that of the embedded task is written into `out` first.
+/// The tokenizer. The one of the embedded task is first written to `out`.
 pub fn encoder(config: &TrainConfig, out: &Path) -> Result<TextEncoder> {
     if uses_task(config) && config.model.checkpoint.is_none() {
         let folder = out.join("tokenizer");
@@ -179,7 +182,7 @@ pub fn encoder(config: &TrainConfig, out: &Path) -> Result<TextEncoder> {
     TextEncoder::load(&tokenizer_folder(config)?)
 }
 
-/// A checksum of all files that say which tokens a text has.
+/// The checksum of all tokenizer files.
 pub(crate) fn tokenizer_checksum(encoder: &TextEncoder) -> Result<u64> {
     let mut content = Content::default();
     for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
@@ -195,7 +198,7 @@ pub(crate) fn tokenizer_checksum(encoder: &TextEncoder) -> Result<u64> {
     Ok(content.checksum())
 }
 
-/// The documents of a split; `None` where nothing is held out.
+/// The documents of a split; `None` without held-out data.
 pub fn documents(
     config: &TrainConfig,
     split: Split,
@@ -203,7 +206,7 @@ pub fn documents(
 ) -> Result<Option<Box<dyn Documents>>> {
     if uses_task(config) {
         if let Some(name) = config.data.task.as_deref().filter(|name| *name != "recall") {
-            return Err(Error::Config(format!("`data.task` {name:?} is not known; there is recall")));
+            return Err(Error::Config(format!("`data.task` {name:?} is unknown; use recall")));
         }
         return Ok(Some(Box::new(Task::new(split, config.seed))));
     }
@@ -213,17 +216,17 @@ pub fn documents(
     let files = Files::open(&config.data, split, encoder.clone(), config.seed)?;
     match (split, files.is_empty()) {
         (Split::Validation, true) => Ok(None),
-        (Split::Train, true) => Err(Error::Config("`data.files` leave no document to train on".into())),
+        (Split::Train, true) => Err(Error::Config("`data.files` has no document to train on".into())),
         _ => Ok(Some(Box::new(files))),
     }
 }
 
-/// Micro-batches of documents.
+/// Packs documents into micro-batches.
 pub fn packer(config: &TrainConfig, documents: Box<dyn Documents>) -> Packer {
     Packer::new(documents, config.data.packing, config.data.sequence_length, config.batch.sequences)
 }
 
-/// The first documents of a stream that have something to show, at most a few of each source.
+/// The first documents of a stream, with a limit per source, for samples.
 pub fn first_documents(mut documents: Box<dyn Documents>, count: usize) -> Result<Vec<Document>> {
     let mut found: Vec<Document> = Vec::new();
     for _ in 0..8 * count {

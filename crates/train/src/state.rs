@@ -1,18 +1,18 @@
-//! Training checkpoints: everything that the next step depends on, whole or not there at all.
+//! Training checkpoints: everything that the next step depends on, written atomically.
 //!
 //! ```text
-//! OUT/checkpoints/step-00000100/model/                  Hugging Face's form: config.json, weights by contract, tokenizer
-//!                               adapter/                in its place where adapters are trained: PEFT's form
-//!                               optimizer.safetensors   masters and moments
+//! OUT/checkpoints/step-00000100/model/                  Hugging Face format: config.json, weights by contract, tokenizer
+//!                               adapter/                instead of model/ in LoRA runs: PEFT format
+//!                               optimizer.safetensors   masters and optimizer state
 //!                               state.json              step, cursor, ledger, sentinel, configuration, checksums
 //! ```
-//! A checkpoint is written into a hidden sibling folder, flushed, and renamed. One that is superseded is renamed away before it
-//! is removed. So every folder called `step-*` is complete, whenever the process dies.
+//! A checkpoint is written to a hidden sibling folder, flushed, and renamed; an obsolete one is renamed
+//! before it is removed. So every folder called `step-*` is complete, whenever the process dies.
 //!
-//! A checkpoint of a step that has one already (after a rollback, or with other settings) is first written whole, as
-//! `.new-<step>`. Then the old one is renamed to `.old-<step>`, the new one takes its place, and the old one is removed. A
-//! process that dies in between leaves one of the two whole, and the next run puts it back. A checkpoint that is equal to the one
-//! that is there is not written.
+//! If a step already has a checkpoint (after a rollback, or with other settings), the new one is first
+//! written as `.new-<step>`. Then the old one is renamed to `.old-<step>`, the new one is renamed into place,
+//! and the old one is removed. If the process dies in between, one of the two is complete, and the next run
+//! restores it. A checkpoint equal to the existing one is not written.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -37,47 +37,48 @@ pub use crate::checksum::weights_checksum;
 /// Format version that this program writes.
 const VERSION: u32 = 2;
 
-/// Oldest format version that this program reads. Version 1 has checksums of another hash, which are not compared.
+/// Oldest format version that this program reads. Version 1 has checksums of another hash, which are not
+/// compared.
 const OLDEST: u32 = 1;
 
-/// What is not a tensor.
+/// The state of a run without its tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
-    /// Of the format.
+    /// Format version.
     pub version: u32,
-    /// Steps that were taken.
+    /// Number of steps.
     pub step: u64,
-    /// Updates of the optimiser; batches that were left out make none.
+    /// Number of optimizer updates; skipped batches make none.
     pub updates: u32,
-    /// Where the training data is.
+    /// Position in the training data.
     pub cursor: Cursor,
-    /// Of the protected tensors.
+    /// Checksums of the protected tensors.
     pub ledger: Ledger,
-    /// Running statistics.
+    /// Fault-detection statistics.
     pub sentinel: Sentinel,
-    /// Step and loss of the best measurement on held-out data so far.
+    /// Step and loss of the best evaluation.
     pub best: Option<(u64, f64)>,
-    /// Where batches begin that a rollback leaves out.
+    /// Start positions of batches that a rollback excludes.
     #[serde(default)]
     pub left_out: Vec<Cursor>,
-    /// The file of held-out documents, where there is one.
+    /// The file of held-out documents, if there is one.
     #[serde(default)]
     pub validation: Vec<FileCursor>,
-    /// Checksum of the tokenizer's files; runs that were saved by earlier versions have none.
+    /// Checksum of the tokenizer files; absent in checkpoints of earlier versions.
     #[serde(default)]
     pub tokenizer: Option<u64>,
-    /// The resolved configuration, as TOML.
+    /// Resolved configuration (TOML).
     pub config: String,
-    /// Of all that is learned: names and shapes.
+    /// Checksum of names and shapes of all trained parameters.
     pub parameters: String,
-    /// Of the weights' bits, protected ones included.
+    /// Checksum of all weights and protected tensors.
     pub weights_checksum: String,
-    /// Of the optimiser's bits.
+    /// Checksum of masters and optimizer state.
     pub optimizer_checksum: String,
 }
 
 impl State {
-    /// For this model and optimiser; the rest is filled in by the caller.
+    /// The state of a model and optimizer; the caller fills in the other fields.
     pub fn new(model: &Model, optimizer: &Optimizer) -> State {
         State {
             version: VERSION,
@@ -113,8 +114,8 @@ impl State {
         self
     }
 
-    /// Whether a run goes on from both in the same way. The ledger's counts of checks do not matter for that, nor does the name
-    /// under which the run's folder was found.
+    /// Returns true if a run continues from both states in the same way. Check counts and the path of the
+    /// run's folder do not matter.
     fn is_equivalent(&self, other: &State) -> bool {
         let essence = |state: &State| {
             let mut config = state.config.parse::<toml::Table>().ok();
@@ -125,14 +126,14 @@ impl State {
     }
 }
 
-/// The folder of a run: its checkpoints, and a lock that keeps a second run out.
+/// The checkpoints of a run, with a lock against a second run in the same folder.
 pub struct Store {
     folder: PathBuf,
     _lock: File,
 }
 
 impl Store {
-    /// Opens or makes the folder of a run.
+    /// Opens or creates the folder of a run.
     pub fn open(out: &Path) -> Result<Store> {
         let folder = out.join("checkpoints");
         fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
@@ -140,7 +141,7 @@ impl Store {
         let lock = File::create(&path).map_err(Error::io(&path, "create"))?;
         if lock.try_lock().is_err() {
             let problem =
-                format!("{}: another run is writing there; wait for it, or set another `out`", out.display());
+                format!("{}: another run is writing there; wait for it or set another `out`", out.display());
             return Err(Error::Config(problem));
         }
         let store = Store { folder, _lock: lock };
@@ -148,12 +149,12 @@ impl Store {
         Ok(store)
     }
 
-    /// Steps that have a checkpoint, ascending.
+    /// Steps with a checkpoint, ascending.
     pub fn steps(&self) -> Vec<u64> {
         steps_in(&self.folder)
     }
 
-    /// The newest checkpoint: its step, and the folder of its model or its adapters.
+    /// The newest checkpoint: its step and the folder of its model or adapters.
     pub fn newest(&self) -> Option<(u64, PathBuf)> {
         let step = self.steps().pop()?;
         let path = self.path(step);
@@ -166,8 +167,8 @@ impl Store {
         self.folder.join(format!("step-{step:08}"))
     }
 
-    /// Writes a checkpoint; `files` go beside the weights. The old ones stay as they are, whatever happens; one of the same
-    /// step is replaced when the new one is whole, and stays if the new one would say the same.
+    /// Writes a checkpoint; `files` go beside the weights. Older checkpoints stay as they are. One of the
+    /// same step is replaced once the new one is complete, and kept if both are equivalent.
     pub fn save(
         &self,
         state: &mut State,
@@ -210,7 +211,7 @@ impl Store {
         Ok(target)
     }
 
-    /// Puts the new checkpoint of a step in the place of the old one.
+    /// Replaces the old checkpoint of a step by the new one.
     fn replace(&self, step: u64) -> Result {
         let (target, new, old) = (self.path(step), self.hidden("new", step), self.hidden("old", step));
         let _ = fs::remove_dir_all(&old);
@@ -219,7 +220,7 @@ impl Store {
             let _ = fs::rename(&old, &target);
             return Err(Error::io(&new, "rename into place")(error));
         }
-        // The new one must be found under its name after a power cut, before the old one goes.
+        // The rename must survive a power cut before the old checkpoint is removed.
         File::open(&self.folder)
             .and_then(|folder| folder.sync_all())
             .map_err(Error::io(&self.folder, "flush"))?;
@@ -230,7 +231,7 @@ impl Store {
         self.folder.join(format!(".{kind}-{step:08}"))
     }
 
-    /// Removes those that the configuration does not keep.
+    /// Removes the checkpoints that the configuration does not keep.
     pub fn prune(&self, config: &CheckpointsConfig, best: Option<u64>) -> Result {
         let steps = self.steps();
         let newest = steps.len().saturating_sub(config.keep_last);
@@ -252,8 +253,8 @@ impl Store {
         fs::remove_dir_all(&away).map_err(Error::io(&away, "remove"))
     }
 
-    /// Removes what runs that died have left; nobody else writes here. A checkpoint whose replacement did not arrive comes
-    /// back: the new one, which is whole once it has that name, else the old one.
+    /// Removes leftovers of killed runs; the lock keeps others out. An interrupted replacement is finished:
+    /// with the new checkpoint, which is complete once it has its name, else with the old one.
     fn clean_up(&self) {
         for kind in ["new", "old"] {
             for step in steps_named(&self.folder, &format!(".{kind}-")) {
@@ -271,7 +272,7 @@ impl Store {
     }
 }
 
-/// Steps that have a checkpoint in this folder, ascending.
+/// Steps with a checkpoint in this folder, ascending.
 pub(crate) fn steps_in(folder: &Path) -> Vec<u64> {
     steps_named(folder, "step-")
 }
@@ -288,7 +289,7 @@ fn steps_named(folder: &Path, prefix: &str) -> Vec<u64> {
     steps
 }
 
-/// Writes a file that appears whole or not at all; an old one stays until then.
+/// Writes a file atomically; an old one stays until the new one is complete.
 pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let new = path.with_file_name(format!(".{name}.new"));
@@ -306,13 +307,14 @@ fn write_file(path: &Path, bytes: &[u8]) -> Result {
     file.sync_all().map_err(Error::io(path, "flush"))
 }
 
-/// The state of a checkpoint.
+/// Reads the state of a checkpoint.
 pub fn read_state(checkpoint: &Path) -> Result<State> {
     let path = checkpoint.join("state.json");
     let text = fs::read_to_string(&path).map_err(Error::io(&path, "read"))?;
     let refuse = |problem: String| Error::Resume { path: path.clone(), problem };
-    let state: State =
-        serde_json::from_str(&text).map_err(|error| refuse(format!("not the state of a run: {error}")))?;
+    let state: State = serde_json::from_str(&text).map_err(|error| {
+        refuse(format!("not the state of a run: {error}; go back to an earlier checkpoint"))
+    })?;
     if !(OLDEST..=VERSION).contains(&state.version) {
         let problem = format!(
             "format version {} cannot be read, this program reads {OLDEST} to {VERSION}; use the program that wrote it",
@@ -323,13 +325,13 @@ pub fn read_state(checkpoint: &Path) -> Result<State> {
     Ok(if state.has_checksums() { state } else { state.without_checksums() })
 }
 
-/// Puts weights, masters and moments back, and refuses what is not exactly what was saved.
+/// Restores weights, masters and optimizer state. Returns an error unless they are exactly what was saved.
 pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &mut Optimizer) -> Result {
     let refuse = |path: PathBuf, problem: &str| Err(Error::Resume { path, problem: problem.into() });
     let compares = state.has_checksums();
     if compares && state.parameters != parameters_checksum(optimizer) {
-        let problem = "it belongs to another model, or to other parameters that are learned; resume with the configuration \
-                       that it was made with";
+        let problem = "it belongs to another model, or to other trained parameters; resume with the configuration that the \
+                       run was started with";
         return refuse(checkpoint.join("state.json"), problem);
     }
     if model.params.adapters().is_empty() {
@@ -342,7 +344,7 @@ pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &
     if compares && state.weights_checksum != weights_checksum(model) {
         return refuse(
             checkpoint.join("model"),
-            "the weights are not those that were saved; go back to an earlier checkpoint",
+            "the weights are not those that were saved (checksum mismatch); go back to an earlier checkpoint",
         );
     }
     let path = checkpoint.join("optimizer.safetensors");
@@ -350,36 +352,37 @@ pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &
     let (found, wanted) = (file.names().count(), optimizer.tensors().count());
     if found != wanted {
         let problem = format!(
-            "it has {found} tensors where the run needs {wanted}; resume with the configuration that it was made with"
+            "it has {found} tensors, expected {wanted}; resume with the configuration that the run was started with"
         );
         return refuse(path, &problem);
     }
     for (name, shape, values) in optimizer.tensors_mut() {
         let stored = file.f32(&name)?;
         if stored.shape != shape {
-            return Err(file
-                .error(&name, format!("it is {:?} where {shape:?} is expected", stored.shape))
-                .into());
+            return Err(file.error(&name, format!("shape {:?}, expected {shape:?}", stored.shape)).into());
         }
         values.copy_from_slice(&stored.values);
     }
     optimizer.updates = state.updates;
-    // The likely causes first: they say where.
+    // First the check that names the element.
     optimizer.check().map_err(|error| Error::Resume { path: path.clone(), problem: error.to_string() })?;
     if compares && state.optimizer_checksum != optimizer_checksum(optimizer) {
-        return refuse(path, "the optimiser's state is not what was saved; go back to an earlier checkpoint");
+        return refuse(
+            path,
+            "the optimizer state is not what was saved (checksum mismatch); go back to an earlier checkpoint",
+        );
     }
     Ok(())
 }
 
-/// Refuses a model whose parameters have the same names and shapes, and whose config.json describes other computations.
+/// Returns an error if config.json describes other computations on parameters of the same names and shapes.
 fn check_config(path: &Path, model: &Model) -> Result {
     let text = fs::read_to_string(path).map_err(Error::io(path, "read"))?;
     let refuse = |problem: String| Error::Resume { path: path.into(), problem };
     let json = serde_json::from_str(&text).map_err(|error| refuse(format!("not JSON: {error}")))?;
     if Config::parse(&json, path)? != model.config {
-        let problem = "it belongs to another model than `model` describes now; resume with the configuration that the \
-                       run was made with";
+        let problem = "it belongs to another model than the configured one; resume with the configuration that the run was \
+                       started with";
         return Err(refuse(problem.into()));
     }
     Ok(())

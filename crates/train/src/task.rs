@@ -4,30 +4,33 @@
 //! recall      aQkTcX?kTaQkT\n    pairs of a key and a value, then queries: only the value after a queried key is trained
 //! brackets    ([]{()})\n         well-nested brackets: everything is trained
 //! ```
-//! To answer a query, the value has to be stored under its key when the pair is read, and fetched long after: that is what the
-//! delta rule's state is for. Brackets need a stack. Every document follows from the seed and its number alone.
+//! To answer a query, the model must store the value under its key when it reads the pair, and look it up
+//! long after: this is what the state of the delta rule does. Brackets need a stack. A document depends only
+//! on the seed and its number.
 
 use crate::data::shuffle::{Purpose, below, hash};
 use crate::data::{Cursor, Document, Documents, Origin, Split};
 use crate::error::Result;
 
-/// Bytes, then the token that ends a document.
+/// Size of the vocabulary: bytes, then the token that ends a document.
 pub const VOCABULARY: usize = 257;
 
 /// The token that ends a document.
 pub const END: u32 = 256;
 
-/// Its name.
+/// Name of the token that ends a document.
 pub const END_TOKEN: &str = "<|endoftext|>";
 
 /// Fewest and most pairs of a recall document.
 const PAIRS: [u64; 2] = [2, 14];
 
-/// Queries; a key may be asked for more than once.
+/// Number of queries; keys may repeat.
 const QUERIES: u64 = 16;
 
-/// Deepest nesting, and most brackets.
+/// Deepest nesting.
 const DEPTH: usize = 6;
+
+/// Most brackets.
 const BRACKETS: usize = 40;
 
 /// An endless stream of documents of the task.
@@ -38,7 +41,7 @@ pub struct Task {
 }
 
 impl Task {
-    /// Training and validation are streams of different seeds.
+    /// The stream of a split; training and validation have different documents.
     pub fn new(split: Split, seed: u64) -> Task {
         Task { seed, split, drawn: 0 }
     }
@@ -66,7 +69,7 @@ impl Documents for Task {
     }
 }
 
-/// Draws for one document.
+/// Random numbers of one document.
 struct Draws {
     seed: u64,
     stream: u64,
@@ -80,7 +83,7 @@ impl Draws {
     }
 }
 
-/// Bytes with a mask.
+/// Tokens with a mask of the trained ones.
 struct Bytes {
     ids: Vec<u32>,
     trained: Vec<bool>,
@@ -139,7 +142,7 @@ fn brackets(draws: &mut Draws) -> Document {
     bytes.finish("brackets", true)
 }
 
-/// tokenizer.json of the bytes, as the `tokenizers` library reads it.
+/// tokenizer.json with one token per byte, for the `tokenizers` library.
 pub fn tokenizer_json() -> String {
     let mut vocabulary = serde_json::Map::new();
     for (id, symbol) in byte_symbols().into_iter().enumerate() {
@@ -169,7 +172,7 @@ pub fn tokenizer_json() -> String {
     format!("{tokenizer:#}\n")
 }
 
-/// tokenizer_config.json that goes with it.
+/// tokenizer_config.json of the task.
 pub fn tokenizer_config_json() -> String {
     let config = serde_json::json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -180,12 +183,13 @@ pub fn tokenizer_config_json() -> String {
     format!("{config:#}\n")
 }
 
-/// generation_config.json that goes with it.
+/// generation_config.json of the task.
 pub fn generation_config_json() -> String {
     format!("{:#}\n", serde_json::json!({ "eos_token_id": END }))
 }
 
-/// The character that stands for each byte in a byte-level vocabulary: itself where it can be printed, else one from 256 on.
+/// The character of each byte in a byte-level vocabulary: the byte itself if printable, else a character from
+/// 256 on.
 fn byte_symbols() -> [char; 256] {
     let mut next = 256;
     std::array::from_fn(|byte| {

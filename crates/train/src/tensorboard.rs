@@ -1,8 +1,8 @@
-//! Event files that TensorBoard reads.
+//! Event files for TensorBoard.
 //!
-//! A file is a sequence of records: length (u64, little endian), masked crc32c of those eight bytes, the bytes, masked
-//! crc32c of the bytes. Masked is `rotate_right(crc, 15) + 0xa282ead8`. The bytes are an `Event` in protobuf, of which
-//! this module writes five fields: wall time, step, file version, summary, session log.
+//! A file is a sequence of records: length (u64, little endian), masked crc32c of these eight bytes, payload,
+//! masked crc32c of the payload. Masked is `rotate_right(crc, 15) + 0xa282ead8`. The payload is an `Event` in
+//! protobuf, of which this module writes five fields: wall time, step, file version, summary, session log.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::error::{Error, Result};
 
-/// Stands in the file's name where others put the machine's.
+/// Placeholder for the host name in file names.
 const HOST: &str = "ballast";
 
 /// Writes one event file.
@@ -21,8 +21,8 @@ pub struct EventWriter {
 }
 
 impl EventWriter {
-    /// Starts a new file in `folder`, which is made where it does not exist. Files of earlier runs stay, and
-    /// TensorBoard shows all of them as one.
+    /// Creates a file in `folder`, and the folder if needed. Files of earlier runs stay; TensorBoard shows
+    /// all of them as one run.
     pub fn create(folder: &Path) -> Result<EventWriter> {
         std::fs::create_dir_all(folder).map_err(Error::io(folder, "create"))?;
         let seconds = wall_time() as u64;
@@ -42,34 +42,33 @@ impl EventWriter {
         unreachable!("some number is free")
     }
 
-    /// Where it writes.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A run goes on after this many steps: TensorBoard forgets what earlier files say of later ones.
+    /// Marks a resume after `step` steps: TensorBoard discards later steps of earlier files.
     pub fn resume(&mut self, step: u64) -> Result {
         self.write(&resume_event(wall_time(), step))
     }
 
-    /// One value of a curve. TensorBoard stores f32.
+    /// Writes a point of a curve. TensorBoard stores f32.
     pub fn scalar(&mut self, step: u64, tag: &str, value: f64) -> Result {
         self.write(&scalar_event(wall_time(), step, tag, value as f32))
     }
 
-    /// A text, which TensorBoard shows as Markdown.
+    /// Writes a text, which TensorBoard shows as Markdown.
     pub fn text(&mut self, step: u64, tag: &str, text: &str) -> Result {
         self.write(&text_event(wall_time(), step, tag, text))
     }
 
-    /// Hands everything to the system. Call it now and then; the end of the writer does it too, without a word about
-    /// errors.
+    /// Flushes the buffer. Dropping the writer flushes too, but ignores errors.
     pub fn flush(&mut self) -> Result {
-        self.file.flush().map_err(Error::io(&self.path, "write to it"))
+        self.file.flush().map_err(Error::io(&self.path, "write"))
     }
 
     fn write(&mut self, event: &Message) -> Result {
-        self.file.write_all(&framed(&event.0)).map_err(Error::io(&self.path, "write to it"))
+        self.file.write_all(&framed(&event.0)).map_err(Error::io(&self.path, "write"))
     }
 }
 
@@ -96,7 +95,7 @@ fn version_event(wall_time: f64) -> Message {
 fn resume_event(wall_time: f64, step: u64) -> Message {
     const START: u64 = 1;
     let session_log = Message::default().varint(1, START);
-    // What is forgotten begins at the step named here.
+    // TensorBoard discards steps from this one on.
     Message::default().double(1, wall_time).varint(2, step.saturating_add(1)).message(7, &session_log)
 }
 
@@ -119,7 +118,7 @@ fn value_event(wall_time: f64, step: u64, value: Message) -> Message {
     Message::default().double(1, wall_time).varint(2, step).message(5, &summary)
 }
 
-/// A protobuf message, field by field.
+/// Encoder of a protobuf message.
 #[derive(Default)]
 struct Message(Vec<u8>);
 

@@ -1,15 +1,15 @@
-//! A step of training, and what happens when it cannot be taken.
+//! A training step, and the handling of faults.
 //!
 //! ```text
-//! protected tensors are the noted ones        else stop
-//! micro-batches with tokens to train on       else skip; if there are none in all of the data, stop
-//! backward each, weighted by tokens
-//! loss, every gradient, the norm are finite   else replay, name the site, and abort, skip, go back or raise the site
-//! the new values and moments are finite       else name the parameter, and abort, skip or go back
-//! loss and norm are no spike                  else report, or skip
-//! clip, AdamW, note the protected tensors
+//! protected tensors are unchanged              else stop
+//! micro-batches have tokens to train on        else skip; if no data has any, stop
+//! forward and backward, weighted by tokens
+//! loss, gradients and norm are finite          else replay, name the site; abort, skip, roll back or escalate
+//! new values and optimizer state are finite    else name the parameter; abort, skip or roll back
+//! loss and norm are no spike                   else report or skip
+//! clip, update, record the protected tensors
 //! ```
-//! Nothing is changed before the checks have passed.
+//! Nothing changes before all checks have passed.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,56 +33,56 @@ use crate::sentinel::{self, Fault, Sentinel};
 use crate::setup;
 use crate::state::{self, State, Store};
 
-/// A run: everything that the next step depends on.
+/// A training run: everything that the next step depends on.
 pub struct Trainer {
-    /// What it does.
+    /// Configuration.
     pub config: TrainConfig,
-    /// What learns.
+    /// The model.
     pub model: Model,
-    /// What teaches it.
+    /// The optimizer.
     pub optimizer: Optimizer,
-    /// Of the protected tensors.
+    /// Checksums of the protected tensors.
     pub ledger: Ledger,
-    /// Running statistics.
+    /// Fault-detection statistics.
     pub sentinel: Sentinel,
-    /// Steps that were taken.
+    /// Number of steps taken.
     pub step: u64,
-    /// Step and loss of the best measurement so far.
+    /// Step and loss of the best evaluation.
     pub best: Option<(u64, f64)>,
-    /// Where its checkpoints are.
+    /// Checkpoint store.
     pub store: Store,
     /// The tokenizer.
     pub encoder: Arc<TextEncoder>,
-    /// Files that go beside the weights.
+    /// Files to write beside the weights.
     pub(crate) sidecars: Vec<(String, Vec<u8>)>,
-    /// Held-out micro-batches, if there are any.
+    /// Held-out micro-batches, if any.
     pub(crate) validation: Option<Packer>,
-    /// Held-out documents that samples are made of.
+    /// Held-out documents for samples.
     pub(crate) sample_documents: Vec<Document>,
-    /// Where batches begin that a rollback leaves out.
+    /// Start positions of batches that a rollback excludes.
     left_out: Vec<Cursor>,
-    /// Where the steps begin that had nothing to train on, since the last one that had.
+    /// Start of the current sequence of steps without trained tokens.
     untrained_since: Option<Cursor>,
-    /// Checksum of the tokenizer's files.
+    /// Checksum of the tokenizer files.
     tokenizer: u64,
     /// Remarks about the resumed checkpoint, for the start of the run.
     pub(crate) notices: Vec<String>,
-    /// Bytes that the process had before there was a model.
+    /// Memory of the process before the model was made, in bytes.
     pub(crate) program_bytes: u64,
     train: Packer,
     grads: Grads,
 }
 
-/// What became of an attempt at a step.
+/// Outcome of an attempt at a step.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Attempt {
-    /// It was taken.
+    /// The step was taken.
     Taken(Box<Step>),
-    /// It was not, and the run goes on.
+    /// The step was skipped, and the run continues.
     NotTaken,
 }
 
-/// The losses of a step, per token.
+/// Losses of a step, per token.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Losses {
     language: f64,
@@ -96,27 +96,27 @@ impl Losses {
     }
 }
 
-/// The reason why a step cannot be taken.
+/// The reason that a step cannot be taken.
 enum Trouble {
-    /// A site is not finite.
+    /// A site has non-finite values.
     Site(Box<Fault>),
-    /// Loss or gradients were not finite, and are when the step is repeated.
+    /// Loss or gradients were non-finite, but finite when the step was repeated.
     Disturbed(String),
-    /// The update would make a parameter or a moment non-finite.
+    /// The update would make a parameter or its optimizer state non-finite.
     Update(String),
 }
 
 impl Trainer {
-    /// A new run.
+    /// Starts a new run.
     pub fn new(mut config: TrainConfig) -> Result<Trainer> {
         config.check()?;
         places::check_new(&config)?;
-        // As it is for this run: a resumed one of more steps has the same.
+        // Fixed now, so that a resumed run with more steps has the same warm-up.
         config.schedule.warmup = config.schedule.warmup.min(config.steps);
         let store = Store::open(&config.out)?;
         if !store.steps().is_empty() {
             let problem =
-                format!("{} has checkpoints of a run; resume it, or set another `out`", config.out.display());
+                format!("{} has checkpoints of a run; resume it or set another `out`", config.out.display());
             return Err(Error::Config(problem));
         }
         let program = memory::current().unwrap_or(0);
@@ -124,12 +124,13 @@ impl Trainer {
         Trainer::build(config, store, model, program)
     }
 
-    /// The run in `out`, from its last checkpoint on. `settings` change its configuration, where [`on_resume`] allows it.
+    /// Resumes the run in `out` from its last checkpoint. `settings` change its configuration where
+    /// [`on_resume`] allows it.
     ///
     /// [`on_resume`]: crate::config::on_resume
     pub fn resume(out: &Path, settings: &[String]) -> Result<Trainer> {
         let none = || {
-            let problem = "there is no checkpoint to resume from; start the run without --resume".into();
+            let problem = "no checkpoint to resume from; start the run without --resume".into();
             Error::Resume { path: out.into(), problem }
         };
         if !out.join("checkpoints").is_dir() {
@@ -141,19 +142,22 @@ impl Trainer {
         let state = state::read_state(&checkpoint)?;
         let table: toml::Table = state.config.parse().map_err(|error| Error::Resume {
             path: checkpoint.join("state.json"),
-            problem: format!("its configuration cannot be read: {error}"),
+            problem: format!("invalid configuration: {error}"),
         })?;
         let saved = TrainConfig::from_table(table.clone(), &[], None)?;
         let config = TrainConfig::from_table(table, settings, None)?;
         let comparable = check_resume(&saved, &config)?;
         if config.steps < step {
-            let problem = format!("`steps` is {}, and the run has taken {step} already", config.steps);
+            let problem = format!(
+                "`steps` is {}, and the run has taken {step} already; set a larger value",
+                config.steps
+            );
             return Err(Error::Config(problem));
         }
         let config = TrainConfig { out: out.to_path_buf(), ..config };
         places::check_resumed(&config)?;
-        // As in the beginning: what a checkpoint carries beside its weights is still there, and none of ours is read from
-        // later, when it may be gone.
+        // Built from the original source, not from a training checkpoint: those may be removed while the run
+        // still reads tensors that the model carries along.
         let program = memory::current().unwrap_or(0);
         let model = setup::model(&config)?;
         let mut trainer = Trainer::build(config, store, model, program)?;
@@ -163,11 +167,12 @@ impl Trainer {
         Ok(trainer)
     }
 
-    /// Refuses a tokenizer or held-out documents that are not those of the saved run. Training data is checked by its cursor.
+    /// Returns an error if tokenizer or held-out documents differ from the saved run. The cursor checks the
+    /// training data.
     fn check_same_text(&self, checkpoint: &Path, state: &State) -> Result {
         if state.tokenizer.is_some_and(|saved| saved != self.tokenizer) {
             let problem = format!(
-                "the run was saved with another tokenizer than {}; resume with the same files",
+                "saved with another tokenizer than {}; resume with the same files",
                 self.encoder.tokenizer.file().display()
             );
             return Err(Error::Resume { path: checkpoint.join("state.json"), problem });
@@ -179,14 +184,14 @@ impl Trainer {
             .try_for_each(|(now, saved)| now.check_same(path, saved))
     }
 
-    /// The file of held-out documents, where there is one.
+    /// The file of held-out documents, if there is one.
     fn validation_file(&self) -> Vec<FileCursor> {
         let packer = self.validation.as_ref().filter(|_| self.config.data.validation.is_some());
         let files = packer.map_or(Vec::new(), |packer| packer.cursor().files);
         files.into_iter().map(|file| FileCursor { taken: 0, ..file }).collect()
     }
 
-    /// `model` is in f32.
+    /// Builds a run from a model in f32.
     fn build(config: TrainConfig, store: Store, mut model: Model, program_bytes: u64) -> Result<Trainer> {
         refuse_impossible(&model)?;
         let mut ledger = Ledger::new(&model, model.precision());
@@ -210,7 +215,7 @@ impl Trainer {
         ledger.check_live(&model, "cast")?;
         let encoder = Arc::new(setup::encoder(&config, &config.out)?);
         let Some(documents) = setup::documents(&config, Split::Train, &encoder)? else {
-            return Err(Error::Config("`data` has nothing to train on".into()));
+            return Err(Error::Config("`data` has no documents to train on".into()));
         };
         let train = setup::packer(&config, documents);
         let held_out = || setup::documents(&config, Split::Validation, &encoder);
@@ -243,7 +248,7 @@ impl Trainer {
         })
     }
 
-    /// Goes to where a checkpoint of this run was; the model already has its weights.
+    /// Restores a checkpoint of this run.
     fn restore(&mut self, checkpoint: &Path, state: State) -> Result {
         state::restore(checkpoint, &state, &mut self.model, &mut self.optimizer)?;
         self.train.seek(&state.cursor)?;
@@ -269,7 +274,7 @@ impl Trainer {
         self.ledger.check_live(&self.model, "load")
     }
 
-    /// Everything that is not a tensor, as it is now.
+    /// The present state without tensors.
     pub(crate) fn state(&self) -> Result<State> {
         Ok(State {
             step: self.step,
@@ -294,7 +299,7 @@ impl Trainer {
         self.config.precision.recompute.into()
     }
 
-    /// Where the next step's micro-batches begin, and they themselves.
+    /// Start position and micro-batches of the next step.
     pub(crate) fn next_batches(&mut self) -> Result<(Cursor, Vec<MicroBatch>)> {
         loop {
             let cursor = self.train.cursor();
@@ -306,7 +311,7 @@ impl Trainer {
         }
     }
 
-    /// Tries a step; `tell` hears what a person should know.
+    /// Attempts a step; `tell` receives notices.
     pub fn attempt(&mut self, tell: &mut dyn FnMut(Event)) -> Result<Attempt> {
         let started = Instant::now();
         self.ledger.check(&self.model, "step")?;
@@ -356,11 +361,11 @@ impl Trainer {
 
     fn next_learning_rate(&self) -> f64 {
         let (schedule, peak) = (&self.config.schedule, self.config.optimizer.learning_rate);
-        // A resumed run of fewer steps does not climb faster than it began to.
+        // A resumed run with fewer steps keeps its warm-up.
         learning_rate(schedule, peak, self.step + 1, self.config.steps.max(schedule.warmup))
     }
 
-    /// Leaves a step out that has nothing to train on. Where all documents have passed like that, it is an error.
+    /// Skips a step without trained tokens. Returns an error once all documents have passed that way.
     fn skip_untrained(
         &mut self,
         begin: Cursor,
@@ -369,7 +374,7 @@ impl Trainer {
     ) -> Result<Attempt> {
         self.sentinel.untrained += 1;
         let tokens: usize = batches.iter().map(|batch| batch.batch.tokens()).sum();
-        let text = format!("none of the step's {tokens} tokens is trained on; it is left out");
+        let text = format!("none of the step's {tokens} tokens is trained on; the step is skipped");
         tell(Event { step: self.step + 1, what: "skip".into(), text });
         let since = self.untrained_since.get_or_insert(begin);
         if self.train.epochs_since(since) < 2 {
@@ -380,7 +385,7 @@ impl Trainer {
             file: origin.map(|origin| origin.source.clone()).unwrap_or_default().into(),
             line: None,
             problem: format!(
-                "in sequences of {} tokens, none of the data's tokens is trained on; set a larger data.sequence_length, or \
+                "in sequences of {} tokens, none of the data's tokens is trained on; set a larger data.sequence_length or \
                  other data.train_roles",
                 self.config.data.sequence_length
             ),
@@ -393,9 +398,8 @@ impl Trainer {
         let limit = self.config.sentinel.spike_limit;
         if self.sentinel.spikes > limit {
             return Err(Error::Diverged(format!(
-                "step {}: {text}; {limit} spikes in a row were skipped (sentinel.spike_limit), so this is where the run is \
-                 now. The last checkpoint is intact{}; resume it with a lower optimizer.learning_rate, or with \
-                 sentinel.on_spike = \"report\"",
+                "step {}: {text}; {limit} spikes in a row were skipped (sentinel.spike_limit). The last checkpoint is \
+                 intact{}; resume it with a lower optimizer.learning_rate, or with sentinel.on_spike = \"report\"",
                 self.step + 1,
                 self.last_words()
             )));
@@ -403,7 +407,8 @@ impl Trainer {
         Ok(Attempt::NotTaken)
     }
 
-    /// The reason why these gradients must not be applied, if there is one. Nothing but the gradients is changed.
+    /// The reason that these gradients must not be applied, if there is one. Changes nothing but the
+    /// gradients.
     fn trouble(
         &mut self,
         batches: &[MicroBatch],
@@ -428,14 +433,14 @@ impl Trainer {
         Ok(Some(match fault {
             Some(fault) => Trouble::Site(Box::new(fault)),
             None => Trouble::Disturbed(format!(
-                "step {step}: loss {}, gradient norm {}, and the same step again is finite throughout: memory or \
-                 hardware changed a value",
+                "step {step}: loss {}, gradient norm {}, but a repeat of the step is finite: memory or hardware \
+                 changed a value",
                 losses.language, norms.global
             )),
         }))
     }
 
-    /// Losses and gradients of a step's micro-batches. Nothing but the gradients is changed.
+    /// Losses and gradient norms of a step's micro-batches. Changes nothing but the gradients.
     pub(crate) fn gradients(&mut self, batches: &[MicroBatch]) -> Result<(Losses, Norms)> {
         self.grads.clear();
         let mut losses = Losses::default();
@@ -457,7 +462,7 @@ impl Trainer {
         Ok((losses, self.optimizer.norms(&self.grads)))
     }
 
-    /// Reports and handles; whether the same step is to be tried again.
+    /// Reports and handles trouble. Returns true if the step must be tried again.
     fn handle_trouble(
         &mut self,
         batches: &[MicroBatch],
@@ -471,19 +476,19 @@ impl Trainer {
             Trouble::Site(fault) => (fault.to_string(), Some(&**fault)),
             Trouble::Disturbed(text) | Trouble::Update(text) => (text.clone(), None),
         };
-        // A disk that is full must not hide the fault.
+        // A full disk must not hide the fault.
         let saved = match self.save_batch(batches, fault, step) {
             Ok((path, micro_batch)) => format!(
-                "Micro-batch {micro_batch} is in {}: `ballast trace` shows every tensor",
+                "Micro-batch {micro_batch} was saved to {}; `ballast trace` shows every tensor",
                 path.display()
             ),
-            Err(error) => format!("Its micro-batch could not be saved: {error}"),
+            Err(error) => format!("The micro-batch could not be saved: {error}"),
         };
         let text = format!("{found}. The update was not applied. {saved}");
         tell(Event { step, what: "fault".into(), text: text.clone() });
         if self.sentinel.faults > self.config.sentinel.fault_limit {
             let limit = self.config.sentinel.fault_limit;
-            return Err(Error::Diverged(format!("{text}. It is the fault after {limit}, the limit")));
+            return Err(Error::Diverged(format!("{text}. Fault limit ({limit}) exceeded")));
         }
         let event = |what: &str, text: String| Event { step, what: what.into(), text };
         match self.config.sentinel.on_fault {
@@ -492,15 +497,15 @@ impl Trainer {
             }
             OnFault::Skip => {
                 self.sentinel.skipped += 1;
-                tell(event("skip", "the batch is left out".into()));
+                tell(event("skip", "the batch is skipped".into()));
                 Ok(false)
             }
             OnFault::Rollback => {
                 let Some(last) = self.store.steps().pop() else {
-                    return Err(Error::Diverged(format!("{text}. There is no checkpoint to go back to")));
+                    return Err(Error::Diverged(format!("{text}. There is no checkpoint to roll back to")));
                 };
                 self.roll_back(last, begin.clone())?;
-                let text = format!("from step {step} back to step {last}; the batch will be left out");
+                let text = format!("from step {step} back to step {last}; the batch will be skipped");
                 tell(Event { step: last, what: ROLLBACK.into(), text });
                 Ok(false)
             }
@@ -512,7 +517,7 @@ impl Trainer {
                 };
                 if raised.is_empty() {
                     return Err(Error::Diverged(format!(
-                        "{text}. No lowered site leads there that could be raised to f32"
+                        "{text}. No site in lower precision leads there, so none can be escalated to f32"
                     )));
                 }
                 tell(event("escalate", format!("{} in f32 from now on", raised.join(", "))));
@@ -528,7 +533,7 @@ impl Trainer {
         }
     }
 
-    /// Raises the lowered sites that lead to a fault; their names.
+    /// Escalates the sites that lead to a fault to f32. Returns their names.
     fn escalate(&mut self, fault: &Fault, step: u64) -> Result<Vec<String>> {
         let is_lowered = |name: &&&'static str| {
             let sites = self.model.precision().sites();
@@ -560,7 +565,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Writes the micro-batch of a fault (or the first) as `ballast trace --ids` reads it.
+    /// Writes the micro-batch of a fault (or the first) in the format of `ballast trace --ids`.
     fn save_batch(
         &self,
         batches: &[MicroBatch],
@@ -573,7 +578,7 @@ impl Trainer {
         std::fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
         let path = folder.join(format!("step-{step:08}.safetensors"));
         let ids: Vec<i64> = batch.ids.iter().map(|id| *id as i64).collect();
-        // Labels stand in the places of the ids that they are: one after the token that predicts them.
+        // A label stands at the position of its id: one after the token that predicts it.
         let mut labels = vec![ballast_model::batch::IGNORED; ids.len()];
         for (t, target) in batch.targets.iter().enumerate().filter(|(t, _)| t + 1 < ids.len()) {
             if *target != ballast_model::batch::IGNORED {
@@ -591,7 +596,7 @@ impl Trainer {
     }
 }
 
-/// The loss options of each micro-batch: all weighted so that the step is one mean over its tokens.
+/// Loss options of each micro-batch, weighted so that the step is one mean over its tokens.
 fn step_options<'a>(
     config: &'a TrainConfig,
     batches: &[MicroBatch],
@@ -613,7 +618,8 @@ fn step_options<'a>(
     }
 }
 
-/// A decay rate of 0 or infinity is a dead head: it would be found only as a NaN, steps later.
+/// Returns an error for a non-finite protected tensor. A decay rate of 0 or infinity is a dead head, and
+/// would show only as a NaN steps later.
 fn refuse_impossible(model: &Model) -> Result {
     for (spec, tensor) in model.specs.protected.iter().zip(model.params.protected()) {
         if let Some(at) = tensor.values().iter().position(|x| !x.is_finite()) {

@@ -1,4 +1,4 @@
-//! Faults are put in, found at the right site before they do harm, and handled as configured.
+//! Injected faults are found at the right site before an update, and handled as configured.
 
 mod common;
 
@@ -8,7 +8,7 @@ use ballast_train::state::weights_checksum;
 use ballast_train::{Attempt, Trainer};
 use common::{Listener, config, run};
 
-/// Puts `value` into an element of a weight that the model runs on.
+/// Sets an element of a weight of the model.
 fn poison(trainer: &mut Trainer, name: &str, element: usize, value: f32) {
     let at = trainer.model.specs.weights.iter().position(|spec| spec.name == name).unwrap();
     match &mut trainer.model.params.weights_mut()[at] {
@@ -17,7 +17,7 @@ fn poison(trainer: &mut Trainer, name: &str, element: usize, value: f32) {
     }
 }
 
-/// The error of a step that must not be taken; parameters and optimiser stay as they are.
+/// The error of a step that must not be taken; parameters and optimizer stay as they are.
 fn fault(trainer: &mut Trainer) -> String {
     let before = (weights_checksum(&trainer.model), trainer.optimizer.updates, trainer.step);
     let mut events = Vec::new();
@@ -57,7 +57,7 @@ fn a_nan_in_the_embedding_of_a_token_is_found_with_its_document() {
     assert!(error.contains("document recall, line "), "{error}");
 }
 
-/// Queries so large that f16 cannot hold their logits, and f32 can.
+/// Makes queries so large that their logits overflow f16 but not f32.
 fn with_large_logits(mut trainer: Trainer) -> Trainer {
     for (spec, weight) in trainer.model.specs.weights.clone().iter().zip(trainer.model.params.weights_mut()) {
         if let (true, Weight::F32(values)) = (spec.name.ends_with("q_norm.weight"), weight) {
@@ -93,7 +93,7 @@ fn logits_that_overflow_in_f16_stop_the_run_or_are_raised() {
         listener.events().iter().any(|(what, text)| what == "escalate" && text.contains("logits in f32"))
     );
     assert_eq!(trainer.model.precision().logits, ballast_kernels::Rounding::F32);
-    // A raised site stays raised after a resume.
+    // An escalated site stays in f32 after a resume.
     drop(trainer);
     let resumed = Trainer::resume(&folder.path().join("escalate"), &["steps=4".into()]).unwrap();
     assert_eq!(resumed.model.precision().logits, ballast_kernels::Rounding::F32);
@@ -105,7 +105,7 @@ fn a_fault_that_no_lowered_site_explains_ends_even_with_escalate() {
     let mut trainer = Trainer::new(config(folder.path(), &["sentinel.on_fault=escalate"])).unwrap();
     poison(&mut trainer, "norm.weight", 0, f32::NAN);
     let error = fault(&mut trainer);
-    assert!(error.contains("No lowered site leads there"), "{error}");
+    assert!(error.contains("No site in lower precision leads there"), "{error}");
 }
 
 /// A run in which only some batches are faulty: those with a certain bracket.
@@ -164,7 +164,7 @@ fn more_faults_than_the_limit_end_the_run() {
         Trainer::new(config(folder.path(), &["sentinel.on_fault=skip", "sentinel.fault_limit=2"])).unwrap();
     poison(&mut trainer, "norm.weight", 0, f32::NAN);
     let error = trainer.run(&Listener::default()).unwrap_err().to_string();
-    assert!(error.contains("the fault after 2, the limit"), "{error}");
+    assert!(error.contains("Fault limit (2) exceeded"), "{error}");
     assert!(folder.path().join("report.html").exists(), "a report of the run that failed");
 }
 
@@ -193,7 +193,10 @@ fn a_protected_tensor_that_somebody_else_changed_stops_the_run() {
     let values = trainer.model.params.protected_mut()[0].values_mut();
     ballast_kernels::Rounding::Bf16.round_all(values);
     let error = trainer.attempt(&mut |_| {}).map(|_| ()).unwrap_err().to_string();
-    assert!(error.contains("the ledger does not hold at step") && error.contains("noted were"), "{error}");
+    assert!(
+        error.contains("protected-tensor check failed after step") && error.contains("expected"),
+        "{error}"
+    );
 }
 
 #[test]

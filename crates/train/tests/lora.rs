@@ -1,4 +1,4 @@
-//! Adapters: only they change, they survive a resume, and merged they are what they were applied.
+//! Adapters: nothing else changes, they resume with the same bits, and merging gives the same logits.
 
 mod common;
 

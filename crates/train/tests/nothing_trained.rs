@@ -1,4 +1,4 @@
-//! Data with little or nothing to train on: skipped and counted where there is some, refused where there is none.
+//! Data with few or no trained tokens: skipped and counted, or an error if there are none.
 
 mod common;
 
@@ -65,7 +65,8 @@ fn a_step_without_a_token_to_train_on_is_skipped_and_counted() {
 
 #[test]
 fn data_that_is_cut_so_that_nothing_is_trained_on_is_an_error() {
-    // In sequences of two tokens, the third one of a document stands alone: there is nothing to predict it from.
+    // In sequences of two tokens, the third one of a document stands alone: there is nothing to predict it
+    // from.
     let folder = tempfile::tempdir().unwrap();
     let data = completions(&[2, 2, 2], "c");
     let settings = ["data.sequence_length=2", "data.add_eos=false"];

@@ -21,7 +21,7 @@ fn batch(step: u64, vocabulary: u64) -> Batch {
     Batch::rows(ids, TOKENS as usize).unwrap()
 }
 
-/// Losses and norms of this many steps.
+/// Losses, gradient norms, and the number of parameters without weight decay.
 fn curve(name: &str) -> (Vec<f64>, Vec<f64>, usize) {
     let mut model = Model::load(&fixtures().join("models").join(name), |_| Ok(Precision::f32())).unwrap();
     let config = OptimizerConfig { learning_rate: 1e-3, weight_decay: 0.1, ..OptimizerConfig::default() };

@@ -1,4 +1,4 @@
-//! Saving and going on: the same bits, and nothing half written.
+//! Save and resume: the same bits, and no partial files.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! What a step is: a mean over its tokens, however they are divided; spikes; frozen parameters.
+//! Steps: a mean over all tokens, however they are divided; spikes; frozen parameters.
 
 mod common;
 

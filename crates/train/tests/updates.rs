@@ -1,4 +1,4 @@
-//! What an update may change: nothing without a gradient, nothing to a value that is not finite, and nothing for ever skipped.
+//! Updates: nothing changes without a gradient, no value becomes non-finite, and skipping has a limit.
 
 mod common;
 
@@ -138,12 +138,12 @@ fn an_update_that_is_not_finite_is_handled_as_the_configuration_says() {
     };
     let mut skipping = start("skip", "skip");
     let error = skipping.run(&Listener::default()).unwrap_err().to_string();
-    assert!(error.contains("the fault after 2, the limit"), "{error}");
+    assert!(error.contains("Fault limit (2) exceeded"), "{error}");
     assert_eq!((skipping.sentinel.faults, skipping.sentinel.skipped), (3, 2));
     let error = start("escalate", "escalate").run(&Listener::default()).unwrap_err().to_string();
-    assert!(error.contains("No lowered site leads there"), "{error}");
+    assert!(error.contains("No site in lower precision leads there"), "{error}");
     let error = start("rollback", "rollback").run(&Listener::default()).unwrap_err().to_string();
-    assert!(error.contains("no checkpoint to go back to"), "{error}");
+    assert!(error.contains("no checkpoint to roll back to"), "{error}");
 }
 
 #[test]

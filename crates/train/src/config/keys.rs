@@ -1,44 +1,49 @@
-//! The schema of a configuration: every key with what it means. A key that is not in it is an error that names the nearest one.
+//! The configuration schema: every key with its help text. An unknown key is an error that names the nearest
+//! known one.
 
+use strsim::levenshtein;
 use toml::{Table, Value};
 
 use crate::error::{Error, Result};
 
-/// Every key and what it means.
+/// All keys and their help texts.
 pub const KEYS: &[(&str, &str)] = &[
-    ("out", "folder of the run: checkpoints, model, metrics.jsonl, report.html"),
-    ("seed", "of everything that is drawn: weights, order of documents, task"),
-    ("steps", "steps of the optimiser"),
-    ("model.preset", "an embedded architecture with random weights: see `ballast train --help`"),
-    ("model.config", "a config.json: that architecture with random weights"),
-    ("model.checkpoint", "a checkpoint in any layout to start from"),
-    ("model.tokenizer", "folder with tokenizer.json, where it is not beside the model"),
+    ("out", "output folder: checkpoints, model, metrics.jsonl, report.html"),
+    ("seed", "random seed of new weights, document order and the embedded task"),
+    ("steps", "number of optimizer steps"),
+    ("model.preset", "embedded architecture with random weights: see `ballast train --help`"),
+    ("model.config", "config.json of an architecture, with random weights"),
+    ("model.checkpoint", "checkpoint to start from, in any layout"),
+    ("model.tokenizer", "folder with tokenizer.json, if it is not beside the model"),
     (
         "model.time_steps",
-        "dt_bias of a new model: ones (forgets fast), or drawn so that some heads remember for long",
+        "dt_bias of a new model: ones (all heads forget fast), or drawn (some heads remember for long)",
     ),
-    ("model.freeze", "patterns (* for any characters) of parameters that are not learned"),
+    ("model.freeze", "patterns of parameters that are not trained; * stands for any characters"),
     ("lora.rank", "train adapters of this rank instead of the weights"),
-    ("lora.alpha", "their scale is alpha / rank"),
-    ("lora.targets", "the modules that get one, by the end of their names"),
-    ("precision.preset", "f32, bf16, megatron, nemo, maxtext-default, hf-bf16"),
-    ("precision.sites", "table of sites that compute in another type: logits = \"f16\""),
-    ("precision.recompute", "none, selective, full: what is made anew in backward instead of kept"),
-    ("data.task", "an embedded task instead of files: recall"),
-    ("data.files", "list of { path, weight }: .txt, or .jsonl with text, messages or prompt and completion"),
+    ("lora.alpha", "adapter scale: alpha / rank"),
+    ("lora.targets", "modules that get an adapter, by the end of their names"),
+    ("precision.preset", "storage and compute types: f32, bf16, megatron, nemo, maxtext-default, hf-bf16"),
+    ("precision.sites", "compute type of single sites, as a table: logits = \"f16\""),
+    ("precision.recompute", "activations that backward recomputes instead of keeping: none, selective, full"),
+    ("data.task", "embedded task instead of files: recall"),
+    (
+        "data.files",
+        "training files, a list of { path, weight }: .txt, or .jsonl with text, messages, or prompt and completion",
+    ),
     ("data.validation", "file of held-out documents"),
-    ("data.validation_fraction", "else this share of the documents is held out"),
-    ("data.sequence_length", "longest sequence; longer documents are cut"),
+    ("data.validation_fraction", "fraction of the documents to hold out, without a validation file"),
+    ("data.sequence_length", "most tokens of a sequence; longer documents are cut"),
     (
         "data.packing",
-        "packed: documents end to end, state reset between them; padded: a document per sequence",
+        "packed: documents concatenated, state reset between them; padded: one document per sequence",
     ),
-    ("data.train_roles", "whose messages are trained on"),
-    ("data.shuffle", "documents in another order in each epoch"),
+    ("data.train_roles", "roles whose messages are trained on"),
+    ("data.shuffle", "shuffle the documents in each epoch"),
     ("data.add_eos", "end every document with the tokenizer's end token"),
-    ("data.document_separator", "a line that separates the documents of a .txt file"),
-    ("batch.sequences", "sequences of a micro-batch"),
-    ("batch.accumulation", "micro-batches of a step; their gradients are weighted by tokens"),
+    ("data.document_separator", "line that separates the documents of a .txt file"),
+    ("batch.sequences", "sequences per micro-batch"),
+    ("batch.accumulation", "gradient accumulation: micro-batches per step, weighted by tokens"),
     ("optimizer.kind", "adamw, or muon: Muon for the matrices inside the layers, AdamW for everything else"),
     ("optimizer.learning_rate", "peak learning rate of the schedule"),
     ("optimizer.beta1", "AdamW: decay of the first moment"),
@@ -61,36 +66,39 @@ pub const KEYS: &[(&str, &str)] = &[
     ("optimizer.muon.eps", "Muon: smallest norm that the momentum is divided by"),
     ("optimizer.muon.ns_steps", "Muon: number of Newton-Schulz steps, at most 99"),
     ("optimizer.muon.ns_coefficients", "Muon: the three coefficients of a Newton-Schulz step"),
-    ("schedule.kind", "after the warm-up: cosine, linear, constant"),
-    ("schedule.warmup", "steps from 0 to the learning rate; all of a run that has fewer"),
-    ("schedule.floor", "the last learning rate, as a share of the largest"),
-    ("loss.z_loss", "coefficient of the squared log-sum of the logits"),
-    ("loss.label_smoothing", "share of the target that is spread over the vocabulary"),
-    ("loss.balance", "coefficient of the routers' balance loss"),
-    ("loss.indexer_scale", "factor of the indexers' loss; 0: they are not trained, and stay as they are"),
-    ("loss.indexer_stage", "dense (warm-up: nothing else learns) or sparse"),
-    ("evaluation.every", "steps between measurements on held-out data; 0: only at the end"),
-    ("evaluation.batches", "micro-batches that are measured; 0: none at all"),
-    ("samples.every", "steps between samples; 0: only at the end"),
-    ("samples.count", "samples each time; 0: none"),
-    ("samples.tokens", "longest answer"),
+    ("schedule.kind", "shape after the warm-up: cosine, linear, constant"),
+    ("schedule.warmup", "warm-up steps, at most the steps of the run"),
+    ("schedule.floor", "final learning rate as a fraction of the peak"),
+    ("loss.z_loss", "coefficient of the z-loss: the squared log-sum-exp of the logits"),
+    ("loss.label_smoothing", "probability that is spread over the vocabulary"),
+    ("loss.balance", "coefficient of the load-balancing loss of the routers"),
+    ("loss.indexer_scale", "coefficient of the indexer loss; 0: indexers are not trained"),
+    ("loss.indexer_stage", "indexer training stage: dense (warm-up: only indexers are trained) or sparse"),
+    ("evaluation.every", "steps between evaluations on held-out data; 0: only at the end"),
+    ("evaluation.batches", "micro-batches per evaluation; 0: no evaluation"),
+    ("samples.every", "steps between sample answers; 0: only at the end"),
+    ("samples.count", "number of sample answers; 0: none"),
+    ("samples.tokens", "most tokens of a sample answer"),
     ("checkpoints.every", "steps between checkpoints; 0: only at the end"),
-    ("checkpoints.keep_last", "how many of the newest stay"),
-    ("checkpoints.keep_best", "the one with the lowest held-out loss stays"),
-    ("checkpoints.keep_every", "those of every so many steps stay; 0: none"),
+    ("checkpoints.keep_last", "number of newest checkpoints to keep"),
+    ("checkpoints.keep_best", "keep the checkpoint with the lowest held-out loss"),
+    ("checkpoints.keep_every", "keep the checkpoint of every this many steps; 0: none"),
     (
         "ledger.every",
-        "steps between proofs that forward reads the f32 tensors; 0: only at the beginning and the end",
+        "steps between checks that forward reads the protected tensors in f32; 0: only at start and end",
     ),
-    ("sentinel.on_fault", "something is not finite: abort, skip, rollback, escalate"),
-    ("sentinel.fault_limit", "after so many faults the run stops, whatever on_fault says"),
-    ("sentinel.spike_sigma", "loss or gradient norm so many deviations above the mean is a spike; 0: never"),
-    ("sentinel.on_spike", "report, skip"),
-    ("sentinel.spike_limit", "with skip: after so many spikes in a row the run stops (exit code 5)"),
+    ("sentinel.on_fault", "action on a NaN or infinity: abort, skip, rollback, escalate"),
+    ("sentinel.fault_limit", "number of faults after which the run stops, whatever on_fault is"),
+    (
+        "sentinel.spike_sigma",
+        "standard deviations above the mean that make a loss or gradient norm a spike; 0: never",
+    ),
+    ("sentinel.on_spike", "action on a spike: report, skip"),
+    ("sentinel.spike_limit", "with skip: consecutive spikes after which the run stops (exit code 5)"),
     ("tensorboard", "write event files for TensorBoard"),
 ];
 
-/// An error for the first key that is not in [`KEYS`].
+/// Returns an error for the first key that is not in [`KEYS`].
 pub(super) fn check_keys(table: &Table, above: &str, place: &str) -> Result {
     for (key, value) in table {
         let path = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
@@ -103,22 +111,20 @@ pub(super) fn check_keys(table: &Table, above: &str, place: &str) -> Result {
             _ if known => {}
             _ if section => {
                 return Err(Error::Config(format!(
-                    "{place}`{path}` is a section; what it holds is `{path}.<key>`"
+                    "{place}`{path}` is a section; set `{path}.<key>` instead"
                 )));
             }
             _ => {
                 let path = first_leaf(&path, value);
                 let near = nearest(&path);
-                return Err(Error::Config(format!(
-                    "{place}`{path}` is not known; the nearest key is `{near}`"
-                )));
+                return Err(Error::Config(format!("{place}`{path}` is unknown; did you mean `{near}`?")));
             }
         }
     }
     Ok(())
 }
 
-/// The path of the first value in an unknown section, which says more than the section alone.
+/// The path of the first value in an unknown section: more helpful than the section alone.
 fn first_leaf(path: &str, value: &Value) -> String {
     match value.as_table().and_then(|table| table.iter().next()) {
         Some((key, inner)) => first_leaf(&format!("{path}.{key}"), inner),
@@ -126,34 +132,18 @@ fn first_leaf(path: &str, value: &Value) -> String {
     }
 }
 
-/// The known key with the fewest changes.
+/// The known key with the smallest edit distance.
 fn nearest(path: &str) -> &'static str {
     let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_string();
-    // A key in the wrong section is found by its last part.
-    let distance = |key: &str| changes(path, key).min(1 + changes(&last(path), &last(key)));
+    // The last part finds a key in the wrong section.
+    let distance = |key: &str| levenshtein(path, key).min(1 + levenshtein(&last(path), &last(key)));
     KEYS.iter().map(|(key, _)| *key).min_by_key(|key| distance(key)).unwrap_or("steps")
 }
 
-/// Insertions, deletions and replacements between two words.
-fn changes(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(x != *y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
-}
-
-/// Puts `a.b=c` into the table; c is TOML, or a bare word.
+/// Applies `a.b=c` to the table; c is TOML or a bare word.
 pub(super) fn apply(table: &mut Table, setting: &str) -> Result {
     let Some((path, text)) = setting.split_once('=') else {
-        return Err(Error::Config(format!("--set {setting:?}: a key, `=`, and a value were expected")));
+        return Err(Error::Config(format!("--set {setting:?}: expected a key, `=` and a value")));
     };
     let parsed = format!("value = {text}").parse::<Table>().ok();
     let value = parsed.and_then(|mut table| table.remove("value")).unwrap_or(Value::String(text.into()));
@@ -166,7 +156,7 @@ pub(super) fn apply(table: &mut Table, setting: &str) -> Result {
             .as_table_mut()
             .ok_or_else(|| Error::Config(format!("--set {setting:?}: `{key}` is not a section")))?;
     }
-    // One source of a model takes the place of another.
+    // A new source of the model replaces the old one.
     const SOURCES: [&str; 3] = ["preset", "config", "checkpoint"];
     if path.trim().starts_with("model.") && SOURCES.contains(&last) {
         SOURCES.iter().for_each(|source| drop(inner.remove(*source)));

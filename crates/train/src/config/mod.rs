@@ -1,4 +1,4 @@
-//! What a run does: a TOML file, `--set a.b=c`, flags, in that order; what is not said has a default.
+//! Run configuration: defaults, then a TOML file, then `--set a.b=c`, then flags.
 //!
 //! [`KEYS`] is the schema.
 
@@ -21,10 +21,10 @@ use keys::{apply, check_keys};
 pub(crate) use resume::check_resume;
 pub use resume::{OnResume, on_resume};
 
-/// A whole run.
+/// Configuration of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-#[allow(missing_docs)] // KEYS says it
+#[allow(missing_docs)] // KEYS documents the fields
 pub struct TrainConfig {
     #[serde(serialize_with = "as_text")]
     pub out: PathBuf,
@@ -47,13 +47,13 @@ pub struct TrainConfig {
     pub sentinel: SentinelConfig,
 }
 
-/// Writes the folder of a run as text. A name that is not UTF-8 has no exact form in TOML; a resumed run takes the folder
-/// that it was given.
+/// Serializes the folder of a run as text. A name that is not UTF-8 has no exact form in TOML; a resumed run
+/// uses the folder that it was given.
 fn as_text<S: serde::Serializer>(path: &Path, to: S) -> std::result::Result<S::Ok, S::Error> {
     to.serialize_str(&path.to_string_lossy())
 }
 
-/// Which model.
+/// The model.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
@@ -70,7 +70,7 @@ pub struct ModelConfig {
     pub freeze: Vec<String>,
 }
 
-/// How the `dt_bias` of a new model starts: see [`ballast_model::Model::draw_time_steps`].
+/// Initialization of `dt_bias` in a new model: see [`ballast_model::Model::draw_time_steps`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -80,7 +80,7 @@ pub enum TimeSteps {
     Drawn,
 }
 
-/// Adapters.
+/// LoRA adapters.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
@@ -90,7 +90,7 @@ pub struct LoraConfig {
     pub targets: Vec<String>,
 }
 
-/// What is stored, computed and kept.
+/// Storage types, compute types and recomputation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
@@ -100,7 +100,7 @@ pub struct PrecisionConfig {
     pub sites: BTreeMap<String, String>,
 }
 
-/// See [`Recompute`].
+/// Recomputation level; see [`Recompute`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -121,7 +121,7 @@ impl From<RecomputeLevel> for Recompute {
     }
 }
 
-/// The size of a step.
+/// Batch size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
@@ -184,7 +184,7 @@ pub enum LrAdjustment {
     SpectralUnclamped,
 }
 
-/// How the learning rate changes.
+/// Learning-rate schedule.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
@@ -194,7 +194,7 @@ pub struct ScheduleConfig {
     pub floor: f64,
 }
 
-/// The schedule after the warm-up.
+/// Shape of the schedule after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -204,7 +204,7 @@ pub enum ScheduleKind {
     Constant,
 }
 
-/// What is minimised.
+/// The loss.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
@@ -216,7 +216,7 @@ pub struct LossConfig {
     pub indexer_stage: Stage,
 }
 
-/// See [`IndexerStage`].
+/// Training stage of the indexers; see [`IndexerStage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -225,7 +225,7 @@ pub enum Stage {
     Sparse,
 }
 
-/// Measurements on held-out data.
+/// Evaluation on held-out data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
@@ -234,7 +234,7 @@ pub struct EvaluationConfig {
     pub batches: usize,
 }
 
-/// What the model answers.
+/// Sample answers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
@@ -244,7 +244,7 @@ pub struct SamplesConfig {
     pub tokens: usize,
 }
 
-/// Which checkpoints are written and kept.
+/// Checkpoints that are written and kept.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
@@ -255,7 +255,7 @@ pub struct CheckpointsConfig {
     pub keep_every: u64,
 }
 
-/// When protected tensors are proved.
+/// Protected-tensor check.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
@@ -263,7 +263,7 @@ pub struct LedgerConfig {
     pub every: u64,
 }
 
-/// What is done about faults.
+/// Fault and spike handling.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
@@ -275,43 +275,43 @@ pub struct SentinelConfig {
     pub spike_limit: u64,
 }
 
-/// What is done about a value that is not finite. The update is never applied.
+/// Action on a non-finite value. The update is never applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnFault {
     /// Stop with exit code 5.
     Abort,
-    /// Leave the batch out.
+    /// Skip the batch.
     Skip,
-    /// Go back to the last checkpoint, and leave the batch out.
+    /// Return to the last checkpoint, and skip the batch.
     Rollback,
-    /// Repeat the step with the site in f32, and keep it there.
+    /// Repeat the step with the site in f32, and keep it in f32.
     Escalate,
 }
 
-/// What is done about a spike.
+/// Action on a spike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnSpike {
-    /// Say so.
+    /// Report it.
     Report,
-    /// Say so and leave the batch out.
+    /// Report it and skip the batch.
     Skip,
 }
 
 /// Largest rank of an adapter.
 const MOST_RANK: u64 = 1 << 16;
 
-/// Most samples that are shown at once.
+/// Most samples at once.
 const MOST_SAMPLES: u64 = 1 << 10;
 
 /// Most Newton-Schulz steps of Muon, as in torch.optim.Muon.
 const MOST_NS_STEPS: u64 = 99;
 
-/// Most tokens of a step: far beyond what is trained with, and small enough that no size derived from it overflows.
+/// Most tokens of a step: far beyond practice, and small enough that no derived size overflows.
 const MOST_STEP_TOKENS: u64 = 1 << 32;
 
-/// The run without any arguments: the embedded hybrid learns the embedded task.
+/// Configuration of `ballast train` without arguments: the embedded hybrid on the embedded task.
 pub const EMBEDDED: &str = include_str!("../../presets/default.toml");
 
 impl Default for TrainConfig {
@@ -447,7 +447,7 @@ impl Default for SentinelConfig {
 }
 
 impl LossConfig {
-    /// As the model takes them, without the scale of a step.
+    /// The model's loss options, without the scale of a step.
     pub fn options(&self) -> LossOptions {
         let stage = match self.indexer_stage {
             Stage::Dense => IndexerStage::Dense,
@@ -463,7 +463,7 @@ impl LossConfig {
     }
 }
 
-/// An error of the TOML parser as one line; the line of `text` concerned comes first, where it is known.
+/// An error of the TOML parser on one line, with the line number in `text` first if it is known.
 pub(crate) fn one_line(error: &toml::de::Error, text: &str) -> String {
     let before = error.span().and_then(|span| text.get(..span.start));
     let line =
@@ -474,7 +474,7 @@ pub(crate) fn one_line(error: &toml::de::Error, text: &str) -> String {
 }
 
 impl TrainConfig {
-    /// From a file, and `a.b=c` settings that come after it.
+    /// Loads a file and applies `a.b=c` settings.
     pub fn load(file: &Path, settings: &[String]) -> Result<TrainConfig> {
         let text = std::fs::read_to_string(file).map_err(Error::io(file, "read"))?;
         let text = text_without_mark(&text);
@@ -483,13 +483,14 @@ impl TrainConfig {
         TrainConfig::from_table(table, settings, Some(file))
     }
 
-    /// [`EMBEDDED`], and settings that come after it.
+    /// Loads [`EMBEDDED`] and applies settings.
     pub fn embedded(settings: &[String]) -> Result<TrainConfig> {
-        let table = EMBEDDED.parse().map_err(|error| Error::Config(format!("the embedded run: {error}")))?;
+        let table =
+            EMBEDDED.parse().map_err(|error| Error::Config(format!("embedded configuration: {error}")))?;
         TrainConfig::from_table(table, settings, None)
     }
 
-    /// From a table that was read from `file`, and settings that come after it.
+    /// Makes a configuration from a table that was read from `file`, and applies settings.
     pub fn from_table(mut table: Table, settings: &[String], file: Option<&Path>) -> Result<TrainConfig> {
         let place = file.map(|file| format!("{}: ", file.display())).unwrap_or_default();
         check_keys(&table, "", &place)?;
@@ -504,12 +505,13 @@ impl TrainConfig {
         Ok(config)
     }
 
-    /// As TOML that [`TrainConfig::load`] reads back.
+    /// Serializes to TOML that [`TrainConfig::load`] reads.
     pub fn to_toml(&self) -> Result<String> {
-        toml::to_string(self).map_err(|error| Error::Config(format!("the configuration as TOML: {error}")))
+        toml::to_string(self)
+            .map_err(|error| Error::Config(format!("cannot write the configuration as TOML: {error}")))
     }
 
-    /// Refuses values that make no sense, by their keys.
+    /// Returns an error that names the first key with an invalid value.
     pub fn check(&self) -> Result {
         let refuse = |key: &str, problem: String| Err(Error::Config(format!("`{key}` {problem}")));
         let at_least_one = [
@@ -521,7 +523,7 @@ impl TrainConfig {
             ("sentinel.spike_limit", self.sentinel.spike_limit),
         ];
         if let Some((key, _)) = at_least_one.iter().find(|(_, value)| *value == 0) {
-            return refuse(key, "must be at least 1".into());
+            return refuse(key, "must be at least 1, got 0".into());
         }
         let at_most = [
             ("lora.rank", self.lora.as_ref().map_or(1, |lora| lora.rank as u64), MOST_RANK),
@@ -538,7 +540,7 @@ impl TrainConfig {
             return refuse(
                 "batch.sequences",
                 format!(
-                    "{} x `batch.accumulation` {} x `data.sequence_length` {length}: the tokens of a step must be at most {MOST_STEP_TOKENS}",
+                    "{} x `batch.accumulation` {} x `data.sequence_length` {length}: a step must have at most {MOST_STEP_TOKENS} tokens",
                     batch.sequences, batch.accumulation
                 ),
             );
@@ -585,10 +587,13 @@ impl TrainConfig {
             return refuse("model", "has more than one of preset, config and checkpoint; give one".into());
         }
         if m.time_steps == TimeSteps::Drawn && m.checkpoint.is_some() {
-            return refuse("model.time_steps", "is drawn for a new model; a checkpoint has its own".into());
+            return refuse("model.time_steps", "applies to new models; a checkpoint has its own".into());
         }
         if self.lora.is_some() && m.checkpoint.is_none() {
-            return refuse("lora", "adapts a trained model, and `model.checkpoint` names none".into());
+            return refuse(
+                "lora",
+                "adapts a trained model, and `model.checkpoint` names none; set it".into(),
+            );
         }
         if self.data.task.is_some() && !self.data.files.is_empty() {
             return refuse("data", "has both a task and files; give one".into());
@@ -606,7 +611,7 @@ mod tests {
         TrainConfig::from_table(Table::new(), &settings, None)
     }
 
-    /// Every path of a table whose value is no table.
+    /// Paths of all values in a table that are no tables.
     fn leaves(table: &Table, above: &str, found: &mut Vec<String>) {
         for (key, value) in table {
             let path = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
@@ -661,7 +666,7 @@ mod tests {
             ("checkpoints.evry=1", "`checkpoints.every`"),
         ] {
             let error = load(&[setting]).unwrap_err().to_string();
-            assert!(error.contains("is not known") && error.contains(expected), "{error}");
+            assert!(error.contains("is unknown") && error.contains(expected), "{error}");
         }
     }
 

@@ -1,47 +1,49 @@
-//! What a setting does to a run that is resumed: it applies from the next step on, or it is refused.
+//! Rules for configuration keys that change when a run is resumed.
 
 use toml::{Table, Value};
 
 use super::{KEYS, TrainConfig};
 use crate::error::{Error, Result};
 
-/// What becomes of a key whose value is changed when a run is resumed.
+/// Rule for a key that changes when a run is resumed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnResume {
-    /// The new value applies from the next step on.
+    /// The new value applies from the next step.
     Applies,
-    /// The same, and held-out losses cannot be compared with earlier ones: the best one is forgotten.
+    /// The new value applies, and the best held-out loss is discarded, because losses are no longer
+    /// comparable.
     ChangesMeasure,
-    /// The new value applies if it leads to what the run was saved with, which is checked: a file under another name, say.
+    /// The new value applies if it leads to the same content as before, which is checked: a moved file, for
+    /// example.
     MustAgree,
-    /// The new value is refused, for this reason.
+    /// The new value is an error, for this reason.
     Refused(&'static str),
 }
 
 use OnResume::{Applies, ChangesMeasure, MustAgree, Refused};
 
-/// What becomes of a changed key of [`KEYS`]. A key that nobody has thought about is refused.
+/// Rule for a key of [`KEYS`]. A key without a rule is refused.
 pub fn on_resume(key: &str) -> OnResume {
-    const ORDER: &str = "the order of the documents follows from it";
+    const ORDER: &str = "it determines the order of the documents";
     match key {
         "out" => Refused("a resumed run stays in its folder"),
-        "seed" => Refused("weights, held-out documents and the order of documents follow from it"),
-        "model.time_steps" => Refused("it is for the first weights, and the run has its own"),
-        "lora.alpha" => Refused("it scales what the adapters have learned"),
+        "seed" => Refused("it determines weights, held-out documents and document order"),
+        "model.time_steps" => Refused("it applies to new weights, and the run has its own"),
+        "lora.alpha" => Refused("it scales the trained adapters"),
         "precision.preset" | "optimizer.masters" => {
-            Refused("weights and masters were saved for the types that they have")
+            Refused("weights and masters were saved in their present types")
         }
-        "data.task" => Refused("the run would go on with other data"),
-        "data.validation_fraction" => Refused("the held-out documents follow from it"),
+        "data.task" => Refused("the run would continue on other data"),
+        "data.validation_fraction" => Refused("it determines the held-out documents"),
         "data.packing" | "data.shuffle" | "data.document_separator" => Refused(ORDER),
         "data.train_roles" | "data.add_eos" => Refused("the run was trained on other tokens"),
         "model.preset" | "model.config" | "model.checkpoint" | "model.tokenizer" | "model.freeze" => {
             MustAgree
         }
         "lora.rank" | "lora.targets" | "data.validation" => MustAgree,
-        // Of files, paths must lead to the same content; weights apply.
+        // Paths must lead to the same content; weights apply.
         "data.files" => MustAgree,
-        // Whether the indexers are learned, and whether anything else is, must agree; other values apply.
+        // The set of trained parameters must agree; other changes apply.
         "loss.indexer_scale" | "loss.indexer_stage" => MustAgree,
         "data.sequence_length" | "batch.sequences" | "evaluation.batches" => ChangesMeasure,
         "steps" | "tensorboard" | "precision.sites" | "precision.recompute" | "batch.accumulation" => Applies,
@@ -62,8 +64,8 @@ pub fn on_resume(key: &str) -> OnResume {
     }
 }
 
-/// Refuses changes between a saved configuration and the one to go on with that cannot be made. Gives whether held-out losses
-/// can still be compared.
+/// Returns an error for changes between a saved configuration and the new one that are not allowed; else true
+/// if held-out losses are still comparable.
 pub(crate) fn check_resume(saved: &TrainConfig, new: &TrainConfig) -> Result<bool> {
     let table = |config: &TrainConfig| -> Result<Table> {
         let parsed = config.to_toml()?.parse::<Table>();
@@ -77,9 +79,9 @@ pub(crate) fn check_resume(saved: &TrainConfig, new: &TrainConfig) -> Result<boo
             continue;
         }
         let rule = match on_resume(key) {
-            // Without the file, documents of the training files are held out.
+            // Without the file, the held-out documents come from the training files.
             MustAgree if *key == "data.validation" && old.is_some() != new.is_some() => {
-                Refused("the held-out documents follow from it")
+                Refused("it determines the held-out documents")
             }
             rule => rule,
         };
@@ -87,7 +89,7 @@ pub(crate) fn check_resume(saved: &TrainConfig, new: &TrainConfig) -> Result<boo
             Refused(reason) => {
                 let shown = |value: Option<&Value>| value.map_or("nothing".into(), Value::to_string);
                 return Err(Error::Config(format!(
-                    "`{key}` cannot change from {} to {} when a run is resumed: {reason}; leave it out, or start a new run",
+                    "`{key}` cannot change from {} to {} when a run is resumed: {reason}; keep the old value or start a new run",
                     shown(old),
                     shown(new)
                 )));

@@ -1,16 +1,17 @@
-//! Which part of a conversation's text is trained on.
+//! Trained spans of a conversation's text.
 //!
-//! The template writes the whole conversation as one text F. Where message i stands in it is found by writing the
-//! conversation up to i:
+//! The template renders the whole conversation as one text F. The span of message i in F is found by
+//! rendering the conversation up to i:
 //!
-//! - it begins where the conversation before it ends, with what asks the assistant to speak (the generation prompt) if
-//!   the role is `assistant`: nobody has to learn what is always given;
-//! - it ends where the conversation up to and with it ends, end-of-turn token included, blank space after that not.
+//! - it begins where the conversation before it ends, including the generation prompt if the role is
+//!   `assistant`, because the model is always given that;
+//! - it ends where the conversation including it ends, with the end-of-turn token, without white space after
+//!   it.
 //!
-//! Both texts must be the begin of F. Templates that write a message differently when others follow (without its
-//! reasoning, say) break this; then the conversation is written with a mark in place of the message, and what comes before and
-//! after the mark must be the begin and the end of F. The end-of-turn token is what follows the mark also when the
-//! conversation ends there.
+//! Both texts must be prefixes of F. Some templates render a message differently when others follow (without
+//! its reasoning, say). Then the conversation is rendered with a mark in place of the message, and the text
+//! before and after the mark must be a prefix and a suffix of F. The end-of-turn token is the text after the
+//! mark that stays when the conversation ends there.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,16 +19,17 @@ use std::ops::Range;
 use ballast_model::text::{ChatTemplate, Conversation};
 use serde_json::{Value, json};
 
-/// A conversation as text.
+/// A rendered conversation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rendered {
-    /// All of it.
+    /// The whole text.
     pub text: String,
-    /// Bytes of it that are trained on: in order, disjoint.
+    /// Byte ranges that are trained on: ordered and disjoint.
     pub trained: Vec<Range<usize>>,
 }
 
-/// Writes a conversation, and finds what is said by one of `roles`; `special` are the tokenizer's tokens by name.
+/// Renders a conversation and finds the messages of `roles`; `special` are the tokenizer's special tokens by
+/// name.
 pub fn render(
     template: &ChatTemplate,
     special: &BTreeMap<String, String>,
@@ -44,8 +46,8 @@ pub fn render(
         }
         let span = writer.span(&text, i, role).ok_or_else(|| {
             format!(
-                "message {} cannot be found in what the chat template makes of the conversation: the template writes \
-                 it differently when other messages follow; leave its role out of train_roles or use another template",
+                "message {} cannot be found in the rendered conversation: the chat template writes it differently when \
+                 other messages follow; remove its role from data.train_roles or use another template",
                 i + 1
             )
         })?;
@@ -70,10 +72,10 @@ impl Writer<'_> {
         self.template.render(&conversation, self.special, add_generation_prompt)
     }
 
-    /// Where message `i` stands in `text`.
+    /// Byte range of message `i` in `text`.
     fn span(&self, text: &str, i: usize, role: &str) -> Option<Range<usize>> {
         let messages = &self.conversation.messages;
-        // A template may refuse a part of a conversation.
+        // A template may reject a part of a conversation.
         let is_begin =
             |part: ballast_model::Result<String>| part.ok().filter(|part| text.starts_with(part.as_str()));
         let before = match (i, role) {
@@ -92,7 +94,7 @@ impl Writer<'_> {
         }
     }
 
-    /// The same by a mark in place of the message.
+    /// Byte range of message `i`, found with a mark in its place.
     fn marked(&self, text: &str, i: usize, role: &str) -> Option<Range<usize>> {
         let mark = ('\u{e000}'..='\u{f8ff}').find(|mark| !text.contains(*mark))?;
         let mut messages = self.conversation.messages.clone();

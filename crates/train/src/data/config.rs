@@ -1,4 +1,4 @@
-//! What a configuration says about the data.
+//! Data settings.
 
 use std::path::PathBuf;
 
@@ -6,31 +6,32 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// The files, how they are split, and how their documents become sequences.
+/// Files, held-out documents, and packing into sequences.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataConfig {
     /// An embedded task instead of files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub task: Option<String>,
-    /// Files to train on: `.jsonl` with `text`, `messages` or `prompt` and `completion` on every line, else plain text.
+    /// Training files: `.jsonl` with `text`, `messages` or `prompt` and `completion` per line, or plain text.
     pub files: Vec<DataFile>,
-    /// A file of held-out documents.
+    /// File of held-out documents.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation: Option<PathBuf>,
-    /// Without such a file: the part of every training file's documents that is held out instead; 0 for none.
+    /// Fraction of every training file's documents that is held out without such a file; 0: none.
     pub validation_fraction: f64,
-    /// Tokens of a sequence at most.
+    /// Most tokens of a sequence.
     pub sequence_length: usize,
-    /// How documents become sequences.
+    /// Packing of documents into sequences.
     pub packing: Packing,
     /// Roles of a conversation whose messages are trained on.
     pub train_roles: Vec<String>,
-    /// Whether each epoch has its documents in an order of its own; without, they come in the order of the file.
+    /// True to shuffle the documents in each epoch; else they come in file order.
     pub shuffle: bool,
-    /// Whether a text and a completion end with the end-of-text token. Conversations end as their template says.
+    /// True to end texts and completions with the end-of-text token. Conversations end as their template
+    /// says.
     pub add_eos: bool,
-    /// Splits plain text into documents: a line that is equal to it stands between two. Without, a file is one document.
+    /// Line that separates the documents of a plain-text file. Without it, a file is one document.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub document_separator: Option<String>,
 }
@@ -52,13 +53,13 @@ impl Default for DataConfig {
     }
 }
 
-/// A file to train on.
+/// A training file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataFile {
-    /// Where it is.
+    /// Path.
     pub path: PathBuf,
-    /// How often a document is drawn from this file, in proportion to the other files' weights; its size does not matter.
+    /// Relative frequency of documents from this file, whatever its size.
     #[serde(default = "one")]
     pub weight: f64,
 }
@@ -67,68 +68,70 @@ fn one() -> f64 {
     1.0
 }
 
-/// How documents become sequences.
+/// Packing of documents into sequences.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Packing {
-    /// Documents end to end, each a sequence of its own: state, convolution and attention begin anew. What does not fit
-    /// is cut and goes on in the next sequence.
+    /// Documents are concatenated, each as a sequence of its own: state, convolution and attention are reset
+    /// between them. A document that does not fit continues in the next sequence.
     #[default]
     Packed,
-    /// A document is a sequence; what is longer than a sequence may be is left out.
+    /// One document per sequence; tokens beyond the sequence length are dropped.
     Padded,
 }
 
 impl DataConfig {
-    /// Whether there is anything to validate on.
+    /// Returns true if documents are held out.
     pub fn has_validation(&self) -> bool {
         self.validation.is_some() || self.validation_fraction > 0.0
     }
 
-    /// The part of every training file's documents that is held out.
+    /// Fraction of every training file's documents that is held out.
     pub(crate) fn held_out(&self) -> f64 {
         if self.validation.is_some() { 0.0 } else { self.validation_fraction }
     }
 
-    /// An error where the settings contradict themselves or the files cannot be told apart.
+    /// Returns an error for invalid or contradictory settings.
     pub fn check(&self) -> Result {
         let bad = |problem: String| Err(Error::Config(problem));
         if self.files.is_empty() {
-            return bad("data.files: there are none; name one to train on".into());
+            return bad("data.files: there are none; name at least one training file".into());
         }
         let weights = || self.files.iter().map(|file| file.weight);
         if let Some(file) = self.files.iter().find(|file| !file.weight.is_finite() || file.weight < 0.0) {
             let path = file.path.display();
-            return bad(format!("data.files: the weight of {path} is {}, not a number from 0", file.weight));
+            return bad(format!(
+                "data.files: the weight of {path} is {}, expected a finite number of at least 0",
+                file.weight
+            ));
         }
         if weights().all(|weight| weight == 0.0) {
-            return bad("data.files: all weights are 0; one must be above".into());
+            return bad("data.files: all weights are 0; at least one must be positive".into());
         }
         if !weights().sum::<f64>().is_finite() {
             return bad("data.files: the weights add up to infinity; use smaller ones".into());
         }
         if !(0.0..1.0).contains(&self.validation_fraction) {
             let fraction = self.validation_fraction;
-            return bad(format!("data.validation_fraction is {fraction}, not a number from 0 and below 1"));
+            return bad(format!("data.validation_fraction is {fraction}, expected 0 to below 1"));
         }
         if self.sequence_length < 2 {
-            return bad(format!("data.sequence_length is {}; two tokens are needed", self.sequence_length));
+            return bad(format!("data.sequence_length is {}, expected at least 2", self.sequence_length));
         }
         if self.document_separator.as_ref().is_some_and(|line| line.contains(['\n', '\r'])) {
-            return bad("data.document_separator is more than one line".into());
+            return bad("data.document_separator must be one line, got several".into());
         }
         self.check_validation()
     }
 
     fn check_validation(&self) -> Result {
         let Some(validation) = &self.validation else { return Ok(()) };
-        // A path that leads nowhere is reported when the file is opened.
+        // A missing file is reported when it is opened.
         let Ok(place) = validation.canonicalize() else { return Ok(()) };
         match self.files.iter().find(|file| file.path.canonicalize().is_ok_and(|other| other == place)) {
             None => Ok(()),
             Some(file) => Err(Error::Config(format!(
-                "data.validation: {} is a training file too; name another, or leave it out and set \
-                 data.validation_fraction",
+                "data.validation: {} is a training file too; name another file, or set data.validation_fraction instead",
                 file.path.display()
             ))),
         }

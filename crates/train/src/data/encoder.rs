@@ -1,4 +1,4 @@
-//! From what a line says to token ids.
+//! Tokenization of records, with the mask of trained tokens.
 
 use std::path::Path;
 
@@ -9,22 +9,22 @@ use super::chat::{Rendered, render};
 use super::record::Record;
 use crate::error::{Error, Result};
 
-/// The tokenizer and the chat template that data is turned into tokens with.
+/// Tokenizer and chat template of the data.
 pub struct TextEncoder {
     /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// Writes conversations as text.
+    /// Chat template, if there is one.
     pub template: Option<ChatTemplate>,
-    /// Ends a text.
+    /// End-of-text token.
     pub eos: Option<u32>,
 }
 
-/// Ids, and which of them are trained on.
+/// Token ids, and which of them are trained on.
 pub(crate) type Tokens = (Vec<u32>, Vec<bool>);
 
 impl TextEncoder {
-    /// From the files beside a model. A text ends with the tokenizer's `eos_token`; where it names none, with the one id that
-    /// generation_config.json or config.json has.
+    /// Loads the files beside a model. A text ends with the tokenizer's `eos_token`; without one, with the
+    /// single id in generation_config.json or config.json.
     pub fn load(model: &Path) -> Result<TextEncoder> {
         let folder = folder_of(model);
         let tokenizer = Tokenizer::load(&folder)?;
@@ -39,18 +39,18 @@ impl TextEncoder {
         Ok(TextEncoder { tokenizer, template, eos })
     }
 
-    /// An error where a setting asks for what the model's files do not have.
+    /// Returns an error if a setting needs something that the model's files lack.
     pub(crate) fn check(&self, config: &DataConfig) -> Result {
         if config.add_eos && self.eos.is_none() {
             return Err(Error::Config(format!(
-                "data.add_eos: no `eos_token` in {}; name one there or set data.add_eos = false",
+                "data.add_eos: no `eos_token` in {}; add one there or set data.add_eos = false",
                 self.tokenizer.file().with_file_name("tokenizer_config.json").display()
             )));
         }
         Ok(())
     }
 
-    /// The tokens of a line.
+    /// The tokens of a record.
     pub(crate) fn record(&self, record: &Record, config: &DataConfig) -> Result<Tokens, String> {
         let words = |error: ballast_model::Error| error.to_string();
         match record {
@@ -63,8 +63,7 @@ impl TextEncoder {
             }
             Record::Chat(conversation) => {
                 let template = self.template.as_ref().ok_or_else(|| {
-                    "`messages` need a chat template, and the model has none; put a chat_template.jinja beside its \
-                     tokenizer.json"
+                    "`messages` need a chat template, and the model has none; add a chat_template.jinja beside tokenizer.json"
                         .to_string()
                 })?;
                 let special = &self.tokenizer.special;
@@ -74,14 +73,14 @@ impl TextEncoder {
         }
     }
 
-    /// The tokens of plain text; one that begins a document has before it what the tokenizer puts there.
+    /// The tokens of plain text; at the begin of a document the tokenizer's prefix tokens come first.
     pub(crate) fn plain(&self, text: &str, begins: bool, add_eos: bool) -> ballast_model::Result<Tokens> {
         let ids = self.tokenizer.encode(text, begins)?;
         let trained = vec![true; ids.len()];
         Ok(self.ended((ids, trained), add_eos))
     }
 
-    /// A token belongs to where its last byte is.
+    /// A token is trained on if its last byte is in a trained range.
     fn masked(&self, rendered: &Rendered, special: bool) -> ballast_model::Result<Tokens> {
         let (ids, ends) = self.tokenizer.encode_with_ends(&rendered.text, special)?;
         let inside = |end: &usize| {
@@ -92,7 +91,7 @@ impl TextEncoder {
         Ok((ids, trained))
     }
 
-    /// With the end-of-text token, once.
+    /// Appends the end-of-text token, unless it is there, and trains on it.
     fn ended(&self, (mut ids, mut trained): Tokens, add_eos: bool) -> Tokens {
         if let (true, Some(eos)) = (add_eos, self.eos) {
             if ids.last() != Some(&eos) {

@@ -1,8 +1,8 @@
-//! The documents of several files, in an order that follows from the seed.
+//! The documents of several files, in an order given by the seed.
 //!
-//! To train on: the file of the d-th document is drawn by weight with a hash of (seed, d); the k-th document that is drawn
-//! from a file of n is number p(k mod n) of it, p being the permutation of epoch k / n. Held out: all files end to end, in
-//! one order that stays, so that the first documents are the same sample every time.
+//! Training: the file of document d is drawn by weight with a hash of (seed, d); draw k from a file of n
+//! documents is its document p(k mod n), where p is the permutation of epoch k / n. Validation: all files in
+//! sequence, in one fixed order, so that the first documents are the same sample every time.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::split::{HeldOut, Split};
 use super::{Cursor, DataConfig, Document, Documents, FileCursor, Packing, TextEncoder};
 use crate::error::{Error, Result};
 
-/// Files by weight, shuffled in every epoch.
+/// Files drawn by weight, shuffled in every epoch.
 pub struct Files {
     sources: Vec<Source>,
     role: Split,
@@ -29,11 +29,11 @@ struct Source {
     index: Index,
     weight: f64,
     held_out: HeldOut,
-    /// Which of its documents are used.
+    /// The used part of its documents.
     part: Split,
-    /// Documents that were drawn, over all epochs.
+    /// Number of documents drawn, over all epochs.
     taken: u64,
-    /// Documents in a row that nothing is learned from.
+    /// Number of consecutive documents without trained tokens.
     barren: u64,
 }
 
@@ -49,7 +49,7 @@ impl Source {
 }
 
 impl Files {
-    /// Indexes the files of a part of the data; files of weight 0 are left out.
+    /// Indexes the files of a split; files of weight 0 are ignored.
     pub fn open(config: &DataConfig, role: Split, encoder: Arc<TextEncoder>, seed: u64) -> Result<Files> {
         config.check()?;
         encoder.check(config)?;
@@ -70,30 +70,30 @@ impl Files {
         let files = Files { sources, role, config: config.clone(), encoder, seed, drawn: 0, skipped: 0 };
         if files.is_empty() {
             return Err(Error::Config(
-                "data.validation_fraction: too few documents to hold any out; name a file as data.validation, or \
-                 do without: data.validation_fraction = 0"
+                "data.validation_fraction: too few documents to hold any out; set data.validation to a file, or \
+                 data.validation_fraction = 0"
                     .into(),
             ));
         }
         Ok(files)
     }
 
-    /// Documents of this part.
+    /// Number of documents in this split.
     pub fn len(&self) -> usize {
         self.sources.iter().map(Source::len).sum::<u64>() as usize
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no documents.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Documents that were passed over because nothing in them is trained on.
+    /// Number of documents that were skipped because none of their tokens is trained on.
     pub fn skipped(&self) -> u64 {
         self.skipped
     }
 
-    /// A document by its number in this part, below [`Files::len`]: files in their order, each from its begin to its end.
+    /// A document by its number in this split, below [`Files::len`], counted file by file.
     pub fn document(&self, number: usize) -> Result<Document> {
         let (source, number) = self.locate(number as u64);
         self.read(source, number)
@@ -122,7 +122,7 @@ impl Files {
         Ok(Document { ids, trained, origin })
     }
 
-    /// The file of the next document, and its number there.
+    /// File of the next document, and the document's number in it.
     fn draw(&self) -> (usize, u64) {
         let order = |n: u64, k: u64, counters: [u64; 2]| match self.config.shuffle {
             true => Permutation::new(n, hash(self.seed, Purpose::Epoch, counters)).at(k),
@@ -145,11 +145,11 @@ impl Files {
             point -= source.weight;
             point < 0.0
         };
-        // Rounding: the weights may fall short of their sum by a hair.
+        // Rounding may leave the weights just below their sum.
         self.sources.iter().position(below).unwrap_or(self.sources.len() - 1)
     }
 
-    /// Tokens of a document that can be trained on.
+    /// Number of tokens of a document that can be used.
     fn reach(&self) -> usize {
         match self.config.packing {
             Packing::Packed => usize::MAX,
@@ -157,7 +157,7 @@ impl Files {
         }
     }
 
-    /// What is said when a whole epoch of a file has nothing to train on.
+    /// The error for a file without trained tokens in a whole epoch.
     fn nothing_trained(&self, source: usize) -> Error {
         let Source { index, .. } = &self.sources[source];
         Error::Data {
@@ -195,9 +195,10 @@ impl Documents for Files {
                 return Ok(document);
             }
             from.barren += 1;
-            // So many in a row hold a whole epoch.
+            // Consecutive documents without trained tokens, in epochs.
             let epochs = from.barren / from.len();
-            // Held-out documents with nothing to judge by give an evaluation without a score; the run can do without.
+            // Held-out documents without trained tokens give an evaluation without a score, which is no
+            // error.
             if epochs >= 2 && self.role == Split::Validation && document.ids.len() > 1 {
                 return Ok(document);
             }
@@ -218,7 +219,7 @@ impl Documents for Files {
         let files = if is_start { &start } else { &cursor.files };
         if files.len() != self.sources.len() {
             return Err(Error::Config(format!(
-                "data.files: {} of them where the run was saved with {}; resume with the same data",
+                "data.files: {} of them where the run was saved with {}; resume with the same files",
                 self.sources.len(),
                 files.len()
             )));

@@ -1,9 +1,9 @@
-//! Where the documents of a file are.
+//! Index of the documents in a file.
 //!
-//! A file is read through once, in blocks, when it is opened; its documents are then read by position. Of a `.jsonl` file every
-//! line is a document and takes 8 bytes here (16 more where blank lines are skipped). Any other file is plain text: one document, or
-//! several with a line between them that is equal to the separator. A document of more than [`PIECE`] bytes is cut, after a
-//! line or before a space, into pieces that are documents of their own and follow each other.
+//! A file is read once in blocks when it is opened; its documents are then read by position. In a `.jsonl`
+//! file every line is a document, at 8 bytes in the index (16 more after skipped blank lines). Any other file
+//! is plain text: one document, or several between separator lines. A document of more than [`PIECE`] bytes
+//! is cut, after a line or before a space, into pieces that are documents of their own.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -15,21 +15,21 @@ use super::Origin;
 use crate::checksum::Content;
 use crate::error::{Error, Result};
 
-/// Bytes of plain text that are read at once.
+/// Most bytes of plain text in a piece.
 const PIECE: usize = 64 << 10;
 
-/// Bytes that are looked at at once for the lines of a file.
+/// Size of a block when lines are searched, in bytes.
 const BLOCK: usize = 1 << 20;
 
-/// Bytes of a line at most: it must fit in memory several times.
+/// Longest line in bytes: it must fit in memory several times.
 const LINE_LIMIT: u64 = 256 << 20;
 
-/// A file and where its documents are.
+/// A file and the positions of its documents.
 pub(crate) struct Index {
     file: File,
     path: PathBuf,
     pub(crate) bytes: u64,
-    /// Where the text begins.
+    /// Start of the text in the file.
     start: u64,
     /// Checksum of the text.
     pub(crate) content: u64,
@@ -43,9 +43,9 @@ enum Places {
 
 #[derive(Default)]
 struct Lines {
-    /// Where they begin; blank lines are left out.
+    /// Start of each line that is not blank.
     starts: Vec<u64>,
-    /// Documents that are not on the line after the one before, and the line where they are.
+    /// Documents that do not follow on the next line, and their line numbers.
     jumps: Vec<(u64, u64)>,
 }
 
@@ -54,13 +54,13 @@ struct Piece {
     start: u64,
     length: usize,
     line: u64,
-    /// Whether its document begins with it.
+    /// True for the first piece of a document.
     begins: bool,
-    /// Whether its document ends with it.
+    /// True for the last piece of a document.
     ends: bool,
 }
 
-/// What is read at once: a line, or a piece of plain text.
+/// A line, or a piece of plain text.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Passage {
     pub(crate) text: String,
@@ -72,16 +72,16 @@ pub(crate) struct Passage {
 pub(crate) enum Form {
     /// JSON.
     Line,
-    /// Plain text; whether its document begins and ends with it.
+    /// Plain text; true if it is the first and the last piece of its document.
     Piece { begins: bool, ends: bool },
 }
 
 impl Index {
-    /// Reads a file through.
+    /// Indexes a file.
     pub(crate) fn open(path: &Path, separator: Option<&str>) -> Result<Index> {
         let metadata = std::fs::metadata(path).map_err(Error::io(path, "open"))?;
         if !metadata.is_file() {
-            return Err(problem(path, None, "not a file; name the files in a folder one by one"));
+            return Err(problem(path, None, "not a file; list the files of a folder one by one"));
         }
         let file = File::open(path).map_err(Error::io(path, "open"))?;
         let mut index = Index {
@@ -109,7 +109,7 @@ impl Index {
         &self.path
     }
 
-    /// Documents.
+    /// Number of documents.
     pub(crate) fn len(&self) -> u64 {
         match &self.places {
             Places::Lines(lines) => lines.starts.len() as u64,
@@ -117,9 +117,9 @@ impl Index {
         }
     }
 
-    /// The document with this number, which must be below [`Index::len`].
+    /// Reads a document by its number, which must be below [`Index::len`].
     pub(crate) fn read(&self, number: u64) -> Result<Passage> {
-        let now = self.file.metadata().map_err(Error::io(&self.path, "look at it"))?.len();
+        let now = self.file.metadata().map_err(Error::io(&self.path, "read the size"))?.len();
         if now != self.bytes {
             let change = format!("it had {} bytes when it was opened and has {now} now", self.bytes);
             return Err(problem(&self.path, None, change + "; data must not change while it is read"));
@@ -146,7 +146,7 @@ impl Index {
         let origin = Origin { source: self.path.display().to_string(), number: line };
         match String::from_utf8(bytes) {
             Ok(text) => Ok(Passage { text, origin, form }),
-            Err(_) => Err(origin.error("it changed since it was opened: it is not UTF-8 any more")),
+            Err(_) => Err(origin.error("it changed since it was opened: no longer UTF-8")),
         }
     }
 
@@ -154,8 +154,8 @@ impl Index {
         self.file.read_exact_at(bytes, at).map_err(Error::io(&self.path, "read"))
     }
 
-    /// As much text from `at` on as `buffer` has room for; `line` is where it begins. `content` gets what it has not had:
-    /// what is read overlaps, and has no gaps.
+    /// Reads text from `at` on into `buffer`; `line` is the line number there. Reads overlap without gaps;
+    /// `content` gets the bytes that it does not have yet.
     fn text_at<'b>(
         &self,
         buffer: &'b mut [u8],
@@ -171,7 +171,7 @@ impl Index {
         let error = std::str::from_utf8(bytes).err();
         let valid = error.map_or(size, |error| error.valid_up_to());
         let text = std::str::from_utf8(&bytes[..valid]).unwrap_or_default();
-        // The end of a block may cut a character, the end of the file may not.
+        // A block may end inside a character, the file may not.
         if error.is_some_and(|error| error.error_len().is_some() || at + size as u64 == self.bytes) {
             let what = format!("not UTF-8 at byte {} of the file; save it as UTF-8", at + valid as u64);
             return Err(problem(&self.path, Some(line + newlines(text)), what));
@@ -179,7 +179,7 @@ impl Index {
         Ok(text)
     }
 
-    /// Where the text begins: behind a byte-order mark.
+    /// Start of the text, after a byte-order mark.
     fn find_start(&self) -> Result<u64> {
         let mut first = [0; BYTE_ORDER_MARK.len()];
         if self.bytes < first.len() as u64 {
@@ -228,7 +228,7 @@ impl Index {
                 cutter.take(&text[..length + gap], length, true);
                 text = &text[length + gap..];
             }
-            // What came after a separator may go on behind the buffer's end: it is read anew from its begin.
+            // Text after a separator may continue beyond the buffer: it is read again from its start.
             if last {
                 cutter.take(text, text.len(), true);
             } else if cutter.at == begin {
@@ -240,19 +240,19 @@ impl Index {
     }
 }
 
-/// Collects pieces from the begin of a file to its end.
+/// Collects the pieces of a file in order.
 struct Cutter {
     pieces: Vec<Piece>,
     at: u64,
     line: u64,
-    /// Whether a document begins here.
+    /// True at the start of a document.
     begins: bool,
-    /// Whether a line begins here.
+    /// True at the start of a line.
     fresh: bool,
 }
 
 impl Cutter {
-    /// Goes on behind `text`, the first `length` bytes of which are a piece; blank ones are left out.
+    /// Advances past `text`, whose first `length` bytes are a piece; blank pieces are dropped.
     fn take(&mut self, text: &str, length: usize, ends: bool) {
         if !text[..length].trim().is_empty() {
             let Cutter { at, line, begins, .. } = *self;
@@ -280,7 +280,7 @@ impl Lines {
         self.starts.push(start);
     }
 
-    /// The line where a document is, from 1 on.
+    /// Line number of a document, from 1.
     fn line(&self, number: u64) -> u64 {
         match self.jumps.partition_point(|(document, _)| *document <= number) {
             0 => number + 1,
@@ -289,8 +289,8 @@ impl Lines {
     }
 }
 
-/// Begin and length of the first whole line of `text` that is equal to `separator`; `fresh` and `last` say whether a line
-/// begins where `text` does, and ends where it does.
+/// Start and length of the first complete line of `text` that equals `separator`. `fresh` is true if a line
+/// starts where `text` does, `last` if one ends where it does.
 fn find_line(text: &str, separator: &str, fresh: bool, last: bool) -> Option<(usize, usize)> {
     let mut at = 0;
     for line in text.split_inclusive('\n') {
@@ -303,7 +303,7 @@ fn find_line(text: &str, separator: &str, fresh: bool, last: bool) -> Option<(us
     None
 }
 
-/// Where to cut: after the last line, else before the last space, else at the end.
+/// Position of a cut: after the last line, else before the last space, else at the end.
 fn cut(text: &str) -> usize {
     let space = || text.rfind(char::is_whitespace).filter(|at| *at > 0);
     text.rfind('\n').map(|at| at + 1).or_else(space).unwrap_or(text.len())

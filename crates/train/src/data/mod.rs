@@ -1,9 +1,9 @@
-//! From files to micro-batches.
+//! Training data: from files to micro-batches.
 //!
-//! A file is indexed once when it is opened and its documents are read by position, one at a time: memory does not grow
-//! with the text. [`Record`] says what a line holds, [`Text`] makes it a [`Document`] (ids, and which of them are trained
-//! on), [`Files`] puts the documents of several files in order, and a [`Packer`] lays them end to end. The whole order follows
-//! from the seed and a few counters, the [`Cursor`].
+//! A file is indexed once when it is opened and its documents are read by position, one at a time: memory
+//! does not grow with the text. [`Record`] is the content of a line, [`TextEncoder`] makes it a [`Document`]
+//! (ids, and which of them are trained on), [`Files`] orders the documents of several files, and a [`Packer`]
+//! concatenates them. The order depends only on the seed and a few counters, the [`Cursor`].
 
 mod chat;
 mod config;
@@ -31,37 +31,37 @@ pub use split::Split;
 /// Token ids, and which of them are trained on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Document {
-    /// Its tokens.
+    /// Token ids.
     pub ids: Vec<u32>,
-    /// For each whether it is to be predicted from those before it; the first has none before it.
+    /// For each token, true if its prediction has a loss. The first token is never predicted.
     pub trained: Vec<bool>,
-    /// Where it came from.
+    /// Origin, for messages.
     pub origin: Origin,
 }
 
 impl Document {
-    /// Whether a model learns anything from it.
+    /// Returns true if any token of the document is trained on.
     pub fn trains(&self) -> bool {
         self.trains_within(usize::MAX)
     }
 
-    /// Whether a model learns anything from its first `tokens` tokens.
+    /// Returns true if any of the first `tokens` tokens is trained on.
     pub fn trains_within(&self, tokens: usize) -> bool {
         self.trained.iter().take(tokens).skip(1).any(|trained| *trained)
     }
 }
 
-/// Where a document came from, for messages.
+/// Origin of a document, for messages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Origin {
     /// The file.
     pub source: String,
-    /// The line where it begins, from 1 on.
+    /// First line, from 1.
     pub number: u64,
 }
 
 impl Origin {
-    /// An error at this place.
+    /// Returns an error at this place.
     pub(crate) fn error(&self, problem: impl ToString) -> Error {
         Error::Data {
             file: self.source.clone().into(),
@@ -77,51 +77,51 @@ impl std::fmt::Display for Origin {
     }
 }
 
-/// An endless source of documents that can be put back to where it was.
+/// An endless stream of documents with a position that can be restored.
 pub trait Documents: Send {
     /// The next document.
     fn next(&mut self) -> Result<Document>;
 
-    /// Where the source is: what [`Documents::seek`] needs to go on from here.
+    /// Position in the stream, for [`Documents::seek`].
     fn cursor(&self) -> Cursor;
 
-    /// Goes on as it did after `cursor` was taken.
+    /// Restores a position.
     fn seek(&mut self, cursor: &Cursor) -> Result;
 
-    /// How often every document has come since `cursor` was taken; 0 for a source that never repeats itself.
+    /// Number of times that every document has come since `cursor`; 0 for a stream without repetition.
     fn epochs_since(&self, _cursor: &Cursor) -> u64 {
         0
     }
 }
 
-/// A place in a stream of documents or micro-batches; the default is its start.
+/// A position in a stream of documents or micro-batches; the default is the start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cursor {
-    /// Documents that were drawn.
+    /// Number of documents drawn.
     pub drawn: u64,
-    /// Of every file; none at the start of a stream.
+    /// Position in every file; empty at the start of a stream.
     pub files: Vec<FileCursor>,
-    /// Tokens of the next document that a micro-batch has had already.
+    /// Tokens of the next document that earlier micro-batches have used.
     pub offset: usize,
 }
 
-/// A place in one file.
+/// A position in one file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileCursor {
-    /// Documents that were drawn from it, over all epochs.
+    /// Number of documents drawn, over all epochs.
     pub taken: u64,
-    /// Its size: another one is another file.
+    /// Size of the file in bytes; identifies it.
     pub bytes: u64,
-    /// Checksum of its content; runs that were saved by earlier versions have none.
+    /// Checksum of the content; absent in checkpoints of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<u64>,
 }
 
 impl FileCursor {
-    /// An error unless the file at `path` is the one that a run was saved with.
+    /// Returns an error unless the file at `path` is the one of the saved run.
     pub(crate) fn check_same(&self, path: &std::path::Path, saved: &FileCursor) -> Result {
         let problem = if self.bytes != saved.bytes {
-            format!("it has {} bytes, and had {} when the run was saved", self.bytes, saved.bytes)
+            format!("it has {} bytes, expected {} as when the run was saved", self.bytes, saved.bytes)
         } else if saved.content.is_some() && self.content != saved.content {
             "its content has changed since the run was saved".into()
         } else {

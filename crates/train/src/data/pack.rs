@@ -1,9 +1,10 @@
-//! Micro-batches out of documents.
+//! Packing of documents into micro-batches.
 //!
-//! Packed, a micro-batch has room for `sequence_length` x `sequences` tokens, and documents fill it end to end. Each is a
-//! sequence of its own in `cu_seqlens`. A document is cut where a sequence would be longer than `sequence_length`, and where the
-//! micro-batch is full; what is left of it begins the next one. A sequence of one token would train nothing, so a
-//! cut that would leave one is made a token earlier, and a micro-batch may end one or two tokens before it is full.
+//! A packed micro-batch has room for `sequence_length` x `sequences` tokens, filled with concatenated
+//! documents. Each is a sequence of its own in `cu_seqlens`. A document is cut where a sequence would exceed
+//! `sequence_length`, and where the micro-batch is full; the rest begins the next one. A sequence of one
+//! token would train nothing, so a cut that would leave one is made a token earlier, and a micro-batch may
+//! end one or two tokens before it is full.
 
 use ballast_model::Batch;
 use ballast_model::batch::IGNORED;
@@ -11,16 +12,16 @@ use ballast_model::batch::IGNORED;
 use super::{Cursor, Document, Documents, Origin, Packing};
 use crate::error::Result;
 
-/// Sequences that go through the model together.
+/// Sequences for one forward and backward.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MicroBatch {
-    /// Ids, targets, boundaries.
+    /// Token ids, targets, sequence boundaries.
     pub batch: Batch,
-    /// Where each sequence came from.
+    /// Origin of each sequence.
     pub origins: Vec<Origin>,
 }
 
-/// Lays documents end to end.
+/// Packs documents into micro-batches.
 pub struct Packer {
     documents: Box<dyn Documents>,
     packing: Packing,
@@ -32,13 +33,13 @@ pub struct Packer {
 
 struct Rest {
     document: Document,
-    /// Its tokens that were in earlier sequences.
+    /// Number of tokens in earlier sequences.
     used: usize,
-    /// Where the documents were before it.
+    /// Position in the stream before the document.
     before: Cursor,
 }
 
-/// Sequences as they are put together.
+/// A micro-batch under construction.
 struct Sequences {
     ids: Vec<u32>,
     labels: Vec<i64>,
@@ -67,7 +68,7 @@ impl Sequences {
 }
 
 impl Packer {
-    /// Micro-batches of so many sequences (one at least) of so many tokens (two at least).
+    /// Makes micro-batches of `sequences` (at least 1) sequences of `sequence_length` (at least 2) tokens.
     pub fn new(
         documents: Box<dyn Documents>,
         packing: Packing,
@@ -125,7 +126,7 @@ impl Packer {
         sequences.finish()
     }
 
-    /// Where the stream is.
+    /// Position in the stream.
     pub fn cursor(&self) -> Cursor {
         match &self.rest {
             None => self.documents.cursor(),
@@ -133,12 +134,12 @@ impl Packer {
         }
     }
 
-    /// How often every document has come since `cursor` was taken; 0 for a source that never repeats itself.
+    /// Number of times that every document has come since `cursor`; 0 for a stream without repetition.
     pub fn epochs_since(&self, cursor: &Cursor) -> u64 {
         self.documents.epochs_since(cursor)
     }
 
-    /// Goes on as it did after `cursor` was taken, with the same packing and lengths.
+    /// Restores a position, for the same packing and lengths.
     pub fn seek(&mut self, cursor: &Cursor) -> Result {
         let before = Cursor { offset: 0, ..cursor.clone() };
         self.documents.seek(&before)?;
@@ -147,8 +148,7 @@ impl Packer {
             let document = self.documents.next()?;
             if cursor.offset >= document.ids.len() {
                 return Err(document.origin.error(format!(
-                    "it has {} tokens, and more than {} of it were used when the run was saved; resume with the same \
-                     data and tokenizer",
+                    "it has {} tokens, but {} of it were used when the run was saved; resume with the same data and tokenizer",
                     document.ids.len(),
                     cursor.offset
                 )));
@@ -159,7 +159,8 @@ impl Packer {
     }
 }
 
-/// Tokens that the next sequence takes of a document's `remaining` ones; 0 if it is better begun in another micro-batch.
+/// Number of tokens that the next sequence takes of a document's `remaining` ones; 0 to start it in the next
+/// micro-batch.
 fn piece(remaining: usize, room: usize, sequence_length: usize) -> usize {
     let most = room.min(sequence_length);
     if remaining <= most {

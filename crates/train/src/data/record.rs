@@ -1,20 +1,21 @@
-//! What a line of a `.jsonl` file holds.
+//! Records: the lines of a `.jsonl` file.
 
 use ballast_model::text::Conversation;
 use serde_json::{Map, Value};
 
-/// A document before it is turned into tokens.
+/// A document before tokenization.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Record {
     /// `text`: trained on as a whole.
     Text(String),
-    /// `messages`, and perhaps `tools`: written by the chat template; what some roles say is trained on.
+    /// `messages`, with optional `tools`: rendered by the chat template; messages of some roles are trained
+    /// on.
     Chat(Conversation),
     /// `prompt` and `completion`: the completion is trained on.
     Completion {
-        /// What is given.
+        /// The given text.
         prompt: String,
-        /// What is to follow.
+        /// The text to predict.
         completion: String,
     },
 }
@@ -22,12 +23,12 @@ pub enum Record {
 const KNOWN: &str = "`messages` (and `tools`), `prompt` and `completion`, or `text`";
 
 impl Record {
-    /// From a line; other fields are ignored. Where fields of several kinds are there, `messages` comes before `prompt` and
-    /// `completion`, and these before `text`.
+    /// Parses a line; other fields are ignored. `messages` take precedence over `prompt` and `completion`,
+    /// and these over `text`.
     pub fn parse(line: &str) -> Result<Record, String> {
         let mut fields = match serde_json::from_str(line) {
             Ok(Value::Object(fields)) => fields,
-            Ok(_) => return Err(format!("not a JSON object; one with {KNOWN} was expected")),
+            Ok(_) => return Err(format!("not a JSON object; expected one with {KNOWN}")),
             Err(error) => return Err(format!("not valid JSON at column {}: {error}", error.column())),
         };
         let mut take = |name: &str| fields.remove(name).filter(|value| !value.is_null());
@@ -71,7 +72,7 @@ fn string(name: &str, value: Value) -> Result<String, String> {
     }
 }
 
-/// A message has a role, and a content unless it calls tools.
+/// Checks that a message has a role, and content unless it calls tools.
 fn check_message(message: &Value) -> Result<(), String> {
     let Some(fields) = message.as_object() else { return Err("is not an object".into()) };
     match fields.get("role") {
@@ -87,7 +88,7 @@ fn check_message(message: &Value) -> Result<(), String> {
     }
 }
 
-/// The first few names.
+/// The first few field names.
 fn names(fields: &Map<String, Value>) -> String {
     const SHOWN: usize = 8;
     let shown: Vec<String> = fields.keys().take(SHOWN).map(|name| format!("{name:?}")).collect();

@@ -1,17 +1,18 @@
-//! Order from a seed, without tables.
+//! Shuffling from a seed, without tables.
 //!
-//! Every choice is a hash of the seed, of what is chosen, and of a counter, so that a place in a stream is its counters.
+//! Every choice is a hash of the seed, a purpose and counters, so that the counters alone are a position in a
+//! stream.
 //!
-//! The permutation of 0..n is a Feistel network on 2b bits, the fewest with 4^b >= n: a round takes the halves (l, r) to
-//! (r, l ^ f(r)), which can be undone whatever f is, so the network permutes 0..4^b. A value from n on is sent through
-//! again until it falls below n; since the cycle that it runs through returns to its start below n, this ends, and what it
-//! does to 0..n is a permutation. On average fewer than four passes are needed.
+//! The permutation of 0..n is a Feistel network on 2b bits, the fewest with 4^b >= n: a round takes the
+//! halves (l, r) to (r, l ^ f(r)), which can be undone whatever f is, so the network permutes 0..4^b. A value
+//! of n or more is sent through again until it falls below n. This ends, because its cycle returns to a start
+//! below n, and the result permutes 0..n. On average fewer than four passes are needed.
 //!
-//! A network on few bits favors some orders. Up to [`SMALL`] numbers are shuffled by n - 1 exchanges instead (Fisher and
-//! Yates), which gives every order equally often: for i from n - 1 down to 1, places i and j_i <= i are exchanged. What comes to
-//! stand at place k is found by following k through the exchanges, the last one first.
+//! A network on few bits favors some orders. Up to [`SMALL`] numbers are shuffled by n - 1 exchanges instead
+//! (Fisher and Yates), which gives every order equally often: for i from n - 1 down to 1, places i and j_i <=
+//! i are exchanged. The value at place k is found by following k through the exchanges, the last one first.
 
-/// What a hash is for: the same counters choose different things independently.
+/// Purpose of a hash: makes choices with the same counters independent.
 #[derive(Clone, Copy)]
 pub(crate) enum Purpose {
     /// The file of the next document.
@@ -20,7 +21,7 @@ pub(crate) enum Purpose {
     Epoch,
     /// The documents that are held out.
     Split,
-    /// What a document of the embedded task is made of.
+    /// The content of a document of the embedded task.
     Task,
 }
 
@@ -34,13 +35,14 @@ pub(crate) fn unit(hash: u64) -> f64 {
     (hash >> 11) as f64 / (1u64 << 53) as f64
 }
 
-/// Uniform in 0..n, up to a part n / 2^64.
+/// Uniform in 0..n, up to an error of n / 2^64.
 pub(crate) fn below(hash: u64, n: u64) -> u64 {
     ((hash as u128 * n as u128) >> 64) as u64
 }
 
-/// One step of splitmix64: every bit of the result depends on every bit of `x`. Our own, because it is a hash of counters
-/// and not a stream, and because another one would change the order of the documents of existing runs.
+/// One step of splitmix64: every bit of the result depends on every bit of `x`. Our own, because it is a hash
+/// of counters and not a stream, and because another one would change the order of the documents of existing
+/// runs.
 pub(crate) fn mix(x: u64) -> u64 {
     let mut z = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -53,23 +55,24 @@ pub(crate) fn mix(x: u64) -> u64 {
 pub struct Permutation {
     n: u64,
     key: u64,
-    /// Bits of a half.
+    /// Number of bits of a half.
     bits: u32,
 }
 
 const ROUNDS: u64 = 6;
 
-/// The most numbers that are shuffled by exchanges: an element takes n hashes, which is little beside reading a document.
+/// Most numbers that are shuffled by exchanges: an element takes n hashes, which is cheap beside reading a
+/// document.
 const SMALL: u64 = 1024;
 
 impl Permutation {
-    /// The one that belongs to `key`.
+    /// The permutation of a key.
     pub fn new(n: u64, key: u64) -> Permutation {
         let bits = (u64::BITS - n.saturating_sub(1).leading_zeros()).div_ceil(2);
         Permutation { n, key, bits }
     }
 
-    /// Where it sends `k`, which must be below n.
+    /// The image of `k`, which must be below n.
     pub fn at(&self, k: u64) -> u64 {
         debug_assert!(k < self.n);
         if self.n <= SMALL {
@@ -166,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn two_neighbours_come_to_any_two_places_equally_often() {
+    fn two_neighbors_come_to_any_two_places_equally_often() {
         // The largest that is exchanged would take too many keys; the network is judged at sizes of its own.
         for (n, cells) in [(12, 12), (SMALL + 1, 25), (5000, 25)] {
             let mut counts = vec![0u64; cells * cells];
@@ -185,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_part() {
+    fn neighbors_part() {
         let permutation = Permutation::new(100_000, 7);
         let near = (1..100_000).filter(|k| permutation.at(*k).abs_diff(permutation.at(k - 1)) < 1000).count();
         // Of two independent places, 2 % are that close.

@@ -1,17 +1,18 @@
-//! Which documents are held out.
+//! Choice of the held-out documents.
 //!
-//! Of n documents, v are: the file is cut into v stretches of equal length, and a hash chooses one document of each. The
-//! choice depends on the seed and the stretch alone, so it is the same in every epoch and every order, and both parts keep the
-//! order of the file. A document's number within its part follows by counting, and the way back by bisection.
+//! To hold out v of n documents, the file is cut into v stretches of equal length, and a hash chooses one
+//! document of each. The choice depends only on seed and stretch, so it is the same in every epoch and order,
+//! and both splits keep the order of the file. A document's number in its split follows by counting, the
+//! inverse by bisection.
 
 use super::shuffle::{Purpose, below, hash};
 
 /// A part of the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// To train on.
+    /// Training documents.
     Train,
-    /// Held out.
+    /// Held-out documents.
     Validation,
 }
 
@@ -19,19 +20,19 @@ pub enum Split {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HeldOut {
     documents: u64,
-    /// How many are held out.
+    /// Number of held-out documents.
     pub(crate) held: u64,
     seed: u64,
 }
 
 impl HeldOut {
-    /// A part of the documents; where there is a part to hold out, one at least, and never all.
+    /// Holds out a fraction of the documents: none for 0, else at least one, and never all.
     pub(crate) fn new(documents: u64, part: f64, seed: u64) -> HeldOut {
         let wanted = if part > 0.0 { (documents as f64 * part).round().max(1.0) as u64 } else { 0 };
         HeldOut { documents, held: wanted.min(documents.saturating_sub(1)), seed }
     }
 
-    /// Documents of a part.
+    /// Number of documents in a split.
     pub(crate) fn len(&self, split: Split) -> u64 {
         match split {
             Split::Train => self.documents - self.held,
@@ -39,12 +40,12 @@ impl HeldOut {
         }
     }
 
-    /// The document with this number in its part.
+    /// The document with this number in its split.
     pub(crate) fn document(&self, split: Split, number: u64) -> u64 {
         match split {
             Split::Validation => self.chosen(number),
             Split::Train => {
-                // Chosen documents among those before the one that is looked for: the most for which they still precede it.
+                // Number of held-out documents before the wanted one.
                 let precedes = |count: u64| self.chosen(count - 1) - (count - 1) <= number;
                 let (mut low, mut high) = (0, self.held);
                 while low < high {
@@ -56,7 +57,7 @@ impl HeldOut {
         }
     }
 
-    /// The document that is held out of a stretch.
+    /// The held-out document of a stretch.
     fn chosen(&self, stretch: u64) -> u64 {
         let begin = |stretch: u64| (stretch as u128 * self.documents as u128 / self.held as u128) as u64;
         let (begin, end) = (begin(stretch), begin(stretch + 1));

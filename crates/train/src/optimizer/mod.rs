@@ -6,8 +6,9 @@
 //! protected         in place, in f32; a tensor that the policy leaves out, like a bf16 weight
 //! adapter           in place, in f32
 //! ```
-//! This file has what all optimizers share: slots, masters, norms, clipping, the check before an update, saved tensors.
-//! An optimizer itself is an [`UpdateRule`] in a file of its own; `rule_for` chooses it for each parameter.
+//! This file has what all optimizers share: slots, masters, norms, clipping, the check before an update,
+//! saved tensors. An optimizer itself is an [`UpdateRule`] in a file of its own; `rule_for` chooses it for
+//! each parameter.
 //!
 //! Weight decay is for matrices: not for norms, biases, or protected tensors.
 
@@ -170,8 +171,8 @@ pub(crate) fn adapter_rule(config: &OptimizerConfig, decays: bool) -> impl Updat
 }
 
 impl Optimizer {
-    /// An optimizer for all parameters of a model that have a place in `grads`. The model is still in f32, and is to run in
-    /// `precision`: masters begin with all its bits.
+    /// An optimizer for all parameters of a model that have a place in `grads`. The model is still in f32,
+    /// and is to run in `precision`: masters begin with all its bits.
     pub fn new(model: &Model, grads: &Grads, config: &OptimizerConfig, precision: &Precision) -> Optimizer {
         let mut slots = Vec::new();
         let mut add = |spec: &Spec,
@@ -224,7 +225,8 @@ impl Optimizer {
         Optimizer { slots, updates: 0, clip: config.clip }
     }
 
-    /// All tensors to save: name, shape, values. `<prefix>.<parameter>` for state, `master.<parameter>` for masters.
+    /// All tensors to save: name, shape, values. `<prefix>.<parameter>` for state, `master.<parameter>` for
+    /// masters.
     pub fn tensors(&self) -> impl Iterator<Item = (String, &[usize], &[f32])> {
         self.slots.iter().flat_map(|slot| {
             let master = slot.master.as_deref().map(|values| ("master", &slot.shape[..], values));
@@ -277,8 +279,8 @@ impl Optimizer {
         Norms { global: sum.sqrt(), groups, faulty }
     }
 
-    /// Makes one update from gradients whose norm is `norm`, which must be finite. An update that would leave a value or a
-    /// state non-finite is an error, and changes nothing.
+    /// Makes one update from gradients whose norm is `norm`, which must be finite. An update that would leave
+    /// a value or a state non-finite is an error, and changes nothing.
     pub fn step(&mut self, model: &mut Model, grads: &Grads, norm: f64, lr: f64) -> Result {
         match self.bad_update(model, grads, norm, lr)? {
             Some(bad) => Err(Error::Diverged(bad.to_string())),
@@ -318,7 +320,8 @@ impl Optimizer {
         Ok(if self.clip > 0.0 { clip_factor(norm, self.clip)? } else { 1.0 })
     }
 
-    /// Returns an error that names the first invalid state or master: a non-finite value, or a negative second moment.
+    /// Returns an error that names the first invalid state or master: a non-finite value, or a negative
+    /// second moment.
     pub fn check(&self) -> Result {
         for slot in &self.slots {
             let check = |what: &str, values: &[f32], valid: fn(f32) -> bool| match values

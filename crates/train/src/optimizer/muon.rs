@@ -1,12 +1,12 @@
 //! Muon: orthogonalized momentum for the matrices inside the layers. The kernel is [`ballast_kernels::muon`].
 //!
-//! Muon updates the projections of attention, linear attention and feed-forward parts. AdamW updates everything else:
-//! embeddings, the output head, norms, biases, convolutions, gates (routers, `in_proj_a`, `in_proj_b`,
-//! `shared_expert_gate`), protected tensors and LoRA adapters, whose A and B are factors of one matrix and not matrices
-//! of the model.
+//! Muon updates the projections of attention, linear attention and feed-forward parts. AdamW updates
+//! everything else: embeddings, the output head, norms, biases, convolutions, gates (routers, `in_proj_a`,
+//! `in_proj_b`, `shared_expert_gate`), protected tensors and LoRA adapters, whose A and B are factors of one
+//! matrix and not matrices of the model.
 //!
-//! A stored tensor that holds several projections is orthogonalized projection by projection, never as a whole and never
-//! head by head:
+//! A stored tensor that holds several projections is orthogonalized projection by projection, never as a
+//! whole and never head by head:
 //! ```text
 //! in_proj_qkv                 q, k, v
 //! q_proj with an output gate  q, gate                   rows of each head: query, then gate
@@ -114,7 +114,8 @@ fn matrices(model: &Config, spec: &Spec) -> Option<Parts> {
     Parts::new(count * rows, columns, parts).ok()
 }
 
-/// Rows of each projection in a stored matrix; if they sum to fewer than all rows, they repeat from head to head.
+/// Rows of each projection in a stored matrix; if they sum to fewer than all rows, they repeat from head to
+/// head.
 fn widths(model: &Config, name: &str, rows: usize) -> Vec<usize> {
     let module = name.strip_suffix(".weight").unwrap_or(name);
     let index = name.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
@@ -199,7 +200,7 @@ mod tests {
     use super::*;
     use crate::config::TrainConfig;
 
-    /// Shapes of the matrices of every weight of a preset, by name; `None` for AdamW.
+    /// Shapes of the matrices of every weight of a preset; `None` for AdamW.
     fn shapes(preset: &str) -> Vec<(String, Option<Vec<[usize; 2]>>)> {
         let setting = format!("model.preset={preset}");
         let config = TrainConfig::from_table(Default::default(), &[setting], None).unwrap();

@@ -1,8 +1,8 @@
 //! The interface of an optimizer: the state it keeps for a parameter, and the update it makes.
 //!
-//! An optimizer is one file beside this one that implements [`UpdateRule`], and a line in `rule_for` that says which
-//! parameters it updates. Masters, clipping, checkpoints, the memory plan and the check before an update follow from the
-//! trait.
+//! An optimizer is one file beside this one that implements [`UpdateRule`], and a line in `rule_for` that
+//! says which parameters it updates. Masters, clipping, checkpoints, the memory plan and the check before an
+//! update follow from the trait.
 
 use std::fmt::Debug;
 
@@ -77,8 +77,9 @@ pub trait UpdateRule: Debug + Send + Sync {
         0
     }
 
-    /// Returns the first element that [`UpdateRule::update`] with these arguments would leave with a non-finite state, or
-    /// would take from a finite value to one that is non-finite in `storage`. Changes nothing.
+    /// Returns the first element that [`UpdateRule::update`] with these arguments would leave with a
+    /// non-finite state, or would take from a finite value to one that is non-finite in `storage`. Changes
+    /// nothing.
     fn bad_element(
         &self,
         w: &[f32],

@@ -1,4 +1,4 @@
-//! What the tests of runs share.
+//! Helpers for the tests of runs.
 
 #![allow(dead_code)]
 
@@ -11,7 +11,7 @@ use ballast_train::metrics::MetricsEntry;
 use ballast_train::report::Sample;
 use ballast_train::{Summary, TrainConfig, Trainer, Watcher};
 
-/// Keeps what it hears, and stops after a number of steps.
+/// Records metrics entries, and stops after a number of steps.
 #[derive(Default)]
 pub struct Listener {
     pub records: Mutex<RefCell<Vec<MetricsEntry>>>,
@@ -31,7 +31,7 @@ impl Listener {
         self.records.lock().unwrap().borrow().iter().filter_map(bits).collect()
     }
 
-    /// What and text of all events.
+    /// Kind and text of all events.
     pub fn events(&self) -> Vec<(String, String)> {
         let event = |record: &MetricsEntry| match record {
             MetricsEntry::Event(event) => Some((event.what.clone(), event.text.clone())),
@@ -70,7 +70,7 @@ pub fn config(out: &Path, settings: &[&str]) -> TrainConfig {
     TrainConfig::embedded(&settings).unwrap()
 }
 
-/// Runs to the end.
+/// Trains to the last step.
 pub fn run(config: TrainConfig) -> (Trainer, Listener, Summary) {
     let mut trainer = Trainer::new(config).unwrap();
     let listener = Listener::default();
@@ -108,7 +108,7 @@ pub fn on_files(folder: &Path, out: &str, files: &[(&str, &str)], settings: &[&s
     TrainConfig::from_table(Default::default(), &settings, None).unwrap()
 }
 
-/// Lines with a prompt of so many characters and a completion.
+/// Lines with prompts of these lengths and a completion.
 pub fn completions(prompts: &[usize], completion: &str) -> String {
     let line =
         |n: &usize| format!("{{\"prompt\": \"{}\", \"completion\": \"{completion}\"}}\n", "p".repeat(*n));

@@ -1,4 +1,4 @@
-//! What is trained on.
+//! Masks of trained tokens.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -119,7 +119,8 @@ fn every_golden_template_shows_the_assistants_words() {
     );
 }
 
-/// Opens the reasoning itself, closes it when a message has none, and leaves it out of all but the last answer.
+/// Opens the reasoning itself, closes it when a message has none, and leaves it out of all but the last
+/// answer.
 const THINKS: &str = "{% for m in messages %}<{{ m.role }}>\
     {% if m.role == 'assistant' and loop.last %}<think>{{ m.reasoning or '' }}</think>{% endif %}{{ m.content }}<end>\n\
     {% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}";

@@ -1,4 +1,4 @@
-//! What is refused, and in which words.
+//! Invalid data files, and their error messages.
 
 use std::sync::Arc;
 
