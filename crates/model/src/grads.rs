@@ -1,9 +1,10 @@
 //! Gradients in flat f32 buckets.
 //!
-//! A bucket holds the gradients of one [`Part`] of the model and one [`Kind`] of parameter, end to end in the order of
-//! [`Specs`]; a tensor is a range of its bucket. Parameters that are not learned take no space. Backward completes the
-//! parts from the head to the embedding, and
-//! [`Model::forward_backward_by_bucket`](crate::Model::forward_backward_by_bucket) hands each bucket on when it is final.
+//! A bucket holds the gradients of one [`Part`] of the model and one [`Kind`] of parameter, end to end in the
+//! order of [`Specs`]; a tensor is a range of its bucket. Parameters that are not learned take no space.
+//! Backward completes the parts from the head to the embedding, and
+//! [`Model::forward_backward_by_bucket`](crate::Model::forward_backward_by_bucket) hands each bucket on when
+//! it is final.
 
 use std::collections::BTreeMap;
 use std::ops::{Index, IndexMut, Range};
@@ -111,7 +112,8 @@ impl Layout {
 }
 
 impl Grads {
-    /// Zeros for every parameter that is learned and that `wanted` does not exclude, and for the adapters of `params`.
+    /// Zeros for every parameter that is learned and that `wanted` does not exclude, and for the adapters of
+    /// `params`.
     pub fn new(specs: &Specs, params: &Params, wanted: impl Fn(&Spec) -> bool) -> Grads {
         let mut layout = Layout::default();
         let len = |spec: &Spec| if spec.trainable && wanted(spec) { spec.len() } else { 0 };

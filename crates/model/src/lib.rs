@@ -1,10 +1,12 @@
 //! Hybrid Gated-DeltaNet language models on a CPU: config.json to layers, forward, backward, decode.
 //!
-//! [`Config`] describes a decoder of any family as data; [`Model`] has its layers and parameters; [`Precision`] says
-//! what is stored and computed in which type. Layers hold the [`params::Id`]s of their parameters and have a forward
-//! that says what it keeps, and a backward that uses it.
+//! [`Config`] describes a decoder of any family; [`Model`] has its layers and parameters; [`Precision`] sets
+//! the types of storage and arithmetic. A layer holds the [`params::Id`]s of its parameters; its forward
+//! returns what its backward needs.
+//!
+//! The feature `text` (on by default) adds tokenizers, chat templates and generation.
 
-// Outputs, then inputs, then sizes: the grammar of the kernels, kept by the layers that call them.
+// Argument order as in the kernels: outputs, then inputs, then sizes.
 #![allow(clippy::too_many_arguments)]
 
 mod adapters;
@@ -28,6 +30,7 @@ mod random;
 mod run;
 mod save;
 mod site;
+#[cfg(feature = "text")]
 pub mod text;
 
 pub use adapters::AdapterSettings;

@@ -1,4 +1,4 @@
-//! The whole decoder: embedding, layers, norm, output head; forward, loss, backward.
+//! The decoder: embedding, layers, norm, output head; forward, loss, backward.
 
 use std::cell::{Cell, RefCell};
 
@@ -26,26 +26,27 @@ use crate::run::{Balancing, IndexerTraining, Parameters, Run, lower, zeros};
 use crate::site::Site;
 use crate::with_weight;
 
-/// What is kept for backward; the rest is made anew, in the same bits.
+/// Activation recomputation: which activations backward recomputes instead of keeping them; the bits are the
+/// same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Recompute {
-    /// Everything is kept.
+    /// Keeps all activations.
     #[default]
     None,
-    /// What costs a pass over memory is made anew: norms, gated units, convolutions, rotations.
+    /// Recomputes what costs one pass over memory: norms, gated units, convolutions, rotations.
     Selective,
-    /// Only the input of each layer is kept.
+    /// Keeps the input of each layer and recomputes the rest.
     Full,
 }
 
-/// A decoder.
+/// A decoder with its parameters.
 #[derive(Debug)]
 pub struct Model {
-    /// What it is.
+    /// Configuration.
     pub config: Config,
-    /// Its parameters without their values: names, shapes.
+    /// Names and shapes of the parameters.
     pub specs: Specs,
-    /// Their values.
+    /// Values of the parameters.
     pub params: Params,
     precision: Precision,
     ties: Ties,
@@ -56,66 +57,66 @@ pub struct Model {
     pub(crate) norm: Norm,
     pub(crate) head: Linear,
     pub(crate) source: Option<Source>,
-    /// Remarks on the checkpoint for the user.
+    /// Warnings about the checkpoint, for the user.
     pub warnings: Vec<String>,
 }
 
 /// Settings of the loss.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LossOptions {
-    /// Coefficient of the squared log-sum.
+    /// Coefficient of the z-loss: the squared log-sum-exp of the logits.
     pub z_loss: f32,
-    /// Part of the target that is spread over the vocabulary.
+    /// Part of the target's probability that is spread over the vocabulary.
     pub label_smoothing: f32,
-    /// What the gradient of the loss sum is multiplied by; `None`: 1 / tokens that count.
+    /// Factor of the gradient of the loss sum; `None`: 1 / tokens with a target.
     pub scale: Option<f32>,
-    /// The loss of the indexers, for models that have them; `None`: they learn nothing.
+    /// Loss of the indexers, for models that have them; `None`: they are not trained.
     pub indexer: Option<IndexerLoss>,
-    /// Coefficient of the loss that spreads tokens over experts, one over the routers of all layers as in transformers;
-    /// `None`: there is none. Its gradient has no other factor than this: not `scale`, and nothing for several batches that
-    /// make one step. Not part of the indexers' warm-up.
+    /// Coefficient of the load-balancing loss of the experts, one loss over the routers of all layers as in
+    /// transformers; `None`: no such loss. Its gradient has no other factor: neither `scale` nor one for
+    /// gradient accumulation. Left out in the indexers' warm-up.
     pub balance: Option<f32>,
 }
 
 impl LossOptions {
-    /// Whether nothing but the indexers learns.
+    /// Returns true if only the indexers are trained.
     fn is_warm_up(&self) -> bool {
         self.indexer.is_some_and(|loss| loss.stage == IndexerStage::Dense)
     }
 }
 
-/// The loss that teaches the indexers: see [`ballast_kernels::indexer`].
+/// Loss of the indexers: see [`ballast_kernels::indexer`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct IndexerLoss {
-    /// Factor of the mean over the batch's tokens, in every layer.
+    /// Factor of the mean over the batch's tokens, for every layer.
     pub scale: f32,
-    /// What the indexers are compared with.
+    /// Stage: which keys the loss compares.
     pub stage: IndexerStage,
 }
 
-/// A stage of the indexers' training.
+/// Stage of the indexers' training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IndexerStage {
-    /// Warm-up: attention runs over all keys and so does the comparison; nothing else learns, whatever the scale of the
+    /// Warm-up: attention and the loss cover all keys; nothing else is trained, whatever the scale of the
     /// language loss.
     Dense,
-    /// Attention runs over the selected keys and so does the comparison; the rest learns as ever.
+    /// Attention and the loss cover the selected keys; the rest of the model is trained as usual.
     Sparse,
 }
 
-/// What a backward gives beside gradients.
+/// Losses of a forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepLoss {
-    /// Of the language model.
+    /// Language loss.
     pub language: Loss,
-    /// Sum over the layers of their indexers' losses, scale included; 0 where they are not trained.
+    /// Sum of the indexers' losses over the layers, with their scale; 0 if they are not trained.
     pub indexer: f64,
-    /// Of the routers, coefficient included; 0 where it is not wanted.
+    /// Load-balancing loss of the routers, with its coefficient; 0 if there is none.
     pub balance: f64,
 }
 
 impl Model {
-    /// The layers of a configuration, with parameters that have no values yet.
+    /// Builds the layers of a configuration; the parameters have no values yet.
     pub(crate) fn build(config: Config, precision: Precision) -> Result<Model> {
         let mut specs = Specs::default();
         let embedding =
@@ -166,45 +167,45 @@ impl Model {
         })
     }
 
-    /// What is stored and computed in which type.
+    /// Precision of storage and arithmetic.
     pub fn precision(&self) -> &Precision {
         &self.precision
     }
 
-    /// Casts the weights, and rounds those protected tensors that the new precision's policy leaves out.
+    /// Casts the weights, and rounds the protected tensors that the new precision's policy does not cover.
     pub fn set_precision(&mut self, precision: Precision) {
         self.params.cast(precision.params);
         let policy = precision.policy();
         for (spec, tensor) in self.specs.protected.iter().zip(&mut self.params.protected) {
             if precision.rounds(&policy, &spec.name) {
-                tensor.forget_beyond(Rounding::Bf16);
+                tensor.round_to(Rounding::Bf16);
             }
         }
         self.precision = precision;
     }
 
-    /// Which of several equal indexer scores are taken.
+    /// Order in which equal indexer scores are selected.
     pub fn ties(&self) -> Ties {
         self.ties
     }
 
-    /// Takes other ones of several equal indexer scores: to compare with another framework.
+    /// Sets the order in which equal indexer scores are selected, to compare with another framework.
     pub fn set_ties(&mut self, ties: Ties) {
         self.ties = ties;
     }
 
-    /// Zero gradients for all parameters that are learned, and for the adapters.
+    /// Zero gradients for all trainable parameters and the adapters.
     pub fn grads(&self) -> Grads {
         self.grads_of(|_| true)
     }
 
-    /// Zero gradients for those parameters that are learned and `wanted`, and for the adapters. The others' are not
-    /// computed.
+    /// Zero gradients for the trainable parameters that are `wanted`, and for the adapters. Other gradients
+    /// are not computed.
     pub fn grads_of(&self, wanted: impl Fn(&Spec) -> bool) -> Grads {
         Grads::new(&self.specs, &self.params, wanted)
     }
 
-    /// The logits [tokens, V].
+    /// Computes the logits [tokens, V].
     pub fn logits(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
         match self.precision.activations {
             Storage::F32 => self.logits_in::<f32>(batch, probe),
@@ -212,7 +213,7 @@ impl Model {
         }
     }
 
-    /// The loss alone.
+    /// Computes the loss, without gradients.
     pub fn loss(&self, batch: &Batch, options: &LossOptions, probe: Option<&mut dyn Probe>) -> Result<Loss> {
         match self.precision.activations {
             Storage::F32 => self.loss_in::<f32>(batch, options, probe),
@@ -220,8 +221,8 @@ impl Model {
         }
     }
 
-    /// The losses, and the gradients of the language loss's sum times its scale, of the indexers' losses and of the
-    /// routers', added to `grads`.
+    /// Runs forward and backward. Returns the losses and adds to `grads` the gradients of the language loss's
+    /// sum times its scale, of the indexers' losses and of the routers' loss.
     pub fn forward_backward(
         &self,
         grads: &mut Grads,
@@ -233,8 +234,9 @@ impl Model {
         self.forward_backward_by_bucket(grads, batch, options, recompute, probe, &mut |_| ())
     }
 
-    /// [`Model::forward_backward`] that hands every bucket of `grads` to `finished` as soon as backward has completed it:
-    /// those of the head, of the layers from the last to the first, of the embedding. A tied head belongs to the embedding.
+    /// Runs [`Model::forward_backward`] and hands every bucket of `grads` to `finished` as soon as backward
+    /// has completed it: head, layers from the last to the first, embedding. A tied head belongs to the
+    /// embedding.
     pub fn forward_backward_by_bucket(
         &self,
         grads: &mut Grads,
@@ -254,12 +256,12 @@ impl Model {
         }
     }
 
-    /// Sines and cosines for these positions.
+    /// Rotary tables for these positions.
     pub(crate) fn tables(&self, positions: &[u32]) -> Vec<Table> {
         self.rotaries.iter().map(|rotary| rotary.table(positions)).collect()
     }
 
-    /// f32 that one slot of scratch needs for `tokens` tokens.
+    /// f32 elements of one slot of scratch for `tokens` tokens.
     pub(crate) fn scratch_len<A: Element>(&self, tokens: usize) -> usize {
         let head = linear_cross_entropy_scratch(self.head.dims(), tokens, &loss_kernel::Options::default());
         let layers = self.layers.iter().map(|layer| layer.scratch::<A>(tokens)).max().unwrap_or(0);
@@ -268,7 +270,7 @@ impl Model {
         head.max(layers).max(self.norm.scratch(tokens)).max(per_layer_inputs).max(adapters)
     }
 
-    /// Runs `work` with what all layers share.
+    /// Runs `work` with the state that all layers share.
     fn with_run<A: Element, R>(
         &self,
         batch: &Batch,
@@ -282,7 +284,7 @@ impl Model {
         work(&self.run_on(batch, &tables, &scratch, probe, options)?)
     }
 
-    /// What all layers share.
+    /// State that all layers share.
     pub(crate) fn run_on<'a>(
         &'a self,
         batch: &'a Batch,
@@ -293,14 +295,13 @@ impl Model {
     ) -> Result<Run<'a>> {
         batch.check(self.config.vocabulary)?;
         if options.indexer.is_some() && !self.config.has_indexer() {
-            let problem = "the model has no indexer that could be trained; leave the indexer's loss out";
+            let problem = "the model has no indexer to train; remove the indexer loss";
             return Err(Error::Input(problem.into()));
         }
         let experts = self.config.layers.iter().find_map(|layer| layer.experts);
         let balance = match (options.balance, experts) {
             (Some(_), None) => {
-                let problem =
-                    "the model has no experts whose load could be balanced; leave the balance loss out";
+                let problem = "the model has no experts to balance; remove the balance loss";
                 return Err(Error::Input(problem.into()));
             }
             (Some(coefficient), Some(experts)) if !options.is_warm_up() => {
@@ -386,7 +387,7 @@ impl Model {
         &self.layers
     }
 
-    /// The inputs that layers have of their own, if they do; for decoding, which keeps nothing.
+    /// Per-layer inputs, if the model has them; for decoding, which keeps nothing for backward.
     pub(crate) fn per_layer_inputs<A: Element>(&self, run: &Run<'_>, x: &[f32]) -> Result<Vec<Vec<A>>> {
         match &self.per_layer_inputs {
             Some(inputs) => Ok(inputs.forward(run, &narrowed::<A>(x)?, Keep::Nothing)?.0),
@@ -400,7 +401,7 @@ impl Model {
         Ok(hidden)
     }
 
-    /// The residual stream before the first layer.
+    /// Residual stream before the first layer.
     pub(crate) fn embed(&self, run: &Run<'_>) -> Result<Vec<f32>> {
         let hidden = self.config.hidden;
         let mut x: Vec<f32> = zeros(run.tokens() * hidden);
@@ -412,7 +413,7 @@ impl Model {
         Ok(x)
     }
 
-    /// The scale as models were trained with: rounded to the weight's type.
+    /// Embedding scale, rounded to the weights' type as in training.
     pub(crate) fn embedding_scale(&self) -> f32 {
         match self.precision.params {
             Storage::F32 => self.config.embedding_scale,
@@ -445,7 +446,7 @@ impl Model {
         })
     }
 
-    /// The loss and the gradient of hidden, and the output head's.
+    /// Loss and gradient of the hidden states; adds the gradient of the output head.
     pub(crate) fn head_backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -479,7 +480,7 @@ impl Model {
         Ok((loss, dhidden))
     }
 
-    /// Bytes that a forward keeps for backward, measured by running one.
+    /// Bytes that forward keeps for backward, measured by running it.
     pub fn measure_kept(&self, batch: &Batch, options: &LossOptions, recompute: Recompute) -> Result<usize> {
         match self.precision.activations {
             Storage::F32 => self.measure_kept_in::<f32>(batch, options, recompute),
@@ -500,7 +501,7 @@ impl Model {
         })
     }
 
-    /// Bytes kept for inputs that layers have of their own.
+    /// Bytes kept for per-layer inputs.
     pub(crate) fn per_layer_inputs_bytes<A>(&self, tokens: usize) -> usize {
         let embedded = tokens * self.config.hidden * size_of::<A>();
         self.per_layer_inputs

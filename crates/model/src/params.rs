@@ -1,8 +1,8 @@
-//! The parameters and their types.
+//! Parameters and their types.
 //!
-//! A parameter is a [`Weight`], which may be f32 or bf16, or [`Protected`], which is f32 and has no other form. Casting
-//! a model is [`Params::cast`]; it walks over the weights, and a protected tensor is not among them. It cannot be
-//! written for one:
+//! A parameter is a [`Weight`], stored in f32 or bf16, or a [`Protected`] tensor, which is always f32.
+//! [`Params::cast`] casts the weights of a model and leaves the protected tensors alone. A cast of a
+//! protected tensor does not compile:
 //!
 //! ```compile_fail
 //! use ballast_model::params::{Protected, Weight};
@@ -17,8 +17,8 @@
 //! assert_eq!(weight.storage(), Storage::Bf16);
 //! ```
 //!
-//! Layers do not hold parameters but their [`Id`]s, so that gradients, moments and names can lie beside them in the
-//! same order.
+//! Layers hold the [`Id`]s of their parameters; values, gradients, optimizer state and names are stored in
+//! the same order.
 
 use std::marker::PhantomData;
 use std::ops::{Index, IndexMut};
@@ -37,7 +37,7 @@ pub enum Weight {
     Bf16(Vec<bf16>),
 }
 
-/// Runs `$body` with `$w` the slice of a [`Weight`], whatever its type.
+/// Runs `$body` with `$w` the slice of a [`Weight`] of either type.
 #[macro_export]
 macro_rules! with_weight {
     ($weight:expr, |$w:ident| $body:expr) => {
@@ -55,7 +55,7 @@ macro_rules! with_weight {
 }
 
 impl Weight {
-    /// What it is stored in.
+    /// Storage type.
     pub fn storage(&self) -> Storage {
         match self {
             Weight::F32(_) => Storage::F32,
@@ -63,17 +63,17 @@ impl Weight {
         }
     }
 
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         with_weight!(self, |w| w.len())
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The same values, rounded where the new type cannot hold them.
+    /// Casts the values, rounding to nearest even where the new type is narrower.
     pub fn cast(self, storage: Storage) -> Weight {
         match (self, storage) {
             (Weight::F32(values), Storage::Bf16) => {
@@ -90,7 +90,7 @@ impl Weight {
         }
     }
 
-    /// The values in f32.
+    /// Values in f32.
     pub fn to_f32(&self) -> Vec<f32> {
         match self.clone().cast(Storage::F32) {
             Weight::F32(values) => values,
@@ -99,88 +99,88 @@ impl Weight {
     }
 }
 
-/// A parameter that the contract protects: f32, whatever becomes of the others.
+/// A parameter protected by the contract: always f32.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Protected(Vec<f32>);
 
 impl Protected {
-    /// A protected tensor of these values.
+    /// Makes a protected tensor of these values.
     pub fn new(values: Vec<f32>) -> Protected {
         Protected(values)
     }
 
-    /// The values.
+    /// Values.
     pub fn values(&self) -> &[f32] {
         &self.0
     }
 
-    /// The values, for the optimiser, which works on them in place.
+    /// Values, for the optimizer, which updates them in place.
     pub fn values_mut(&mut self) -> &mut [f32] {
         &mut self.0
     }
 
-    /// Gives up what a narrower type cannot hold, in f32 storage: what a framework without the contract does to it. For
-    /// comparison; only [`crate::Model::set_precision`] calls it, and only for tensors that the policy leaves out.
-    pub(crate) fn forget_beyond(&mut self, rounding: Rounding) {
+    /// Rounds the values to a narrower type, in f32 storage, as a framework without the contract would. For
+    /// comparison: only [`crate::Model::set_precision`] calls it, for tensors that the policy does not cover.
+    pub(crate) fn round_to(&mut self, rounding: Rounding) {
         rounding.round_all(&mut self.0);
     }
 }
 
-/// A low-rank addition to a weight [out, in]: W + scale B A. f32, whatever the weight is.
+/// Low-rank adapter of a weight [out, in]: W + scale B A. Always f32.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Adapter {
     /// [rank, in]
     pub a: Vec<f32>,
     /// [out, rank]
     pub b: Vec<f32>,
-    /// Rows of A.
+    /// Rank: rows of A.
     pub rank: usize,
     /// alpha / rank
     pub scale: f32,
 }
 
-/// How a parameter of a new model starts.
+/// Initialization of a parameter of a new model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub enum Init {
-    /// Normal with the configuration's standard deviation.
+    /// Normal, with the configuration's standard deviation.
     Normal,
-    /// The same, with zeros for the padding token.
+    /// Normal, with zeros for the padding token.
     Embedding,
     Zeros,
     Ones,
-    /// The logarithm of a decay rate drawn from U(0.01, 16).
+    /// Logarithm of a decay rate drawn from U(0.01, 16).
     ALog,
 }
 
-/// A parameter without its values.
+/// Description of a parameter: everything but its values.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Spec {
-    /// Name, without what stands before `layers.` and `embed_tokens.`; `lm_head.weight` has none there.
+    /// Name without the prefix before `layers.` and `embed_tokens.`; `lm_head.weight` has no prefix.
     pub name: String,
     /// Shape.
     pub shape: Vec<usize>,
-    /// How it starts.
+    /// Initialization.
     pub init: Init,
-    /// Whether it is learned; else it is a constant that the checkpoint carries.
+    /// True if it can be trained; otherwise it is a constant stored in the checkpoint.
     pub trainable: bool,
-    /// The part of the model that it belongs to.
+    /// Part of the model that it belongs to.
     pub part: Part,
 }
 
 impl Spec {
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// Which parameter; `V` is its type.
+/// Typed index of a parameter; `V` is [`Weight`] or [`Protected`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct Id<V> {
     pub(crate) index: usize,
@@ -195,14 +195,14 @@ impl<V> Clone for Id<V> {
 
 impl<V> Copy for Id<V> {}
 
-/// The parameters of a model without their values: layers are built on these.
+/// Descriptions of all parameters of a model; building the layers fills them in.
 #[derive(Clone, Debug, Default)]
 pub struct Specs {
-    /// Of [`Weight`]s.
+    /// Weights.
     pub weights: Vec<Spec>,
-    /// Of [`Protected`] tensors.
+    /// Protected tensors.
     pub protected: Vec<Spec>,
-    /// The part that parameters are being added to.
+    /// Part that new parameters belong to.
     part: Part,
 }
 
@@ -218,7 +218,7 @@ impl Specs {
         Id { index: self.weights.len() - 1, kind: PhantomData }
     }
 
-    /// Adds a weight that is not learned.
+    /// Adds a weight that is never trained.
     pub fn constant(&mut self, name: String, shape: &[usize], init: Init) -> Id<Weight> {
         let id = self.weight(name, shape, init);
         self.weights[id.index].trainable = false;
@@ -231,19 +231,19 @@ impl Specs {
         Id { index: self.protected.len() - 1, kind: PhantomData }
     }
 
-    /// Adds a protected tensor that is not learned.
+    /// Adds a protected tensor that is never trained.
     pub fn protected_constant(&mut self, name: String, shape: &[usize], init: Init) -> Id<Protected> {
         let id = self.protected(name, shape, init);
         self.protected[id.index].trainable = false;
         id
     }
 
-    /// All of them: weights, then protected tensors.
+    /// All parameters: weights, then protected tensors.
     pub fn all(&self) -> impl Iterator<Item = &Spec> {
         self.weights.iter().chain(&self.protected)
     }
 
-    /// Bytes of all values with weights in `storage`.
+    /// Bytes of all parameters with weights in `storage`.
     pub fn bytes(&self, storage: Storage) -> usize {
         let sum = |specs: &[Spec]| specs.iter().map(Spec::len).sum::<usize>();
         sum(&self.weights) * storage.bytes() + sum(&self.protected) * size_of::<f32>()
@@ -266,43 +266,43 @@ impl Index<Id<Protected>> for Specs {
     }
 }
 
-/// The parameters of a model.
+/// Values of all parameters of a model.
 #[derive(Clone, Debug, Default)]
 pub struct Params {
     pub(crate) weights: Vec<Weight>,
     pub(crate) protected: Vec<Protected>,
-    /// By weight; empty where no weight has one.
+    /// Adapters by weight; empty if no weight has one.
     pub(crate) adapters: Vec<Option<Adapter>>,
 }
 
 impl Params {
-    /// The ordinary weights, in the order of [`Specs::weights`].
+    /// Weights, in the order of [`Specs::weights`].
     pub fn weights(&self) -> &[Weight] {
         &self.weights
     }
 
-    /// The ordinary weights, for the optimiser, which works on their values in place; all of them have one type, and stay
-    /// as long as they are.
+    /// Weights, for the optimizer, which updates them in place. All have one type; neither it nor a length
+    /// may change.
     pub fn weights_mut(&mut self) -> &mut [Weight] {
         &mut self.weights
     }
 
-    /// The protected tensors, in the order of [`Specs::protected`].
+    /// Protected tensors, in the order of [`Specs::protected`].
     pub fn protected(&self) -> &[Protected] {
         &self.protected
     }
 
-    /// The protected tensors, for the optimiser: see [`Protected::values_mut`].
+    /// Protected tensors, for the optimizer: see [`Protected::values_mut`].
     pub fn protected_mut(&mut self) -> &mut [Protected] {
         &mut self.protected
     }
 
-    /// The adapters, in the order of [`Specs::weights`]; empty where no weight has one.
+    /// Adapters, in the order of [`Specs::weights`]; empty if no weight has one.
     pub fn adapters(&self) -> &[Option<Adapter>] {
         &self.adapters
     }
 
-    /// The adapters, for the optimiser, which works on their values in place.
+    /// Adapters, for the optimizer, which updates them in place.
     pub fn adapters_mut(&mut self) -> &mut [Option<Adapter>] {
         &mut self.adapters
     }
@@ -311,7 +311,7 @@ impl Params {
         self.adapters.get(id.index)?.as_ref()
     }
 
-    /// Every ordinary weight in `storage`. Protected tensors and adapters are out of its reach.
+    /// Casts all weights to `storage`; protected tensors and adapters stay as they are.
     pub fn cast(&mut self, storage: Storage) {
         for weight in &mut self.weights {
             let values = std::mem::replace(weight, Weight::F32(Vec::new()));

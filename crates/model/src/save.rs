@@ -1,7 +1,7 @@
-//! Parameters and gradients under the names of a checkpoint, and the model back on disk.
+//! Saving of a model, and gradients under the names of its checkpoint.
 //!
-//! Tensors in memory are made to look like a checkpoint of their own, in the layout that this crate has; the way from
-//! there to any other layout, and to disk, is that of every other checkpoint.
+//! Tensors in memory are presented as a checkpoint in this crate's layout; conversion to other layouts and
+//! writing are those of every other checkpoint.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::precision::Storage;
 /// A tensor with its name and shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NamedTensor {
-    /// As the checkpoint has it.
+    /// Name in the checkpoint.
     pub name: String,
     /// Shape.
     pub shape: Vec<usize>,
@@ -33,8 +33,8 @@ pub struct NamedTensor {
 }
 
 impl Model {
-    /// The gradients under the names of the checkpoint that the model was read from, experts in the given form or in the
-    /// checkpoint's own.
+    /// Gradients under the names of the checkpoint that the model was loaded from; experts in the given form,
+    /// or by default in the checkpoint's.
     pub fn named_grads(&self, grads: &Grads, experts: Option<Form>) -> Result<Vec<NamedTensor>> {
         let tensors = self.specs.all().zip(grads.all()).filter(|(_, gradient)| !gradient.is_empty());
         let memory = tensors.map(|(spec, gradient)| {
@@ -54,14 +54,14 @@ impl Model {
         Ok(all)
     }
 
-    /// The name of a parameter in the Hugging Face layout, with split projections and fused experts, as they are in
+    /// Name of a parameter in the Hugging Face layout, with split projections and fused experts, as in
     /// memory.
     pub fn parameter_name(&self, spec: &Spec) -> String {
         full_name(self.source.as_ref().map_or("model.", |source| &source.prefix), spec)
     }
 
-    /// config.json of the model: that of its checkpoint, with the type that weights are stored in now, and without tied
-    /// embeddings where the checkpoint's turned out to be different.
+    /// config.json of the model: that of its checkpoint, with the current storage type of the weights, and
+    /// untied if the checkpoint's embedding and head differ.
     pub fn config_json(&self) -> Result<Value> {
         let mut config = self.source()?.checkpoint.config.clone().unwrap_or_default();
         if Config::parse(&config, Path::new("config.json"))?.tied != self.config.tied {
@@ -73,15 +73,15 @@ impl Model {
         Ok(config_with_dtype(config, self.dtype()))
     }
 
-    /// The paths of keys of the model's config.json that have no effect here and are not known to be harmless.
+    /// Paths of config.json keys that are ignored here and not known to be harmless.
     pub fn unknown_config_keys(&self) -> Vec<String> {
         let Ok(source) = self.source() else { return Vec::new() };
         let unknown = |config| Config::unknown_keys(config, &source.checkpoint.config_path()).ok();
         source.checkpoint.config.as_ref().and_then(unknown).unwrap_or_default()
     }
 
-    /// Writes the model in the layout that it was read from, with what that checkpoint carries beside it; a new model in
-    /// that of transformers. Whole, or not at all. Adapters are not part of it.
+    /// Writes the model atomically, in the layout that it was loaded from and with the tensors that
+    /// checkpoint carries beside it; a new model in the layout of transformers. Adapters are not written.
     pub fn save(&self, destination: &Path, force: bool, observer: &dyn Observer) -> Result<ConvertReport> {
         self.save_with_config(&self.config_json()?, destination, force, observer)
     }
@@ -96,7 +96,7 @@ impl Model {
     ) -> Result<ConvertReport> {
         let file = Path::new("config.json");
         if Config::parse(config, file)? != self.config {
-            let problem = "describes another model than the one that is to be saved".into();
+            let problem = "does not describe the model to be saved".into();
             return Err(Error::Config { file: file.into(), field: "config.json".into(), problem });
         }
         let source = self.source()?;
@@ -132,7 +132,7 @@ impl Model {
         Ok(convert::execute(&checkpoint, plan, destination, &options, observer)?)
     }
 
-    /// From now on it is saved in Hugging Face's layout, whatever it was read from.
+    /// Makes [`Model::save`] write the Hugging Face layout, whatever the model was loaded from.
     pub fn save_as_hf(&mut self) {
         if let Some(source) = &mut self.source {
             source.layout = hf(source);
@@ -147,7 +147,7 @@ impl Model {
     }
 
     fn source(&self) -> Result<&Source> {
-        self.source.as_ref().ok_or_else(|| Error::Input("the model was not read from a checkpoint".into()))
+        self.source.as_ref().ok_or_else(|| Error::Input("the model was not loaded from a checkpoint".into()))
     }
 
     fn memory_tensor(&self, spec: &Spec, dtype: Dtype, data: Vec<u8>) -> MemoryTensor {
@@ -156,7 +156,7 @@ impl Model {
     }
 }
 
-/// The checkpoint's layout with Hugging Face's names.
+/// Layout of the checkpoint with Hugging Face names.
 fn hf(source: &Source) -> Layout {
     Layout { naming: Naming::Hf, ranks: 1, ..source.layout.clone() }
 }

@@ -10,7 +10,8 @@ use common::{MODELS, batch, error, ids, load};
 
 const RANK: usize = 3;
 
-/// Adapters wherever one can be, without B = 0, so that both matrices matter. The indexers learn by another loss.
+/// Model with every possible adapter, B not 0, so that both matrices matter. The indexers are trained by
+/// another loss.
 fn adapted(name: &str, preset: &str) -> Model {
     let mut model = load(name, preset);
     let targets = model.adapter_targets();
@@ -104,8 +105,8 @@ fn the_gradients_of_a_and_of_b_are_the_slopes_of_the_loss() {
                 step(&mut model, &grads, of_a, -by);
                 loss.sum / loss.tokens as f64
             };
-            // Steps that change the loss by twice this. A longer one may let a token go to another expert, which is no
-            // slope; a shorter one drowns in rounding.
+            // Steps that change the loss by twice this. A longer one may send a token to another expert,
+            // where the loss jumps; a shorter one is lost in rounding.
             let off = [1e-3, 3e-4, 1e-4].map(|change| {
                 let by = (change / square) as f32;
                 let slope = (loss(by) - loss(-by)) / (2.0 * by as f64);

@@ -1,4 +1,5 @@
-//! A run that stops between layers, with the parameters of one layer in memory, gives the bits of a run in one go.
+//! A run that stops between layers, with one layer's parameters in memory, has the bits of a run in
+//! one call.
 
 mod common;
 
@@ -75,7 +76,7 @@ fn a_pass_that_kept_nothing_cannot_go_back() {
     let mut pass = LayerwiseRun::begin(&model, &batch, None, None, None).unwrap();
     pass.forward(&model, 0, None).unwrap();
     let problem = pass.backward(&model, &mut model.grads(), 0, None).unwrap_err().to_string();
-    assert!(problem.contains("nothing was kept"), "{problem}");
+    assert!(problem.contains("no saved activations"), "{problem}");
 }
 
 #[test]

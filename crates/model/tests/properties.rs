@@ -1,4 +1,4 @@
-//! What holds for every architecture.
+//! Properties that hold for every architecture.
 
 mod common;
 
@@ -136,8 +136,9 @@ fn every_learned_tensor_has_a_gradient() {
 
 #[test]
 fn bf16_is_within_its_rounding_of_f32() {
-    // The tiny models amplify rounding (and flip experts), so the yardstick is transformers: the ratios of its own bf16
-    // run to its f32 run, for logits and for all gradients together. Ours are the same within a factor.
+    // The tiny models amplify rounding (and flip experts), so the measure is transformers: the ratios of
+    // its own bf16 run to its f32 run, for logits and for all gradients together. Ours are the same within a
+    // factor.
     let transformers = [
         ("qwen3_next", 0.099, 0.289),
         ("qwen3_5", 0.125, 0.775),

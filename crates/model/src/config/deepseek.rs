@@ -84,7 +84,7 @@ pub(super) fn parse(fields: &Fields<'_>) -> Result<Config> {
         router: Router::SigmoidGroups {
             groups,
             kept_groups,
-            normalise: fields.flag("norm_topk_prob", true)?,
+            normalize: fields.flag("norm_topk_prob", true)?,
             scaling: fields.positive("routed_scaling_factor", 2.5)? as f32,
         },
         shared: (shared > 0).then_some(SharedExpert { intermediate: shared * intermediate, gated: false }),

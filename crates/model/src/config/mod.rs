@@ -196,7 +196,7 @@ pub enum Router {
     /// Softmax of the logits of mlp.gate.
     Softmax {
         /// True if the weights of a token are normalized to a sum of 1.
-        normalise: bool,
+        normalize: bool,
     },
     /// Sigmoid scores, a bias used for selection only, groups selected first (DeepSeek).
     SigmoidGroups {
@@ -205,7 +205,7 @@ pub enum Router {
         /// Number of groups selected for a token.
         kept_groups: usize,
         /// True if the weights of a token are divided by their sum.
-        normalise: bool,
+        normalize: bool,
         /// Factor of the weights.
         scaling: f32,
     },

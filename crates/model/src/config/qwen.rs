@@ -69,7 +69,7 @@ pub(super) fn parse(fields: &Fields<'_>, model_type: &str) -> Result<Config> {
             count,
             top_k,
             intermediate: fields.count("moe_intermediate_size", 512)?,
-            router: Router::Softmax { normalise: !next || fields.flag("norm_topk_prob", true)? },
+            router: Router::Softmax { normalize: !next || fields.flag("norm_topk_prob", true)? },
             shared: Some(SharedExpert { intermediate, gated: true }),
         })
     } else {

@@ -1,8 +1,8 @@
-//! A mixture of experts, with the expert that every token has.
+//! Mixture of experts, with the shared expert.
 //!
 //! ```text
 //! logits = W_r x                       in f32; Gemma 4: W_r (s x / rms(x)) H^-1/2, x the residual
-//! y = sum over the chosen of weight * expert(x)  +  sigmoid(w_g x) shared(x), or shared(x)
+//! y = sum over the selected of weight * expert(x)  +  sigmoid(w_g x) shared(x), or shared(x)
 //! ```
 
 use ballast_kernels::Element;
@@ -39,7 +39,7 @@ pub(crate) struct Experts {
     shared: Option<Shared>,
 }
 
-/// What makes the logits.
+/// Parameters of the router.
 #[derive(Clone, Debug)]
 enum Router {
     Plain { linear: Linear },
@@ -53,7 +53,7 @@ struct Shared {
     gate: Option<Linear>,
 }
 
-/// What forward keeps, beside x.
+/// Activations that forward keeps for backward, beside x.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Saved<A> {
     /// [tokens, E]
@@ -61,7 +61,7 @@ pub(crate) struct Saved<A> {
     routing: Routing,
     /// Gate and up of the experts' tokens
     experts: moe::Saved<A>,
-    /// Of the router's norm
+    /// rstd of the router's norm
     router_norm: NormSaved,
     shared: mlp::Saved<A>,
     /// [tokens, H]; empty without a gate
@@ -126,7 +126,7 @@ impl Experts {
         }
     }
 
-    /// From x [tokens, H] and the residual, which Gemma's router looks at.
+    /// Output for x [tokens, H]; Gemma 4's router reads the residual stream instead of x.
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -177,7 +177,7 @@ impl Experts {
         Ok((y, saved))
     }
 
-    /// dx += the gradient of x, d_residual += that of the residual (the same buffer's content where they are one).
+    /// Adds the gradient of x to dx and that of the residual stream to d_residual, or to dx if `None`.
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -280,13 +280,13 @@ impl Experts {
     fn kernel_router<'a>(&self, run: &'a Run<'_>) -> KernelRouter<'a> {
         match (self.shape.router, &self.router) {
             (
-                RouterShape::SigmoidGroups { groups, kept_groups, normalise, scaling },
+                RouterShape::SigmoidGroups { groups, kept_groups, normalize, scaling },
                 Router::Biased { bias, .. },
             ) => {
                 let bias = Some(run.protected(*bias));
-                KernelRouter::SigmoidGroups { bias, groups, kept_groups, normalize: normalise, scaling }
+                KernelRouter::SigmoidGroups { bias, groups, kept_groups, normalize, scaling }
             }
-            (RouterShape::Softmax { normalise }, _) => KernelRouter::Softmax { normalize: normalise },
+            (RouterShape::Softmax { normalize }, _) => KernelRouter::Softmax { normalize },
             _ => KernelRouter::Softmax { normalize: true },
         }
     }
@@ -298,7 +298,7 @@ impl Experts {
         }
     }
 
-    /// The logits, and what the router's norm keeps.
+    /// Logits, and what the router's norm keeps.
     fn logits<A: Element>(&self, run: &Run<'_>, x: &[A], residual: &[f32]) -> Result<(Vec<f32>, NormSaved)> {
         let mut saved = NormSaved::default();
         let mut logits: Vec<f32> = match &self.router {
@@ -319,7 +319,7 @@ impl Experts {
         (self.hidden as f32).powf(-0.5)
     }
 
-    /// The router's norm, kept in f32: it decides.
+    /// Norm of the router's input; its rounding is not a site.
     fn router_norm<A: Element, X: Element>(
         &self,
         run: &Run<'_>,
@@ -380,7 +380,7 @@ impl Experts {
         }
     }
 
-    /// Bytes that forward keeps.
+    /// Bytes that forward keeps for backward.
     pub(crate) fn saved_bytes<A>(&self, tokens: usize, keep: Keep) -> usize {
         if !keep.any() {
             return 0;
@@ -396,7 +396,7 @@ impl Experts {
         own + shared
     }
 
-    /// Bytes that backward has alive at once beside what was kept, if the tokens are spread evenly: the kernel's f32 sums
+    /// Peak bytes of backward's temporary tensorsfor evenly loaded experts: the kernel's f32 sums
     /// and the rows of one expert, or the shared expert's gradients.
     pub(crate) fn transient<A>(&self, tokens: usize, keep: Keep) -> usize {
         let Dims { experts, top_k, hidden, intermediate } = self.dims();

@@ -1,12 +1,12 @@
-//! A linear layer, or some rows of one, with what an adapter adds.
+//! Linear layer on all or some rows of a stored matrix, with its adapter.
 //!
 //! ```text
 //! y  = x W^T + b + s u B^T         u = x A^T
 //! dx = dy W + v A                  v = s dy B
 //! dW += dy^T x    dA += v^T x    dB += s dy^T u
 //! ```
-//! W, b and B are rows of what is stored, A is whole. u and v have the few columns of A's rank, so nothing is kept of an
-//! adapter: backward makes u anew. The sum is rounded once.
+//! W, b and B are rows of the stored tensors, A is whole. u and v have only rank columns, so nothing is kept
+//! for an adapter: backward recomputes u. The sum is rounded once.
 
 use ballast_kernels::Element;
 use ballast_kernels::elementwise::{accumulate, convert, scale};
@@ -20,7 +20,7 @@ use crate::params::{Adapter, Grads, Id, Init, Protected, Specs, Weight};
 use crate::run::{Run, zeros};
 use crate::with_weight;
 
-/// W the rows from `first` on of a stored matrix.
+/// Linear layer; W is the rows of a stored matrix from `first` on.
 #[derive(Clone, Debug)]
 pub(crate) struct Linear<V = Weight> {
     weight: Id<V>,
@@ -30,19 +30,19 @@ pub(crate) struct Linear<V = Weight> {
 }
 
 impl Linear {
-    /// A layer called `name` (`.weight` and `.bias` are added).
+    /// Layer called `name` (`.weight` and `.bias` are added).
     pub(crate) fn new(specs: &mut Specs, name: &str, inputs: usize, outputs: usize, bias: bool) -> Linear {
         let weight = specs.weight(format!("{name}.weight"), &[outputs, inputs], Init::Normal);
         let bias = bias.then(|| specs.weight(format!("{name}.bias"), &[outputs], Init::Zeros));
         Linear { weight, bias, first: 0, dims: Dims { inputs, outputs } }
     }
 
-    /// A layer on a weight that another part owns.
+    /// Layer on a weight that another part owns.
     pub(crate) fn on(weight: Id<Weight>, inputs: usize, outputs: usize) -> Linear {
         Linear { weight, bias: None, first: 0, dims: Dims { inputs, outputs } }
     }
 
-    /// The layer that `outputs` rows from `first` on make; only for layers without a bias.
+    /// Layer of `outputs` rows from `first` on; only for layers without a bias.
     pub(crate) fn rows(&self, first: usize, outputs: usize) -> Linear {
         assert!(self.bias.is_none() && first + outputs <= self.dims.outputs);
         Linear { first: self.first + first, dims: Dims { inputs: self.dims.inputs, outputs }, ..*self }
@@ -66,7 +66,8 @@ impl Linear {
         Ok(y)
     }
 
-    /// The same for several layers that read one x: the bits of each by itself, threads wait for each other once.
+    /// Outputs of several layers that read one x: the bits of [`Linear::forward`], with one synchronization
+    /// of the threads.
     pub(crate) fn forward_many<Y: Element, X: Element, const N: usize>(
         run: &Run<'_>,
         layers: [&Linear; N],
@@ -120,7 +121,7 @@ impl Linear {
         Ok(y)
     }
 
-    /// dx += the input's gradient, and the parameters' gradients.
+    /// Adds the gradient of x to dx, and the parameters' gradients.
     pub(crate) fn backward<Y: Element, X: Element>(
         &self,
         run: &Run<'_>,
@@ -137,7 +138,7 @@ impl Linear {
         self.own_backward(run, grads, dy, x)
     }
 
-    /// dx of an input that nothing else reads, and the parameters' gradients.
+    /// Gradient of an x that no other layer reads; adds the parameters' gradients.
     pub(crate) fn backward_alone<Y: Element, X: Element>(
         &self,
         run: &Run<'_>,
@@ -160,7 +161,7 @@ impl Linear {
         Ok(dx)
     }
 
-    /// The parameters' gradients alone.
+    /// Adds the parameters' gradients.
     pub(crate) fn backward_weight<Y: Element, X: Element>(
         &self,
         run: &Run<'_>,
@@ -172,7 +173,7 @@ impl Linear {
         self.own_backward(run, grads, dy, x)
     }
 
-    /// The adapter's gradients, and its part of dx.
+    /// Adds the adapter's gradients, and its part of dx.
     fn adapter_backward<Y: Element, X: Element>(
         &self,
         run: &Run<'_>,
@@ -196,7 +197,7 @@ impl Linear {
         Ok(())
     }
 
-    /// What the weight has added to it, in this layer's rows.
+    /// Adapter of the weight, in this layer's rows.
     fn low<'a>(&self, run: &Run<'a>) -> Option<LoraRows<'a>> {
         let adapter = run.adapter(self.weight)?;
         let Dims { inputs, outputs } = self.dims;
@@ -208,7 +209,7 @@ impl Linear {
         })
     }
 
-    /// The gradients of weight and bias.
+    /// Adds the gradients of weight and bias.
     fn own_backward<Y: Element, X: Element>(
         &self,
         run: &Run<'_>,
@@ -230,19 +231,19 @@ impl Linear {
     }
 }
 
-/// An adapter as a layer on some rows of its weight has it.
+/// Adapter restricted to the rows of a layer.
 struct LoraRows<'a> {
     adapter: &'a Adapter,
     /// First row of B.
     first: usize,
-    /// Of A.
+    /// Shape of A.
     down: Dims,
-    /// Of the rows of B.
+    /// Shape of the rows of B.
     up: Dims,
 }
 
 impl<'a> LoraRows<'a> {
-    /// Where the rows of B lie.
+    /// Range of the rows of B.
     fn rows(&self) -> std::ops::Range<usize> {
         let begin = self.first * self.adapter.rank;
         begin..begin + self.up.weight_len()
@@ -261,7 +262,7 @@ impl<'a> LoraRows<'a> {
 }
 
 impl Linear<Protected> {
-    /// A layer whose weight is protected.
+    /// Layer with a protected weight.
     pub(crate) fn protected(
         specs: &mut Specs,
         name: &str,
@@ -279,7 +280,7 @@ impl Linear<Protected> {
         Ok(y)
     }
 
-    /// dx += dy W, and the weight's gradient.
+    /// Adds dy W to dx, and the weight's gradient.
     pub(crate) fn backward<X: Element>(
         &self,
         run: &Run<'_>,
@@ -292,7 +293,7 @@ impl Linear<Protected> {
         self.backward_weight(run, grads, dy, x)
     }
 
-    /// The weight's gradient alone.
+    /// Adds the weight's gradient.
     pub(crate) fn backward_weight<X: Element>(
         &self,
         run: &Run<'_>,
@@ -308,7 +309,7 @@ impl Linear<Protected> {
 }
 
 impl<V> Linear<V> {
-    /// f32 that one slot of scratch needs.
+    /// f32 elements of one slot of scratch.
     pub(crate) fn scratch(&self, tokens: usize) -> usize {
         linear_scratch(self.dims, tokens)
     }

@@ -1,4 +1,4 @@
-//! What the tests of whole models share.
+//! Shared code of the tests of whole models.
 #![allow(dead_code)] // each test file uses its own part
 
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_model::{Batch, Model, Precision};
 
-/// The tiny models.
+/// Tiny models of all families.
 pub const MODELS: [&str; 9] = [
     "qwen3_next",
     "qwen3_5",
@@ -36,7 +36,7 @@ pub fn load(model: &str, preset: &str) -> Model {
     Model::load(&folder(model), |config| Precision::preset(preset, config)).unwrap()
 }
 
-/// RMS(a-b) / (RMS(b) + 1e-8), and the largest difference.
+/// Returns RMS(a-b) / (RMS(b) + 1e-8) and the largest difference.
 pub fn error(got: &[f32], expected: &[f32]) -> (f64, f64) {
     assert_eq!(got.len(), expected.len());
     let rms = |sum: f64| (sum / expected.len().max(1) as f64).sqrt();
@@ -47,17 +47,17 @@ pub fn error(got: &[f32], expected: &[f32]) -> (f64, f64) {
     (rms(squares) / (rms(size) + 1e-8), largest)
 }
 
-/// The 58 ids of the golden batch.
+/// Ids of the golden batch, 58 in all.
 pub fn ids(model: &str) -> Vec<u32> {
     golden(model).integers("input_ids").unwrap().values.iter().map(|id| *id as u32).collect()
 }
 
-/// The golden batch: two rows of 29.
+/// Golden batch: two rows of 29.
 pub fn batch(model: &str) -> Batch {
     Batch::rows(ids(model), 29).unwrap()
 }
 
-/// A copy of a model whose config.json was changed.
+/// Copy of a model with a changed config.json.
 pub fn with_config(model: &str, change: impl FnOnce(&mut serde_json::Value)) -> tempfile::TempDir {
     let copy = tempfile::tempdir().unwrap();
     let from = folder(model);

@@ -91,17 +91,17 @@ fn softmax(logits: &[f64], among: impl Iterator<Item = usize> + Clone) -> impl F
 
 fn weigh(logits: &[f64], chosen: &[usize], router: Router) -> Vec<f64> {
     match router {
-        Router::Normed | Router::Softmax { normalise: true } => {
+        Router::Normed | Router::Softmax { normalize: true } => {
             let p = softmax(logits, chosen.iter().copied());
             chosen.iter().map(|i| p(*i)).collect()
         }
-        Router::Softmax { normalise: false } => {
+        Router::Softmax { normalize: false } => {
             let p = softmax(logits, 0..logits.len());
             chosen.iter().map(|i| p(*i)).collect()
         }
-        Router::SigmoidGroups { normalise, scaling, .. } => {
+        Router::SigmoidGroups { normalize, scaling, .. } => {
             let s: Vec<f64> = chosen.iter().map(|i| sigmoid(logits[*i])).collect();
-            let sum = if normalise { s.iter().sum::<f64>() + TINY } else { 1.0 };
+            let sum = if normalize { s.iter().sum::<f64>() + TINY } else { 1.0 };
             s.iter().map(|s| scaling as f64 * s / sum).collect()
         }
     }
@@ -111,13 +111,13 @@ fn weigh(logits: &[f64], chosen: &[usize], router: Router) -> Vec<f64> {
 fn weigh_backward(dl: &mut [f64], dw: &[f64], logits: &[f64], chosen: &[usize], router: Router) {
     let w = weigh(logits, chosen, router);
     match router {
-        Router::Normed | Router::Softmax { normalise: true } => {
+        Router::Normed | Router::Softmax { normalize: true } => {
             let along = dot(dw, &w);
             for ((i, dw), w) in chosen.iter().zip(dw).zip(&w) {
                 dl[*i] += w * (dw - along);
             }
         }
-        Router::Softmax { normalise: false } => {
+        Router::Softmax { normalize: false } => {
             let (along, p) = (dot(dw, &w), softmax(logits, 0..logits.len()));
             for (i, dl) in dl.iter_mut().enumerate() {
                 *dl -= p(i) * along;
@@ -126,10 +126,10 @@ fn weigh_backward(dl: &mut [f64], dw: &[f64], logits: &[f64], chosen: &[usize], 
                 dl[*i] += w * dw;
             }
         }
-        Router::SigmoidGroups { normalise, scaling, .. } => {
+        Router::SigmoidGroups { normalize, scaling, .. } => {
             let s: Vec<f64> = chosen.iter().map(|i| sigmoid(logits[*i])).collect();
-            let sum = if normalise { s.iter().sum::<f64>() + TINY } else { 1.0 };
-            let along = if normalise { dot(dw, &s) / sum } else { 0.0 };
+            let sum = if normalize { s.iter().sum::<f64>() + TINY } else { 1.0 };
+            let along = if normalize { dot(dw, &s) / sum } else { 0.0 };
             for ((i, dw), s) in chosen.iter().zip(dw).zip(&s) {
                 dl[*i] += scaling as f64 * (dw - along) / sum * s * (1.0 - s);
             }

@@ -203,8 +203,8 @@ fn the_gradient_of_a_layer_norm_is_what_differences_give() {
 
 #[test]
 fn the_gradient_of_a_router_is_what_differences_give() {
-    let groups = |normalise| Router::SigmoidGroups { groups: 4, kept_groups: 2, normalise, scaling: 2.5 };
-    let softmax = |normalise| Router::Softmax { normalise };
+    let groups = |normalize| Router::SigmoidGroups { groups: 4, kept_groups: 2, normalize, scaling: 2.5 };
+    let softmax = |normalize| Router::Softmax { normalize };
     let (tokens, experts, top_k) = (5, 8, 3);
     let (logits, dw) = (values(tokens * experts, 1, 2.0), values(tokens * top_k, 2, 1.0));
     let bias = [0.5, -0.5, 0.0, 1.0, -1.0, 0.25, 0.0, 0.75];
@@ -233,7 +233,7 @@ fn the_gradient_of_a_router_is_what_differences_give() {
 
 #[test]
 fn experts_come_from_the_best_groups_and_of_equal_ones_the_first_is_taken() {
-    let router = Router::SigmoidGroups { groups: 2, kept_groups: 1, normalise: true, scaling: 1.0 };
+    let router = Router::SigmoidGroups { groups: 2, kept_groups: 1, normalize: true, scaling: 1.0 };
     // The best single expert is in the first group, the best two together are the second.
     let logits = [5.0, -5.0, 1.0, 1.0];
     assert_eq!(choose_experts(&logits, router, None, 4, 2), [2, 3]);

@@ -1,4 +1,5 @@
-//! What makes this attention what it is, each left out in turn; decoding; kept bytes; the indexer's gradients.
+//! What makes this attention what it is, each left out in turn; decoding; kept bytes; the indexer's
+//! gradients.
 
 use std::path::{Path, PathBuf};
 

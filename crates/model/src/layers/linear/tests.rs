@@ -86,7 +86,8 @@ fn an_adapter_and_its_gradients_are_those_of_the_sum_also_on_some_rows() {
         let expected = product(TOKENS, rows, INPUTS, |t, i| dy[t * rows + i], |i, j| sum[i * INPUTS + j]);
         assert_close("dx alone", &dx_alone, &expected);
         assert_close("dx, on top of 1", &dx, &expected.iter().map(|d| d + 1.0).collect::<Vec<f64>>());
-        // The gradient of the sum G = dy^T x gives both: dA = s B^T G, dB = s G A^T. Two calls have added it twice.
+        // The gradient of the sum G = dy^T x gives both: dA = s B^T G, dB = s G A^T. Two calls have added it
+        // twice.
         let g: Vec<f32> = product(rows, TOKENS, INPUTS, |i, t| dy[t * rows + i], |t, j| x[t * INPUTS + j])
             .iter()
             .map(|g| (2.0 * SCALE as f64 * g) as f32)
