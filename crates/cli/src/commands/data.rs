@@ -27,7 +27,6 @@ pub(crate) struct DataArgs {
 
 #[derive(Subcommand)]
 enum Operation {
-    /// Show documents, tokens, lengths, and samples with the trained tokens marked.
     Inspect(InspectArgs),
 }
 
@@ -430,7 +429,7 @@ fn micro_batch_words(boundaries: &Boundaries, packing: Packing) -> String {
     };
     let more = match boundaries.sequences.len().saturating_sub(SHOWN_SEQUENCES) {
         0 => String::new(),
-        more => format!("and {} more\n", plural(more, "sequence")),
+        more => format!("and {}\n", plural(more, "more sequence")),
     };
     format!(
         "\na {name} micro-batch: {} in {}, {} predicted\n{table}\n{more}",

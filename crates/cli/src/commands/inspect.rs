@@ -9,7 +9,7 @@ use clap::Args;
 
 use super::{Global, PolicyArg};
 use crate::exit::Outcome;
-use crate::output::{self, bytes, clean, count, plural, table};
+use crate::output::{self, bytes, clean, count, table};
 
 #[derive(Args)]
 pub(crate) struct InspectArgs {
@@ -56,11 +56,11 @@ pub(super) fn layout_words(layout: &Layout) -> String {
 
 fn text(report: &InspectReport, list_tensors: bool) -> String {
     let mut text = format!(
-        "architecture  {} (by {})\nlayout        {}\ntensors       {}, {} parameters, {}\n",
+        "architecture  {} (by {})\nlayout        {}\ntensors       {}\nparameters    {}\nsize          {}\n",
         clean(report.architecture.name.as_deref().unwrap_or("unknown")),
         report.architecture.source,
         layout_words(&report.layout),
-        plural(report.total.tensors as usize, "tensor"),
+        count(report.total.tensors),
         count(report.total.parameters),
         bytes(report.total.bytes)
     );
@@ -79,13 +79,13 @@ fn text(report: &InspectReport, list_tensors: bool) -> String {
     for (dtype, amount) in &report.by_dtype {
         let [tensors, parameters, size] =
             [count(amount.tensors), count(amount.parameters), bytes(amount.bytes)];
-        roles.add_row(["all".to_string(), dtype.to_string(), tensors, parameters, size, String::new()]);
+        roles.add_row(["total".to_string(), dtype.to_string(), tensors, parameters, size, String::new()]);
     }
     text += &format!("{files}\n{roles}\n");
     if report.protected.is_empty() {
         text += "the policy protects none of these tensors\n";
     } else {
-        let mut protected = table(&["protected by", "stored as", "first"]);
+        let mut protected = table(&["protected by", "stored as", "first tensor"]);
         for p in &report.protected {
             let stored: Vec<String> = p.stored.iter().map(|(dtype, n)| format!("{n} x {dtype}")).collect();
             protected.add_row([clean(&p.rule), stored.join(", "), clean(&p.first)]);

@@ -18,7 +18,7 @@ use super::Global;
 use crate::exit::{Outcome, Usage};
 use crate::output::{self, bytes, clean, count, plural, table};
 
-/// Measure what each precision choice costs on a model.
+/// Measure what each precision choice costs on a model, against f64; without arguments, on an embedded model.
 ///
 /// Runs the same input through an f64 reference and under each policy, and compares outputs, every
 /// activation, and gradients. Policies are presets, and single choices in an otherwise f32 model (only A_log

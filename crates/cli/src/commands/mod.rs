@@ -62,6 +62,7 @@ pub(crate) struct Global {
     pub(crate) warnings: Warnings,
 }
 
+// A command without a comment here has its help on its `Args`; one in both places would hide the long text.
 #[derive(Subcommand)]
 enum Command {
     /// Break a small checkpoint with a cast to bf16, then find and repair the damage.
@@ -76,18 +77,13 @@ enum Command {
     Diff(diff::DiffArgs),
     /// Restore the f32 bits of rounded protected tensors from the original checkpoint.
     Repair(repair::RepairArgs),
-    /// Train or fine-tune a model; without arguments, a small hybrid on an embedded task.
     Train(train::TrainArgs),
-    /// Merge LoRA adapters into a model's weights.
     Merge(merge::MergeArgs),
-    /// Generate text: continue a prompt, answer a conversation, or chat.
     Generate(generate::GenerateArgs),
-    /// Measure a model's perplexity on a text, with its standard error.
     Eval(eval::EvalArgs),
     /// Inspect training data: documents, tokens, and which of them are trained on.
     Data(data::DataArgs),
     /// Measure what each precision choice costs on a model, against f64; without arguments, on an embedded
-    /// model.
     Lab(lab::LabArgs),
     /// Run one kernel on given inputs and compare with expected results.
     Oracle(oracle::OracleArgs),

@@ -22,8 +22,7 @@ use crate::exit::{self, Outcome, Usage};
 use crate::output::{self, bytes, clean, count, table};
 use crate::progress::Progress;
 
-/// Train or fine-tune a model. Without arguments, train a small hybrid on an embedded task in about two
-/// minutes.
+/// Train or fine-tune a model; without arguments, a small hybrid on an embedded task (two minutes).
 ///
 /// A TOML file (--config) describes the run; --set overrides single keys, and other flags override both.
 /// --print-config prints the resolved configuration, --keys explains every key. A run writes a folder: model/
