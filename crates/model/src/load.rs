@@ -92,8 +92,8 @@ fn untie(checkpoint: &Checkpoint, config: &mut Config) -> Result<Option<String>>
     };
     config.tied = false;
     Ok(Some(format!(
-        "{}: `tie_word_embeddings` is true, but {head} and {embedding} are stored with different values; both \
-         are used, untied, as in transformers; set `tie_word_embeddings` to false",
+        "{}: `tie_word_embeddings` is true, but {head} and {embedding} are stored with different values; they \
+         are not tied, as in transformers; set `tie_word_embeddings` to false",
         checkpoint.config_path().display()
     )))
 }
