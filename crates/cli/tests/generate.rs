@@ -216,7 +216,7 @@ fn tensors_that_are_not_the_models_are_listed() {
     scratch.put("src/config.json", config.replace("\"vocab_size\": 160", "\"vocab_size\": 161"));
     let run = generate(&scratch, "a", &[]).exits(3);
     assert!(
-        run.stderr.contains("\n    model.embed_tokens.weight: [160, 48] where [161, 48] is expected"),
+        run.stderr.contains("\n    model.embed_tokens.weight: shape must be [161, 48], got [160, 48]"),
         "{}",
         run.stderr
     );

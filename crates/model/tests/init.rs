@@ -178,6 +178,6 @@ fn a_config_of_another_model_is_not_written_beside_this_one() {
     let Err(error) = model.save_with_config(&config, &home.path().join("b"), false, &Silent) else {
         panic!("it was written")
     };
-    assert!(error.to_string().contains("another model"), "{error}");
+    assert!(error.to_string().contains("does not describe the model"), "{error}");
     assert!(!home.path().join("b").exists());
 }

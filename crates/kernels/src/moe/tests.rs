@@ -326,7 +326,7 @@ fn routes_weights_and_their_gradients_are_those_of_transformers() {
     {
         let (tensor, settings) = golden(name);
         let number = |key: &str| settings[key].parse::<usize>().unwrap();
-        let (logits, normalize) = (tensor("logits"), settings["normalize"] == "true");
+        let (logits, normalize) = (tensor("logits"), settings["normalise"] == "true");
         let dims = Dims { experts: 16, top_k: number("top_k"), hidden: 1, intermediate: 1 };
         let bias = if settings["router"] == "sigmoid" { tensor("bias") } else { vec![] };
         let router = match settings["router"].as_str() {
