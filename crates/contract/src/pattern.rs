@@ -1,6 +1,6 @@
 //! Patterns over tensor names.
 //!
-//! [`matches`] has dotted paths, as policies use them: `*` stands for exactly one segment, `**` for any
+//! [`matches()`] has dotted paths, as policies use them: `*` stands for exactly one segment, `**` for any
 //! number of segments (zero included), anything else for itself. A pattern covers the whole name, so the last
 //! segment of `**.linear_attn.A_log` is `A_log` and never `my_A_log`. [`wildcard_matches`] has `*` for any
 //! characters, dots included.
