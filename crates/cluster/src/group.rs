@@ -1,0 +1,183 @@
+//! Ranks that work together: point-to-point messages with a time limit.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+use crate::traffic::{Kind, Traffic};
+use crate::transport::{Solo, Ticket, Transport};
+
+/// Channel of the messages that say for whom a rank waits.
+const WAITING: u16 = 0;
+
+/// Time after which a waiting rank tells the others for whom it waits.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// Some ranks of a cluster. All members must call the collective operations of a group in the same order.
+#[derive(Clone, Debug)]
+pub struct Group {
+    transport: Arc<dyn Transport>,
+    traffic: Arc<Traffic>,
+    /// Ranks of the members in the whole cluster.
+    members: Arc<[usize]>,
+    /// Index of this process among the members.
+    rank: usize,
+    channel: u16,
+    timeout: Duration,
+}
+
+/// A message that is expected.
+#[derive(Debug)]
+#[must_use]
+pub struct Receive {
+    /// Index of the sender in the group.
+    from: usize,
+    ticket: Ticket,
+}
+
+impl Group {
+    /// A group of one process.
+    pub fn solo() -> Group {
+        Group::world(Arc::new(Solo), Duration::MAX)
+    }
+
+    /// The group of all ranks. A rank that does not answer within `timeout` is an error.
+    pub fn world(transport: Arc<dyn Transport>, timeout: Duration) -> Group {
+        let (rank, members) = (transport.rank(), (0..transport.size()).collect());
+        Group { transport, traffic: Arc::default(), members, rank, channel: 1, timeout }
+    }
+
+    /// A group of some of these ranks, this one among them, in this order. Groups that exist at the same time and share
+    /// two ranks need different `number`s, from 1.
+    ///
+    /// # Panics
+    /// If this rank is not a member, or a member is not in this group.
+    pub fn subgroup(&self, members: &[usize], number: u16) -> Group {
+        let rank = members.iter().position(|member| *member == self.rank).expect("this rank is a member");
+        let members = members.iter().map(|member| self.members[*member]).collect();
+        Group { members, rank, channel: self.channel + number, ..self.clone() }
+    }
+
+    /// Sets the time limit.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
+    /// Index of this process in the group.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Returns true for the rank that writes files and prints.
+    pub fn is_first(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// Bytes sent and time waited by this process, in all groups.
+    pub fn traffic(&self) -> &Traffic {
+        &self.traffic
+    }
+
+    /// Ends all processes of the run at once.
+    pub fn abort(&self, code: i32) -> ! {
+        self.transport.abort(code)
+    }
+
+    /// Sends a message to a member.
+    pub fn send(&self, to: usize, kind: Kind, bytes: Vec<u8>) -> Result {
+        self.traffic.count(kind, bytes.len());
+        self.transport.start_send(self.members[to], self.channel, bytes)
+    }
+
+    /// Starts to receive a message of `len` bytes from a member.
+    pub fn receive(&self, from: usize, len: usize) -> Result<Receive> {
+        let ticket = self.transport.start_receive(self.members[from], self.channel, len)?;
+        Ok(Receive { from, ticket })
+    }
+
+    /// Waits for a message.
+    pub fn wait(&self, receive: Receive) -> Result<Vec<u8>> {
+        if let Some(bytes) = self.transport.take(receive.ticket)? {
+            return Ok(bytes);
+        }
+        let started = Instant::now();
+        let mut told = None;
+        for turn in 0u32.. {
+            if let Some(bytes) = self.transport.take(receive.ticket)? {
+                self.traffic.wait(started.elapsed());
+                return Ok(bytes);
+            }
+            let waited = started.elapsed();
+            if waited > PATIENCE && told.is_none_or(|told: Duration| waited - told > PATIENCE) {
+                told = Some(waited);
+                self.tell_waiting(self.members[receive.from])?;
+            }
+            if waited > self.timeout {
+                let rank = self.last_in_chain(self.members[receive.from])?;
+                return Err(Error::Silent { rank, seconds: self.timeout.as_secs() });
+            }
+            pause(turn);
+        }
+        unreachable!("the loop ends by a message or the time limit")
+    }
+
+    /// Waits until all messages of this process have left.
+    pub fn flush(&self) -> Result {
+        let started = Instant::now();
+        for turn in 0u32.. {
+            if self.transport.is_flushed()? {
+                return Ok(());
+            }
+            if started.elapsed() > self.timeout {
+                let problem = "messages could not be delivered within cluster.timeout".to_string();
+                return Err(Error::Failed(problem));
+            }
+            pause(turn);
+        }
+        unreachable!("the loop ends by delivery or the time limit")
+    }
+
+    /// Tells all ranks of the cluster for whom this one waits.
+    fn tell_waiting(&self, whom: usize) -> Result {
+        let bytes = (whom as u64).to_le_bytes().to_vec();
+        (0..self.transport.size())
+            .filter(|rank| *rank != self.transport.rank())
+            .try_for_each(|rank| self.transport.start_send(rank, WAITING, bytes.clone()))
+    }
+
+    /// The rank that holds up the others: the one that `first` waits for, or that one, and so on. A rank that
+    /// waits for nobody has stopped.
+    fn last_in_chain(&self, first: usize) -> Result<usize> {
+        let mut waits = BTreeMap::new();
+        for rank in (0..self.transport.size()).filter(|rank| *rank != self.transport.rank()) {
+            while let Some(bytes) = self.transport.poll(rank, WAITING)? {
+                if let Ok(bytes) = <[u8; 8]>::try_from(&bytes[..]) {
+                    waits.insert(rank, u64::from_le_bytes(bytes) as usize);
+                }
+            }
+        }
+        let mut rank = first;
+        for _ in 0..self.transport.size() {
+            match waits.get(&rank) {
+                Some(next) if *next != self.transport.rank() => rank = *next,
+                _ => break,
+            }
+        }
+        Ok(rank)
+    }
+}
+
+/// Waits for a moment: at first without giving up the core, then longer and longer.
+fn pause(turn: u32) {
+    match turn {
+        0..64 => std::hint::spin_loop(),
+        64..256 => std::thread::yield_now(),
+        _ => std::thread::sleep(Duration::from_micros(20 * u64::from((turn - 256) / 64 + 1).min(10))),
+    }
+}
