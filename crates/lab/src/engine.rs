@@ -200,8 +200,9 @@ impl<'b> Running<'b> {
                 let recompute = (self.backward != Backward::None).then_some(Recompute::Full);
                 let with_indexers = self.backward == Backward::WithIndexers;
                 let indexer = sparse_loss(&self.model.config).filter(|_| with_indexers);
+                let options = LossOptions { indexer, ..LossOptions::default() };
                 self.pass =
-                    Some(LayerwiseRun::begin(&self.model, self.batch, recompute, indexer, Some(sites))?);
+                    Some(LayerwiseRun::begin(&self.model, self.batch, recompute, options, Some(sites))?);
             }
             Part::Layer(index) => {
                 let (model, pass) = self.begun();

@@ -353,22 +353,23 @@ impl Model {
         self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
             let trail = self.forward::<A>(run, None)?;
             let hidden: Vec<A> = self.last_norm(run, &trail.x)?;
-            let options = self.loss_options(options);
-            let mut workspace =
-                zeros(linear_cross_entropy_workspace(self.head.dims(), run.tokens(), &options));
-            with_weight!(run.weight(self.head.weight()), |w| {
-                let (dims, targets) = (self.head.dims(), &batch.targets);
-                Ok(linear_cross_entropy(
-                    None,
-                    &hidden,
-                    w,
-                    targets,
-                    dims,
-                    &options,
-                    &mut workspace,
-                    run.scratch,
-                )?)
-            })
+            self.loss_of(run, &hidden, options)
+        })
+    }
+
+    /// Loss of the hidden states after the final norm.
+    pub(crate) fn loss_of<A: Element>(
+        &self,
+        run: &Run<'_>,
+        hidden: &[A],
+        options: &LossOptions,
+    ) -> Result<Loss> {
+        let options = self.loss_options(options);
+        let mut workspace = zeros(linear_cross_entropy_workspace(self.head.dims(), run.tokens(), &options));
+        with_weight!(run.weight(self.head.weight()), |w| {
+            let (dims, targets) = (self.head.dims(), &run.batch.targets);
+            let (workspace, scratch) = (&mut workspace, run.scratch);
+            Ok(linear_cross_entropy(None, hidden, w, targets, dims, &options, workspace, scratch)?)
         })
     }
 

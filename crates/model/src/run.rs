@@ -82,6 +82,11 @@ impl Balancing {
     /// Ends the sum; returns the loss, including the coefficient.
     pub(crate) fn complete(&self) -> f64 {
         self.complete.set(true);
+        self.loss()
+    }
+
+    /// The loss of the layers so far, including the coefficient.
+    pub(crate) fn loss(&self) -> f64 {
         self.coefficient as f64 * self.sums.borrow().loss()
     }
 

@@ -59,6 +59,20 @@ pub struct Step {
     pub seconds: f64,
     /// Peak memory of the process in bytes.
     pub peak_memory: u64,
+    /// Use of the ranks, in a run of several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ranks: Option<RankUse>,
+}
+
+/// Use of the ranks in a step.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RankUse {
+    /// Fraction of the step that each rank spent waiting for others.
+    pub waiting: Vec<f64>,
+    /// Peak memory of each rank in bytes.
+    pub peak_memory: Vec<u64>,
+    /// Bytes sent by all ranks, by kind.
+    pub sent: BTreeMap<String, u64>,
 }
 
 /// An evaluation on held-out data.

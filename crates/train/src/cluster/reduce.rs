@@ -1,0 +1,87 @@
+//! Sums of gradients over groups and ranks, bucket by bucket while backward goes on.
+
+use std::ops::Range;
+
+use ballast_cluster::{Kind as Purpose, ReduceScatter, TreeSum};
+use ballast_model::params::{Bucket, Grads, Kind};
+
+use super::{Ranks, Shards};
+use crate::config::Shard;
+use crate::error::{Error, Result};
+
+/// The sum of the gradients of one step.
+pub(crate) struct Reducer<'a> {
+    ranks: &'a Ranks,
+    shard: Shard,
+    /// By bucket and rank.
+    parts: Vec<Vec<Range<usize>>>,
+    /// Sum over the rounds of the own part of each bucket.
+    sums: Vec<TreeSum>,
+    under_way: Vec<(usize, ReduceScatter)>,
+    failure: Option<Error>,
+}
+
+impl<'a> Reducer<'a> {
+    pub(crate) fn new(ranks: &'a Ranks, shards: &Shards, shard: Shard, grads: &Grads) -> Reducer<'a> {
+        let parts = shards.bucket_parts(grads);
+        let sums = parts.iter().map(|_| TreeSum::default()).collect();
+        Reducer { ranks, shard, parts, sums, under_way: Vec::new(), failure: None }
+    }
+
+    /// Starts to sum a bucket that is final for this round. Takes its memory where gradients are divided.
+    pub(crate) fn add(&mut self, bucket: Bucket<'_>) {
+        let Bucket { index, kind, values, .. } = bucket;
+        if self.ranks.is_solo() {
+            self.sums[index].push(std::mem::take(values));
+            return;
+        }
+        let (world, inner) = (&self.ranks.world, self.ranks.context.size());
+        match world.start_reduce_scatter(Purpose::Gradients, values, &self.parts[index], inner) {
+            Ok(started) => self.under_way.push((index, started)),
+            Err(error) => self.failure = self.failure.take().or(Some(error.into())),
+        }
+        if self.shard.divides_gradients() && kind == Kind::Weights {
+            *values = Vec::new();
+        }
+    }
+
+    /// Waits for the buckets of a round.
+    pub(crate) fn finish_round(&mut self) -> Result {
+        if let Some(error) = self.failure.take() {
+            return Err(error);
+        }
+        for (bucket, started) in std::mem::take(&mut self.under_way) {
+            let sum = self.ranks.world.finish_reduce_scatter(started)?;
+            self.sums[bucket].push(sum);
+        }
+        Ok(())
+    }
+
+    /// Puts the sums into `grads`: the own range of divided buckets, the others whole.
+    pub(crate) fn finish(self, grads: &mut Grads) -> Result {
+        let Reducer { ranks, shard, parts, sums, .. } = self;
+        let kinds: Vec<Kind> = grads.layout().map(|(_, kind, _)| kind).collect();
+        let mut gathers = Vec::new();
+        for (bucket, sum) in sums.into_iter().enumerate() {
+            let Some(own) = sum.finish() else { continue };
+            let part = &parts[bucket][ranks.world.rank()];
+            if ranks.is_solo() || kinds[bucket] == Kind::Weights && shard.divides_updates() {
+                grads.set_share(bucket, part.start, own);
+                continue;
+            }
+            let lens: Vec<usize> = parts[bucket].iter().map(|part| 4 * part.len()).collect();
+            let own = bytemuck::cast_slice(&own).to_vec();
+            gathers.push((bucket, ranks.world.start_all_gather(Purpose::Gradients, own, &lens)?));
+        }
+        for (bucket, gather) in gathers {
+            let all = ranks.world.finish_all_gather(gather)?;
+            let len = parts[bucket].iter().map(|part| part.end).max().unwrap_or(0);
+            let mut whole = vec![0f32; len];
+            for (part, bytes) in parts[bucket].iter().zip(&all) {
+                bytemuck::cast_slice_mut(&mut whole[part.clone()]).copy_from_slice(bytes);
+            }
+            grads.set_share(bucket, 0, whole);
+        }
+        Ok(())
+    }
+}
