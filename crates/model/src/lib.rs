@@ -45,7 +45,7 @@ pub use model::{IndexerLoss, IndexerStage, LossOptions, Model, Recompute, StepLo
 pub use plan::{Plan, Step, Targets};
 pub use precision::Precision;
 pub use probe::Probe;
-pub use save::NamedTensor;
+pub use save::{NamedTensor, SaveOptions};
 pub use site::Site;
 
 /// The examples of README.md, run as tests.

@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_further_runs_append() {
+    fn written_metrics_are_read_and_further_runs_append() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         let records = [step(1), evaluation(1), event(2)];
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_written_and_read() {
+    fn non_finite_metrics_are_written_and_read() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         let record = MetricsEntry::Step(Step {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use ballast_checkpoint::jobs::Observer;
-use ballast_model::memory;
+use ballast_model::{SaveOptions, memory};
 
 use crate::error::{Error, Result};
 use crate::metrics::{self, Evaluation, Event, MetricsEntry, MetricsWriter, ROLLBACK};
@@ -295,11 +295,8 @@ impl Trainer {
             self.model.write_adapters(&path, path.exists())?;
             return Ok(path);
         }
-        self.model.save(&path, path.exists(), watcher)?;
-        for (name, bytes) in &self.sidecars {
-            let file = path.join(name);
-            std::fs::write(&file, bytes).map_err(Error::io(&file, "write"))?;
-        }
+        let options = SaveOptions { files: &self.sidecars, force: path.exists(), ..SaveOptions::default() };
+        self.model.save_with(&path, &options, watcher)?;
         Ok(path)
     }
 
@@ -376,7 +373,51 @@ fn is_better(loss: f64, best: Option<(u64, f64)>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use ballast_checkpoint::jobs::Silent;
+
     use super::*;
+    use crate::config::TrainConfig;
+
+    impl Watcher for Silent {
+        fn record(&self, _: &MetricsEntry) {}
+
+        fn samples(&self, _: &[Sample]) {}
+
+        fn should_stop(&self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn a_tokenizer_file_that_cannot_be_written_leaves_the_finished_model_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = TrainConfig { out: folder.path().join("run"), ..TrainConfig::default() };
+        let mut trainer = Trainer::new(config).unwrap();
+        let model = folder.path().join("run/model");
+        let files = || {
+            let mut names: Vec<_> =
+                std::fs::read_dir(&model).unwrap().flatten().map(|entry| entry.file_name()).collect();
+            names.sort();
+            names
+        };
+        let complete = std::mem::take(&mut trainer.sidecars);
+        let mut incomplete = complete.clone();
+        // A file in a folder that does not exist.
+        incomplete.push(("none/vocab.json".into(), Vec::new()));
+        trainer.sidecars = incomplete.clone();
+        let error = trainer.publish(&Silent).unwrap_err().to_string();
+        assert!(error.contains("run/model/none/vocab.json: cannot write"), "{error}");
+        assert!(!model.exists());
+        trainer.sidecars = complete;
+        trainer.publish(&Silent).unwrap();
+        let published = files();
+        for name in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+            assert!(published.iter().any(|found| found == name), "{name}: {published:?}");
+        }
+        trainer.sidecars = incomplete;
+        assert!(trainer.publish(&Silent).is_err());
+        assert_eq!(files(), published);
+    }
 
     #[test]
     fn a_loss_that_is_not_finite_is_never_the_best() {

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::{Named, TensorFile, write_f32};
-use ballast_model::{Config, Model, Site};
+use ballast_model::{Config, Model, SaveOptions, Site};
 use serde::{Deserialize, Serialize};
 
 use crate::checksum::{optimizer_checksum, parameters_checksum};
@@ -192,10 +192,7 @@ impl Store {
         let folder = staging.folder();
         if model.params.adapters().is_empty() {
             let weights = folder.join("model");
-            model.save(&weights, false, observer)?;
-            for (name, bytes) in files {
-                write_file(&weights.join(name), bytes)?;
-            }
+            model.save_with(&weights, &SaveOptions { files, ..SaveOptions::default() }, observer)?;
             state.ledger.check_saved(&weights)?;
         } else {
             model.write_adapters(&folder.join("adapter"), false)?;

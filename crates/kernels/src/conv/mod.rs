@@ -128,10 +128,8 @@ struct Tile {
 }
 
 impl Tile {
-    fn all(channels: usize) -> impl rayon::iter::IndexedParallelIterator<Item = Tile> {
-        use rayon::prelude::*;
+    fn all(channels: usize) -> impl Iterator<Item = Tile> {
         (0..channels.div_ceil(TILE))
-            .into_par_iter()
             .map(move |i| Tile { first: i * TILE, len: TILE.min(channels - i * TILE) })
     }
 

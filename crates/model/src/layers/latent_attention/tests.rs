@@ -1,5 +1,4 @@
-//! What makes this attention what it is, each left out in turn; decoding; kept bytes; the indexer's
-//! gradients.
+//! Ablation of each property of latent attention; decoding; saved bytes; the indexer's gradients.
 
 use std::path::{Path, PathBuf};
 
@@ -36,7 +35,7 @@ fn ratio(a: &[f32], b: &[f32]) -> f64 {
     (sum(&|a, b| (a - b) * (a - b)) / sum(&|_, b| b * b)).sqrt()
 }
 
-/// How far the logits go when something is changed; nothing changed must be transformers' own.
+/// Relative distance of the logits from transformers' after a change; without one they must agree.
 fn distance(name: &str, change: impl Fn(&mut Shape, Option<&mut Router>)) -> f64 {
     let (model, batch, golden) = load(name);
     assert!(ratio(&model.logits(&batch, None).unwrap(), &golden) < 1e-5);
@@ -191,7 +190,7 @@ fn chunks_and_single_tokens_give_what_the_whole_sequence_gives() {
 }
 
 #[test]
-fn what_is_kept_has_the_bytes_that_were_announced() {
+fn saved_tensors_have_the_planned_bytes() {
     let alone = Alone::new();
     let hidden = alone.model.config.hidden;
     let stages = [None, Some(IndexerStage::Dense), Some(IndexerStage::Sparse)];
