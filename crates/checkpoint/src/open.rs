@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use crate::encoding::without_mark;
 use crate::error::{Error, Place, Result};
-use crate::header::{self, Header};
+use crate::header::{self, Header, TensorInfo};
 use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
 
 /// Returns the name of the folder of tensor-parallel rank `rank`.
@@ -254,6 +254,17 @@ impl Checkpoint {
             checkpoint.tensors.push(StoredTensor { file, ..tensor.clone() });
         }
         Ok(checkpoint)
+    }
+
+    /// Adds all tensors of a safetensors file.
+    pub fn add_tensors_of(&mut self, path: &Path) -> Result<()> {
+        let (shard, header) = open_shard(path)?;
+        let file = self.files.len();
+        self.files.push(shard);
+        for TensorInfo { name, dtype, shape, begin, bytes } in header.tensors {
+            self.tensors.push(StoredTensor { name, dtype, shape, file, begin, bytes, rank: 0 });
+        }
+        Ok(())
     }
 
     /// Opens `path` like [`Checkpoint::open`]; disagreements between index and shards are an error.

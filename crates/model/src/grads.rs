@@ -116,8 +116,12 @@ impl Layout {
     }
 
     fn buckets(&self) -> Vec<StoredBucket> {
-        let bucket = |(&(part, kind), &len): (&(Part, Kind), &usize)| {
-            StoredBucket { part, kind, len, begin: 0, values: vec![0.0; len] }
+        let bucket = |(&(part, kind), &len): (&(Part, Kind), &usize)| StoredBucket {
+            part,
+            kind,
+            len,
+            begin: 0,
+            values: vec![0.0; len],
         };
         self.lengths.iter().map(bucket).collect()
     }

@@ -78,7 +78,11 @@ impl Model {
         Ok(())
     }
 
-    fn read_params(&mut self, checkpoint: Arc<Checkpoint>, shares: Option<&[Range<usize>]>) -> Result<Source> {
+    fn read_params(
+        &mut self,
+        checkpoint: Arc<Checkpoint>,
+        shares: Option<&[Range<usize>]>,
+    ) -> Result<Source> {
         let source_layout = Layout::detect(&checkpoint);
         let views: Vec<View> =
             layout::relayout(&checkpoint, &source_layout, &canonical(&source_layout))?.concat();

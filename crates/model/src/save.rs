@@ -39,6 +39,9 @@ pub struct SaveOptions<'a> {
     pub config: Option<&'a Value>,
     /// Names and contents of more files to write beside the weights, such as the tokenizer's.
     pub files: &'a [(String, Vec<u8>)],
+    /// Safetensors file with all weights under their [`Model::parameter_name`]s, for a model that holds only its
+    /// share of them.
+    pub weights: Option<&'a Path>,
     /// Replace an existing checkpoint at the destination.
     pub force: bool,
 }
@@ -111,21 +114,24 @@ impl Model {
             return Err(Error::Config { file: file.into(), field: "config.json".into(), problem });
         }
         let source = self.source()?;
-        let weights =
-            self.specs.weights.iter().zip(&self.params.weights).map(|(spec, weight)| match weight {
-                Weight::F32(values) => {
-                    self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(values).to_vec())
-                }
-                Weight::Bf16(values) => {
-                    self.memory_tensor(spec, Dtype::Bf16, bytemuck::cast_slice(values).to_vec())
-                }
-            });
+        let held = self.specs.weights.iter().zip(&self.params.weights).filter(|_| options.weights.is_none());
+        let weights = held.map(|(spec, weight)| match weight {
+            Weight::F32(values) => {
+                self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(values).to_vec())
+            }
+            Weight::Bf16(values) => {
+                self.memory_tensor(spec, Dtype::Bf16, bytemuck::cast_slice(values).to_vec())
+            }
+        });
         let protected = self.specs.protected.iter().zip(&self.params.protected).map(|(spec, tensor)| {
             self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(tensor.values()).to_vec())
         });
         let carried: Vec<&str> = source.carried.iter().map(|view| view.name.as_str()).collect();
         let memory = weights.chain(protected).collect();
         let mut checkpoint = Checkpoint::in_memory(&source.checkpoint, memory, &carried)?;
+        if let Some(file) = options.weights {
+            checkpoint.add_tensors_of(file)?;
+        }
         checkpoint.config = Some(config);
         let checkpoint = Arc::new(checkpoint);
         let convert_options = ConvertOptions {

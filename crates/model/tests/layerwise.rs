@@ -27,7 +27,8 @@ fn check(name: &str, preset: &str) {
     let layers = stored.config.layers.len();
     let mut grads = model.grads();
     thin.hold(&stored.read(is_outside).unwrap());
-    let mut pass = LayerwiseRun::begin(&thin, &batch, Some(Recompute::Full), LossOptions::default(), None).unwrap();
+    let mut pass =
+        LayerwiseRun::begin(&thin, &batch, Some(Recompute::Full), LossOptions::default(), None).unwrap();
     for layer in 0..layers {
         thin.hold(&stored.read(|spec| is_in_layer(spec, layer)).unwrap());
         assert!(thin.params.bytes() < model.params.bytes());

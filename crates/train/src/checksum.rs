@@ -37,7 +37,9 @@ fn tensors_of(model: &Model) -> Vec<Tensor<'_>> {
         Weight::Bf16(values) => Tensor { shared: Some(i), bytes: bytemuck::cast_slice(values), width: 2 },
     }));
     let adapters = model.params.adapters().iter().flatten();
-    tensors.extend(adapters.flat_map(|adapter| [&adapter.a, &adapter.b]).map(|x| whole(bytemuck::cast_slice(x))));
+    tensors.extend(
+        adapters.flat_map(|adapter| [&adapter.a, &adapter.b]).map(|x| whole(bytemuck::cast_slice(x))),
+    );
     let protected = model.params.protected().iter();
     tensors.extend(protected.map(|tensor| whole(bytemuck::cast_slice(tensor.values()))));
     tensors
@@ -70,7 +72,11 @@ pub(crate) fn optimizer_checksum(optimizer: &Optimizer) -> String {
 }
 
 /// [`optimizer_checksum`] of an optimizer whose state the ranks share.
-pub(crate) fn divided_optimizer_checksum(optimizer: &Optimizer, ranks: &Ranks, shards: &Shards) -> Result<String> {
+pub(crate) fn divided_optimizer_checksum(
+    optimizer: &Optimizer,
+    ranks: &Ranks,
+    shards: &Shards,
+) -> Result<String> {
     of_shared(&tensors_of_optimizer(optimizer), ranks, shards)
 }
 

@@ -64,7 +64,11 @@ impl Engine<'_> {
 
     /// The loss of this rank's part of a batch. Without a batch, only serves the other ranks, which need the
     /// weights of this one.
-    pub(crate) fn loss(&mut self, batch: Option<&Batch>, probe: Option<&mut dyn Probe>) -> Result<Option<Loss>> {
+    pub(crate) fn loss(
+        &mut self,
+        batch: Option<&Batch>,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<Option<Loss>> {
         let (options, mut probe) = (LossOptions::default(), probe);
         let batch = batch.map(|batch| own_part(batch, self.ranks)).transpose()?;
         if self.shards.is_none() {

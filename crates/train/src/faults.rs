@@ -71,15 +71,13 @@ impl Trainer {
     /// Replays the step and returns its first faulty site, over all ranks.
     fn find_fault(&mut self, batches: &[MicroBatch], totals: Totals) -> Result<Option<Fault>> {
         let options = step_options(&self.config, totals);
-        let optimizer = std::mem::take(&mut self.optimizer);
         // Ranks that share weights or sequences must all replay everything.
         let stops_early = self.ranks.is_solo();
-        let (mut engine, grads) = self.engine();
-        let fault = sentinel::find(&optimizer, grads, batches, stops_early, &mut |grads, batch, probe| {
+        let (mut engine, grads, optimizer, _) = self.split();
+        let fault = sentinel::find(optimizer, grads, batches, stops_early, &mut |grads, batch, probe| {
             let options = options(batch);
             engine.forward_backward(grads, &batch.batch, &options, Some(probe), &mut |_| ()).map(drop)
         });
-        self.optimizer = optimizer;
         let step = self.step + 1;
         let fault = fault?.map(|fault| {
             let micro_batch = self.micro_batch_index(fault.micro_batch);

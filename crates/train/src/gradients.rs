@@ -45,7 +45,10 @@ impl Totals {
 }
 
 /// Loss options of each micro-batch, weighted so that the step is one mean over its tokens.
-pub(crate) fn step_options(config: &TrainConfig, totals: Totals) -> impl Fn(&MicroBatch) -> LossOptions + use<> {
+pub(crate) fn step_options(
+    config: &TrainConfig,
+    totals: Totals,
+) -> impl Fn(&MicroBatch) -> LossOptions + use<> {
     let Totals { tokens, counted } = totals;
     let loss = config.loss.options();
     move |batch| {
@@ -77,12 +80,13 @@ impl Trainer {
             self.grads.clear();
             for (index, batch) in group.iter().enumerate() {
                 let is_last = index + 1 == group.len() && !single;
-                let (mut engine, grads) = self.engine();
-                let loss = engine.forward_backward(grads, &batch.batch, &options(batch), None, &mut |bucket| {
-                    if is_last {
-                        reducer.add(bucket);
-                    }
-                })?;
+                let (mut engine, grads, ..) = self.split();
+                let loss =
+                    engine.forward_backward(grads, &batch.batch, &options(batch), None, &mut |bucket| {
+                        if is_last {
+                            reducer.add(bucket);
+                        }
+                    })?;
                 parts.extend([loss.language.sum, loss.indexer, loss.balance]);
             }
             reducer.finish_round()?;

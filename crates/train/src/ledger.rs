@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use ballast_checkpoint::Checkpoint;
-use ballast_cluster::Kind;
 use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_cluster::Kind;
 use ballast_contract::Dtype;
 use ballast_model::params::{Protected, Spec};
 use ballast_model::{Batch, Model, Precision, Probe};

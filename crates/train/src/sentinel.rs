@@ -13,8 +13,8 @@
 use std::collections::VecDeque;
 use std::fmt;
 
-use ballast_model::params::Grads;
 use ballast_model::Probe;
+use ballast_model::params::Grads;
 use serde::{Deserialize, Serialize};
 
 use crate::data::MicroBatch;
@@ -121,6 +121,9 @@ impl Probe for Finder<'_> {
     }
 
     fn see(&mut self, site: &str, dtype: &'static str, shape: &[usize], values: &[f32]) {
+        if values.is_empty() {
+            return;
+        }
         let layer = layer_of(site);
         let Some(at) = values.iter().position(|x| !x.is_finite()) else {
             let (min, max) =

@@ -28,7 +28,7 @@ use crate::error::{Error, Result};
 use crate::gradients::Totals;
 use crate::ledger::Ledger;
 use crate::metrics::{Event, RankUse, Step};
-use crate::optimizer::{Optimizer, Place, rule_for, Role};
+use crate::optimizer::{Optimizer, Role, rule_for};
 use crate::places;
 use crate::plan::MemoryPlan;
 use crate::schedule::learning_rate;
@@ -272,7 +272,8 @@ impl Trainer {
         let files = self.streams.first().map(|stream| stream.cursor().files).unwrap_or_default();
         for (kind, files) in [("data.files", files), ("data.validation", self.validation_file())] {
             for (number, file) in files.iter().enumerate() {
-                let content = format!("{} bytes, checksum {:016x}", file.bytes, file.content.unwrap_or_default());
+                let content =
+                    format!("{} bytes, checksum {:016x}", file.bytes, file.content.unwrap_or_default());
                 own.add(&format!("file {number} of `{kind}`"), content);
             }
         }
@@ -282,24 +283,23 @@ impl Trainer {
         check_agreement(&self.ranks, &own)
     }
 
-    /// The model and what it takes to run it, and the gradients.
-    pub(crate) fn engine(&mut self) -> (Engine<'_>, &mut Grads) {
+    /// The model with everything that it takes to run it, the gradients, and other parts of the run that are
+    /// needed beside it.
+    pub(crate) fn split(&mut self) -> (Engine<'_>, &mut Grads, &Optimizer, &mut Ledger) {
         let divided = self.config.cluster.shard.divides_weights() && !self.ranks.is_solo();
         let recompute = self.recompute();
-        let Trainer { model, resident, ranks, shards, grads, .. } = self;
-        (Engine { model, resident, ranks, shards: divided.then_some(shards), recompute }, grads)
+        let Trainer { model, resident, ranks, shards, grads, optimizer, ledger, .. } = self;
+        let engine = Engine { model, resident, ranks, shards: divided.then_some(shards), recompute };
+        (engine, grads, optimizer, ledger)
     }
 
     /// Compares the protected tensors that a forward reads with their checksums.
     pub(crate) fn check_live(&mut self, occasion: &str) -> Result {
-        let mut ledger = std::mem::take(&mut self.ledger);
-        let specs = self.model.specs.protected.clone();
-        let (mut engine, _) = self.engine();
-        let checked = ledger.check_live_by(&specs, occasion, &mut |batch, probe| {
+        let protected = self.model.specs.protected.clone();
+        let (mut engine, _, _, ledger) = self.split();
+        ledger.check_live_by(&protected, occasion, &mut |batch, probe| {
             engine.loss(Some(batch), Some(probe)).map(drop)
-        });
-        self.ledger = ledger;
-        checked
+        })
     }
 
     /// Restores a checkpoint of this run.
@@ -308,7 +308,11 @@ impl Trainer {
         state::restore(checkpoint, &state, &mut self.model, &mut self.optimizer, &division)?;
         let cursors = state.cursors();
         if cursors.len() != self.config.batch.groups {
-            let problem = format!("it has the positions of {} groups, expected {}", cursors.len(), self.config.batch.groups);
+            let problem = format!(
+                "it has the positions of {} groups, expected {}",
+                cursors.len(),
+                self.config.batch.groups
+            );
             return Err(Error::Resume { path: checkpoint.join("state.json"), problem });
         }
         for (stream, group) in self.streams.iter_mut().zip(self.ranks.own_groups()) {
@@ -403,7 +407,9 @@ impl Trainer {
                     batches.push(stream.next()?);
                 }
             }
-            let is_begin = |left_out: &Vec<Cursor>| own.iter().zip(&begin).all(|(group, begin)| left_out[*group] == *begin);
+            let is_begin = |left_out: &Vec<Cursor>| {
+                own.iter().zip(&begin).all(|(group, begin)| left_out[*group] == *begin)
+            };
             if !self.left_out.iter().any(is_begin) {
                 return Ok((begin, batches));
             }
@@ -482,7 +488,12 @@ impl Trainer {
             return Ok(());
         }
         let grads = &self.grads;
-        gather_updates(&mut self.model, &|weight| grads.weight_place(weight).is_some(), &self.ranks, &self.shards)
+        gather_updates(
+            &mut self.model,
+            &|weight| grads.weight_place(weight).is_some(),
+            &self.ranks,
+            &self.shards,
+        )
     }
 
     /// Bytes sent so far, by kind.
@@ -565,6 +576,7 @@ impl Trainer {
         }
         Ok(Attempt::NotTaken)
     }
+}
 
 /// Opens the folder of a new run.
 fn open_new(config: &TrainConfig) -> Result<Store> {
@@ -589,7 +601,13 @@ fn opened_by_first(opened: Result<Option<Store>>, ranks: &Ranks, out: &Path) -> 
 }
 
 /// The division of a model's weights. Tensors are cut where their optimizer allows it.
-fn shards_of(config: &TrainConfig, model: &ballast_model::Config, specs: &Specs, rank: usize, ranks: usize) -> Shards {
+fn shards_of(
+    config: &TrainConfig,
+    model: &ballast_model::Config,
+    specs: &Specs,
+    rank: usize,
+    ranks: usize,
+) -> Shards {
     let divisible = |spec: &Spec| rule_for(&config.optimizer, model, spec, Role::Weight).is_divisible();
     Shards::new(specs, divisible, rank, ranks)
 }

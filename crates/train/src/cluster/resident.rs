@@ -1,9 +1,9 @@
 //! Weights that are divided over the ranks: gathered part by part of the model, ahead of use, and dropped after it.
 
 use ballast_cluster::{Gather, Kind};
+use ballast_model::Model;
 use ballast_model::params::{Part, Weight};
 use ballast_model::precision::Storage;
-use ballast_model::Model;
 use half::bf16;
 
 use super::{Ranks, Shards};
@@ -70,7 +70,8 @@ impl Resident {
             return Ok(());
         }
         let weights = members(model, part);
-        let own = weights.iter().flat_map(|weight| bytes_of(&model.params.weights()[*weight])).copied().collect();
+        let own =
+            weights.iter().flat_map(|weight| bytes_of(&model.params.weights()[*weight])).copied().collect();
         let lens = lens(shards, &weights, model.precision().params);
         self.under_way.push((part, ranks.world.start_all_gather(Kind::Weights, own, &lens)?));
         Ok(())
@@ -100,13 +101,19 @@ impl Resident {
 }
 
 /// Gathers the updated ranges of the `learned` weights, so that every rank has them whole.
-pub(crate) fn gather_updates(model: &mut Model, learned: &dyn Fn(usize) -> bool, ranks: &Ranks, shards: &Shards) -> Result {
+pub(crate) fn gather_updates(
+    model: &mut Model,
+    learned: &dyn Fn(usize) -> bool,
+    ranks: &Ranks,
+    shards: &Shards,
+) -> Result {
     let mut parts: Vec<Part> = model.specs.weights.iter().map(|spec| spec.part).collect();
     parts.sort_unstable();
     parts.dedup();
     let mut gathers = Vec::new();
     for part in parts {
-        let weights: Vec<usize> = members(model, part).into_iter().filter(|weight| learned(*weight)).collect();
+        let weights: Vec<usize> =
+            members(model, part).into_iter().filter(|weight| learned(*weight)).collect();
         let storage = model.precision().params;
         let mut own = Vec::new();
         for weight in &weights {

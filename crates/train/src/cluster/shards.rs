@@ -29,10 +29,8 @@ impl Shards {
         for (number, part) in parts.into_iter().enumerate() {
             let members: Vec<usize> =
                 (0..specs.weights.len()).filter(|i| specs.weights[*i].part == part).collect();
-            let tensors: Vec<(usize, bool)> = members
-                .iter()
-                .map(|i| (specs.weights[*i].len(), divisible(&specs.weights[*i])))
-                .collect();
+            let tensors: Vec<(usize, bool)> =
+                members.iter().map(|i| (specs.weights[*i].len(), divisible(&specs.weights[*i]))).collect();
             let cuts = cuts(&tensors, ranks);
             let mut begin = 0;
             for (i, (len, _)) in members.iter().zip(&tensors) {
@@ -158,7 +156,9 @@ mod tests {
                     let mut end = 0;
                     for range in ranges {
                         assert_eq!(range.start, end, "{ranks} {}", spec.name);
-                        assert!(range.start % BLOCK == 0 && (!whole || range.start == 0 || spec.shape.len() == 1));
+                        assert!(
+                            range.start % BLOCK == 0 && (!whole || range.start == 0 || spec.shape.len() == 1)
+                        );
                         end = range.end;
                     }
                     assert_eq!(end, spec.len());

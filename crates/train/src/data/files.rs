@@ -69,7 +69,16 @@ impl Files {
                 files.map(open).collect::<Result<_>>()?
             }
         };
-        let files = Files { sources, role, config: config.clone(), encoder, seed, drawn: 0, skipped: 0, share: (0, 1) };
+        let files = Files {
+            sources,
+            role,
+            config: config.clone(),
+            encoder,
+            seed,
+            drawn: 0,
+            skipped: 0,
+            share: (0, 1),
+        };
         if files.is_empty() {
             return Err(Error::Config(
                 "data.validation_fraction: too few documents to hold any out; set data.validation to a file, or \

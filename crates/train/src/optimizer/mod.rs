@@ -438,7 +438,9 @@ fn update(slot: &mut Slot, model: &mut Model, step: &Step<'_>, workspace: &mut [
     match *place {
         Place::Weight(i) => match (&mut model.params.weights_mut()[i], master) {
             (Weight::F32(w), _) => rule.update(&mut w[held], None, state, step, workspace),
-            (Weight::Bf16(w), Some(master)) => rule.update(master, Some(&mut w[held]), state, step, workspace),
+            (Weight::Bf16(w), Some(master)) => {
+                rule.update(master, Some(&mut w[held]), state, step, workspace)
+            }
             (Weight::Bf16(w), None) => {
                 let w = &mut w[held];
                 let mut wide: Vec<f32> = w.iter().map(|x| x.to_f32()).collect();
