@@ -1,11 +1,14 @@
 //! Weights that are divided over the ranks: gathered part by part of the model, ahead of use, and dropped after it.
 
+use std::collections::VecDeque;
+
 use ballast_cluster::{Gather, Kind};
 use ballast_model::Model;
 use ballast_model::params::{Part, Weight};
 use ballast_model::precision::Storage;
 use half::bf16;
 
+use super::reduce::WINDOW;
 use super::{Ranks, Shards};
 use crate::error::Result;
 
@@ -110,7 +113,15 @@ pub(crate) fn gather_updates(
     let mut parts: Vec<Part> = model.specs.weights.iter().map(|spec| spec.part).collect();
     parts.sort_unstable();
     parts.dedup();
-    let mut gathers = Vec::new();
+    let mut gathers = VecDeque::new();
+    let finish = |model: &mut Model, (weights, gather): (Vec<usize>, Gather)| -> Result {
+        let all = ranks.world.finish_all_gather(gather)?;
+        let whole = assemble(model, shards, &weights, &all);
+        for (weight, whole) in weights.into_iter().zip(whole) {
+            model.params.weights_mut()[weight] = whole;
+        }
+        Ok(())
+    };
     for part in parts {
         let weights: Vec<usize> =
             members(model, part).into_iter().filter(|weight| learned(*weight)).collect();
@@ -122,14 +133,10 @@ pub(crate) fn gather_updates(
             own.extend_from_slice(&bytes[storage.bytes() * range.start..storage.bytes() * range.end]);
         }
         let lens = lens(shards, &weights, storage);
-        gathers.push((weights, ranks.world.start_all_gather(Kind::Weights, own, &lens)?));
-    }
-    for (weights, gather) in gathers {
-        let all = ranks.world.finish_all_gather(gather)?;
-        let whole = assemble(model, shards, &weights, &all);
-        for (weight, whole) in weights.into_iter().zip(whole) {
-            model.params.weights_mut()[weight] = whole;
+        gathers.push_back((weights, ranks.world.start_all_gather(Kind::Weights, own, &lens)?));
+        if gathers.len() > WINDOW {
+            gathers.pop_front().map_or(Ok(()), |gather| finish(model, gather))?;
         }
     }
-    Ok(())
+    gathers.into_iter().try_for_each(|gather| finish(model, gather))
 }
