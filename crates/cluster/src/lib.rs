@@ -15,10 +15,13 @@
 //! let sums = threads::run(4, |group| group.all_reduce(Kind::Gradients, &[1.0, 2.0, 3.0]).unwrap());
 //! assert!(sums.iter().all(|sum| sum[..] == [4.0, 8.0, 12.0]));
 //! ```
+#![cfg_attr(not(feature = "mpi"), forbid(unsafe_code))]
 
 mod collective;
 mod error;
 mod group;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod threads;
 mod traffic;
 mod transport;

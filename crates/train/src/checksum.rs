@@ -80,8 +80,8 @@ pub(crate) fn divided_optimizer_checksum(
     of_shared(&tensors_of_optimizer(optimizer), ranks, shards)
 }
 
-/// Checksums of format version 2, which hash all bytes in sequence.
-pub(crate) mod version_2 {
+/// Checksums that hash all bytes in sequence, as in checkpoints of earlier programs.
+pub(crate) mod bytewise {
     use super::{Model, Optimizer, of_all, tensors_of, tensors_of_optimizer};
 
     pub(crate) fn weights_checksum(model: &Model) -> String {

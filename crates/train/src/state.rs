@@ -29,7 +29,7 @@ use ballast_model::{Config, Model, SaveOptions, Site};
 use serde::{Deserialize, Serialize};
 
 use crate::checksum::{
-    divided_optimizer_checksum, divided_weights_checksum, optimizer_checksum, parameters_checksum, version_2,
+    bytewise, divided_optimizer_checksum, divided_weights_checksum, optimizer_checksum, parameters_checksum,
 };
 use crate::cluster::{Ranks, Shards};
 use crate::config::{CheckpointsConfig, Shard};
@@ -42,10 +42,10 @@ use crate::sentinel::Sentinel;
 pub use crate::checksum::weights_checksum;
 
 /// Format version that this program writes.
-const VERSION: u32 = 3;
+const VERSION: u32 = 2;
 
 /// Oldest format version that this program reads. Version 1 has checksums of another hash, which are not
-/// compared. Those of version 2 hash all bytes in sequence, those of version 3 block by block.
+/// compared.
 const OLDEST: u32 = 1;
 
 /// The state of a run without its tensors.
@@ -82,12 +82,26 @@ pub struct State {
     pub tokenizer: Option<u64>,
     /// Resolved configuration (TOML).
     pub config: String,
+    /// Method of the two checksums of tensors.
+    #[serde(default)]
+    pub checksums: ChecksumMethod,
     /// Checksum of names and shapes of all trained parameters.
     pub parameters: String,
     /// Checksum of all weights and protected tensors.
     pub weights_checksum: String,
     /// Checksum of masters and optimizer state.
     pub optimizer_checksum: String,
+}
+
+/// Method of the checksums of tensors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ChecksumMethod {
+    /// A hash of all bytes in sequence, as before this field existed.
+    #[default]
+    Bytes,
+    /// A hash of the hashes of blocks, which several ranks can compute.
+    Blocks,
 }
 
 impl State {
@@ -107,6 +121,7 @@ impl State {
             validation: Vec::new(),
             tokenizer: None,
             config: String::new(),
+            checksums: ChecksumMethod::Blocks,
             parameters: parameters_checksum(optimizer),
             weights_checksum: division.weights_checksum(model)?,
             optimizer_checksum: division.optimizer_checksum(optimizer)?,
@@ -552,12 +567,12 @@ pub(crate) fn restore(
         model.drop_adapters();
         model.read_adapters(&checkpoint.join("adapter"))?;
     }
-    let weights = match state.version {
-        1 => None,
+    let weights = match state.checksums {
+        _ if !compares => None,
         // That checksum needs all weights in one process.
-        2 if division.divides_weights() => None,
-        2 => Some(version_2::weights_checksum(model)),
-        _ => Some(division.weights_checksum(model)?),
+        ChecksumMethod::Bytes if division.divides_weights() => None,
+        ChecksumMethod::Bytes => Some(bytewise::weights_checksum(model)),
+        ChecksumMethod::Blocks => Some(division.weights_checksum(model)?),
     };
     if weights.is_some_and(|weights| weights != state.weights_checksum) {
         return refuse(
@@ -582,11 +597,11 @@ pub(crate) fn restore(
     optimizer.updates = state.updates;
     // First the check that names the element.
     optimizer.check().map_err(|error| Error::Resume { path: path.clone(), problem: error.to_string() })?;
-    let saved = match state.version {
-        1 => None,
-        2 if division.divides_updates() => None,
-        2 => Some(version_2::optimizer_checksum(optimizer)),
-        _ => Some(division.optimizer_checksum(optimizer)?),
+    let saved = match state.checksums {
+        _ if !compares => None,
+        ChecksumMethod::Bytes if division.divides_updates() => None,
+        ChecksumMethod::Bytes => Some(bytewise::optimizer_checksum(optimizer)),
+        ChecksumMethod::Blocks => Some(division.optimizer_checksum(optimizer)?),
     };
     if saved.is_some_and(|saved| saved != state.optimizer_checksum) {
         return refuse(
