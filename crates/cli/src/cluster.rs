@@ -18,6 +18,10 @@ use crate::output;
 #[cfg(feature = "mpi")]
 const PANICKED: i32 = 101;
 
+/// Time that the first rank has to report an error that all ranks have.
+#[cfg(feature = "mpi")]
+const FIRST_REPORTS: Duration = Duration::from_secs(2);
+
 /// The group of all ranks, once MPI has been started.
 #[cfg(feature = "mpi")]
 static STARTED: std::sync::OnceLock<Group> = std::sync::OnceLock::new();
@@ -48,7 +52,6 @@ fn no_mpi(size: usize) -> String {
 
 /// Starts MPI if this process is one of several. Returns the group of all ranks; a rank that does not answer
 /// within `timeout` is an error.
-#[allow(dead_code, reason = "no command runs on all ranks yet")]
 pub(crate) fn start(timeout: Duration) -> anyhow::Result<Group> {
     match launch() {
         None => Ok(Group::solo()),
@@ -81,6 +84,15 @@ fn start_mpi(rank: usize, size: usize, timeout: Duration) -> anyhow::Result<Grou
         return Err(Usage(problem).into());
     }
     Ok(group.clone())
+}
+
+/// Waits before this rank reports an error: one that all ranks have is reported by the first, which then ends
+/// them.
+pub(crate) fn let_first_report() {
+    #[cfg(feature = "mpi")]
+    if STARTED.get().is_some_and(|group| group.rank() > 0) {
+        std::thread::sleep(FIRST_REPORTS);
+    }
 }
 
 /// Ends MPI, if it was started, with the exit code of this rank: after success or an interrupt when all ranks have

@@ -1,5 +1,5 @@
 //! Exit codes: 0 success, 1 a check failed, 2 usage or configuration, 3 bad or missing input, 4 not enough
-//! memory or disk space, 5 NaN or infinity, 130 interrupted.
+//! memory or disk space, 5 NaN or infinity, 6 a rank failed or does not answer, 130 interrupted.
 
 use std::io;
 
@@ -80,6 +80,7 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> u8 {
         Err(error) => error,
     };
     let code = code_of(&error);
+    crate::cluster::let_first_report();
     if global.json {
         global
             .print_json("error", &serde_json::json!({ "message": format!("{error:#}"), "exit_code": code }));
@@ -138,6 +139,7 @@ pub(crate) fn code_of_training(error: &TrainError) -> u8 {
         TrainError::Io { cause, .. } if is_full(cause) => 4,
         TrainError::Data { .. } | TrainError::Resume { .. } | TrainError::Io { .. } => 3,
         TrainError::Diverged(_) => 5,
+        TrainError::Cluster(_) => 6,
         TrainError::Model(error) => code_of_model(error),
     }
 }

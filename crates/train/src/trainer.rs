@@ -13,7 +13,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ballast_cluster::{Group, Kind};
 use ballast_kernels::Rounding;
@@ -98,8 +98,9 @@ impl Trainer {
     }
 
     /// Starts a new run on all ranks of `world`, which call this with the same configuration.
-    pub fn new_on(mut config: TrainConfig, world: Group) -> Result<Trainer> {
+    pub fn new_on(mut config: TrainConfig, mut world: Group) -> Result<Trainer> {
         config.check()?;
+        world.set_timeout(Duration::from_secs(config.cluster.timeout));
         let ranks = Ranks::new(world, &config)?;
         check_agreement(&ranks, &Fingerprint::of_program(&config)?)?;
         // Fixed now, so that a resumed run with more steps has the same warm-up.
@@ -119,7 +120,7 @@ impl Trainer {
     }
 
     /// [`Trainer::resume`] on all ranks of `world`; their number may be another than before.
-    pub fn resume_on(out: &Path, settings: &[String], world: Group) -> Result<Trainer> {
+    pub fn resume_on(out: &Path, settings: &[String], mut world: Group) -> Result<Trainer> {
         let none = || {
             let problem = "no checkpoint to resume from; start the run without --resume".into();
             Error::Resume { path: out.into(), problem }
@@ -150,6 +151,7 @@ impl Trainer {
         }
         let config = TrainConfig { out: out.to_path_buf(), ..config };
         places::check_resumed(&config)?;
+        world.set_timeout(Duration::from_secs(config.cluster.timeout));
         let ranks = Ranks::new(world, &config)?;
         check_agreement(&ranks, &Fingerprint::of_program(&config)?)?;
         // Built from the original source, not from a training checkpoint: those may be removed while the run

@@ -103,7 +103,7 @@ impl Cli {
 
     /// Returns true if all ranks of a cluster run the command together; otherwise the first runs it.
     pub(crate) fn runs_on_all_ranks(&self) -> bool {
-        false
+        matches!(&self.command, Command::Train(args) if args.trains())
     }
 }
 
