@@ -105,7 +105,7 @@ fn a_dry_run_shows_masks_types_memory_and_time_and_leaves_nothing() {
         "\u{27e6}",
         "protected: A_log",
         "moments, f32",
-        "kept for backward: linear attention",
+        "saved for backward: linear attention",
         "a step takes",
     ] {
         assert!(text.contains(words), "no {words:?} in {text}");

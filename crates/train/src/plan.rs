@@ -71,11 +71,11 @@ impl MemoryPlan {
         ];
         let after = [
             ("gradients, f32", plan.gradients),
-            ("kept for backward: linear attention", plan.linear_layers),
-            ("kept for backward: softmax attention", plan.softmax_layers),
-            ("kept for backward: latent attention", plan.latent_layers),
-            ("kept for backward: outside the layers", plan.around),
-            ("alive for a moment", plan.transient),
+            ("saved for backward: linear attention", plan.linear_layers),
+            ("saved for backward: softmax attention", plan.softmax_layers),
+            ("saved for backward: latent attention", plan.latent_layers),
+            ("saved for backward: outside the layers", plan.around),
+            ("temporary tensors", plan.transient),
             ("scratch of all threads", plan.scratch),
             ("optimizer workspace", 4 * workspace),
         ];

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::{SaveOptions, memory};
+use ballast_report::format::count;
 
 use crate::error::{Error, Result};
 use crate::metrics::{self, Evaluation, Event, MetricsEntry, MetricsWriter, ROLLBACK, RankUse};
@@ -396,7 +397,7 @@ impl Trainer {
     /// Memory plan of a step.
     pub fn memory_plan(&self) -> Result<MemoryPlan> {
         let mut plan = MemoryPlan::of(&self.config, &self.model, self.model.precision())?;
-        plan.rows.insert(0, ("the program itself, as it started".into(), self.program_bytes));
+        plan.rows.insert(0, ("the program at start".into(), self.program_bytes));
         Ok(plan)
     }
 
@@ -406,7 +407,7 @@ impl Trainer {
         let learned: usize = self.optimizer.slots.iter().map(|slot| slot.elements()).sum();
         let mut facts = vec![
             fact("Model", self.model.config.model_type.clone()),
-            fact("Parameters", format!("{parameters}, {learned} of them trained")),
+            fact("Parameters", format!("{}, {} of them trained", count(parameters), count(learned))),
             fact("Precision", self.model.precision().name.clone()),
             fact("Steps", format!("{} of {}", self.step, self.config.steps)),
             fact("Protected tensors", self.ledger.summary()),
