@@ -215,7 +215,7 @@ impl<T: Element> Pass<'_, T> {
             for span in spans {
                 tasks.extend(kv_heads.clone().map(|kv_head| (*span, kv_head)));
             }
-            tasks.iter().for_each_unequal(|&(span, kv_head)| {
+            tasks.iter().for_each_parallel(|&(span, kv_head)| {
                 self.scratch.with(len, |slot| {
                     Work::take::<T>(slot, self.problem.dims, topk)
                         .listed(self, targets, selected, span, kv_head);
@@ -236,7 +236,7 @@ impl<T: Element> Pass<'_, T> {
                     }
                 }
             }
-            tasks.iter().for_each_unequal(|&(span, first, key, kv_head)| {
+            tasks.iter().for_each_parallel(|&(span, first, key, kv_head)| {
                 self.scratch.with(len, |slot| {
                     Work::take::<T>(slot, self.problem.dims, None)
                         .pair(self, targets, span, first, key, kv_head);

@@ -62,7 +62,7 @@ pub(super) fn run<T: Element>(
         }
     }
     let topk = problem.selected.map(|s| s.topk);
-    tasks.iter().for_each_unequal(|&(span, first, kv_head)| {
+    tasks.iter().for_each_parallel(|&(span, first, kv_head)| {
         scratch.with(attention_forward_scratch::<T>(dims, topk), |slot| {
             let tokens = block_tokens(dims).min(span.queries - first);
             Block::take(slot, problem, topk).run(&targets, span, first, tokens, kv_head);

@@ -79,7 +79,7 @@ pub fn gated_delta_rule_backward<T: Element>(
     grads.gates.with(&input.gates, sequences, |gates| {
         let targets = Targets { dq, dk, dv, gates, dh0 };
         let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };
-        tasks.iter().for_each_unequal(|&(sequence, key_head)| {
+        tasks.iter().for_each_parallel(|&(sequence, key_head)| {
             scratch.with(gated_delta_rule_backward_scratch(dims, options), |slot| {
                 task.run(sequence, key_head, first_kept[sequence], slot);
             });

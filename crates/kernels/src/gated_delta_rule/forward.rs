@@ -73,7 +73,7 @@ pub fn gated_delta_rule_forward<T: Element>(
     };
     let tasks: Vec<(usize, usize)> =
         (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
-    tasks.iter().for_each_unequal(|&(sequence, key_head)| {
+    tasks.iter().for_each_parallel(|&(sequence, key_head)| {
         scratch.with(gated_delta_rule_forward_scratch(dims, options), |slot| {
             run(&targets, input, q, k, dims, options, sequence, key_head, first_kept[sequence], slot);
         });

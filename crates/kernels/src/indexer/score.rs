@@ -229,7 +229,7 @@ fn choose_all<T: Element>(
         tasks.extend((0..span.queries).step_by(block_tokens(dims)).rev().map(|first| (*span, first)));
     }
     let selected = Shared::new(selected);
-    tasks.iter().for_each_unequal(|&(span, first)| {
+    tasks.iter().for_each_parallel(|&(span, first)| {
         let count = block_tokens(dims).min(span.queries - first);
         // SAFETY: the queries of a block belong to one task.
         let rows = unsafe { selected.part((span.query + first) * topk, count * topk) };
