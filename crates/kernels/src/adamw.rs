@@ -29,7 +29,6 @@ use rayon::prelude::*;
 
 use crate::Element;
 use crate::error::{KernelError, Result, check, check_len};
-use crate::parallel::Tasks;
 use crate::partition::ELEMENTS;
 use crate::simd::{fma, simd_fn};
 
@@ -125,13 +124,13 @@ pub fn adamw_step_with_copy<T: Element>(
     }
     let factors = Factors::new(options, step)?;
     let blocks = w
-        .chunks_mut(ELEMENTS)
-        .zip(m.chunks_mut(ELEMENTS))
-        .zip(v.chunks_mut(ELEMENTS))
-        .zip(g.chunks(ELEMENTS));
+        .par_chunks_mut(ELEMENTS)
+        .zip(m.par_chunks_mut(ELEMENTS))
+        .zip(v.par_chunks_mut(ELEMENTS))
+        .zip(g.par_chunks(ELEMENTS));
     match copy {
-        None => blocks.for_each_parallel(|(((w, m), v), g)| update(w, m, v, g, scale, factors)),
-        Some(copy) => blocks.zip(copy.chunks_mut(ELEMENTS)).for_each_parallel(|((((w, m), v), g), copy)| {
+        None => blocks.for_each(|(((w, m), v), g)| update(w, m, v, g, scale, factors)),
+        Some(copy) => blocks.zip(copy.par_chunks_mut(ELEMENTS)).for_each(|((((w, m), v), g), copy)| {
             update(w, m, v, g, scale, factors);
             T::store(copy, w);
         }),
@@ -259,7 +258,7 @@ pub fn clip(gradients: &mut [&mut [f32]], limit: f64) -> Result<f64> {
     let factor = clip_factor(norm, limit)?;
     if factor < 1.0 {
         for g in gradients {
-            g.chunks_mut(ELEMENTS).for_each_parallel(|g| scale_all(g, factor));
+            g.par_chunks_mut(ELEMENTS).for_each(|g| scale_all(g, factor));
         }
     }
     Ok(norm)

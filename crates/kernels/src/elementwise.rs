@@ -22,8 +22,9 @@
 //! # Ok::<(), ballast_kernels::KernelError>(())
 //! ```
 
+use rayon::prelude::*;
+
 use crate::error::{Result, check, check_len, check_shape};
-use crate::parallel::Tasks;
 use crate::partition::{ELEMENTS, task_rows};
 use crate::rounding::{to_bf16, to_f16};
 use crate::simd::simd_fn;
@@ -33,30 +34,30 @@ use crate::{Element, Rounding};
 pub fn add<T: Element>(y: &mut [T], a: &[T], b: &[T]) -> Result {
     check_len("a", a, y.len())?;
     check_len("b", b, y.len())?;
-    let tasks = y.chunks_mut(ELEMENTS).zip(a.chunks(ELEMENTS)).zip(b.chunks(ELEMENTS));
-    tasks.for_each_parallel(|((y, a), b)| add_all(y, a, b));
+    let tasks = y.par_chunks_mut(ELEMENTS).zip(a.par_chunks(ELEMENTS)).zip(b.par_chunks(ELEMENTS));
+    tasks.for_each(|((y, a), b)| add_all(y, a, b));
     Ok(())
 }
 
 /// y += x.
 pub fn add_assign<T: Element>(y: &mut [T], x: &[T]) -> Result {
     check_len("x", x, y.len())?;
-    y.chunks_mut(ELEMENTS).zip(x.chunks(ELEMENTS)).for_each_parallel(|(y, x)| add_to(y, x));
+    y.par_chunks_mut(ELEMENTS).zip(x.par_chunks(ELEMENTS)).for_each(|(y, x)| add_to(y, x));
     Ok(())
 }
 
 /// y += x, y in f32.
 pub fn accumulate<T: Element>(y: &mut [f32], x: &[T]) -> Result {
     check_len("x", x, y.len())?;
-    y.chunks_mut(ELEMENTS).zip(x.chunks(ELEMENTS)).for_each_parallel(|(y, x)| accumulate_all(y, x));
+    y.par_chunks_mut(ELEMENTS).zip(x.par_chunks(ELEMENTS)).for_each(|(y, x)| accumulate_all(y, x));
     Ok(())
 }
 
 /// y = r(y + x), y in f32.
 pub fn accumulate_rounded<T: Element>(y: &mut [f32], x: &[T], rounding: Rounding) -> Result {
     check_len("x", x, y.len())?;
-    let tasks = y.chunks_mut(ELEMENTS).zip(x.chunks(ELEMENTS));
-    tasks.for_each_parallel(|(y, x)| match rounding {
+    let tasks = y.par_chunks_mut(ELEMENTS).zip(x.par_chunks(ELEMENTS));
+    tasks.for_each(|(y, x)| match rounding {
         Rounding::F32 => accumulate_all(y, x),
         Rounding::Bf16 => accumulate_bf16(y, x),
         Rounding::F16 => accumulate_f16(y, x),
@@ -67,20 +68,20 @@ pub fn accumulate_rounded<T: Element>(y: &mut [f32], x: &[T], rounding: Rounding
 /// y = r(y).
 pub fn round(y: &mut [f32], rounding: Rounding) {
     if rounding != Rounding::F32 {
-        y.chunks_mut(ELEMENTS).for_each_parallel(|y| rounding.round_all(y));
+        y.par_chunks_mut(ELEMENTS).for_each(|y| rounding.round_all(y));
     }
 }
 
 /// y = x, rounded to the storage type of y.
 pub fn convert<T: Element>(y: &mut [T], x: &[f32]) -> Result {
     check_len("x", x, y.len())?;
-    y.chunks_mut(ELEMENTS).zip(x.chunks(ELEMENTS)).for_each_parallel(|(y, x)| T::store(y, x));
+    y.par_chunks_mut(ELEMENTS).zip(x.par_chunks(ELEMENTS)).for_each(|(y, x)| T::store(y, x));
     Ok(())
 }
 
 /// y = s y.
 pub fn scale<T: Element>(y: &mut [T], by: f32) {
-    y.chunks_mut(ELEMENTS).for_each_parallel(|y| scale_all(y, by));
+    y.par_chunks_mut(ELEMENTS).for_each(|y| scale_all(y, by));
 }
 
 /// y [rows, width] = x, each row times its factor.
@@ -88,8 +89,8 @@ pub fn scale_rows<T: Element>(y: &mut [T], x: &[T], factors: &[f32], width: usiz
     check_rows(x, factors, width)?;
     check_len("y", y, x.len())?;
     let rows = task_rows(width);
-    let tasks = y.chunks_mut(rows * width).zip(x.chunks(rows * width)).zip(factors.chunks(rows));
-    tasks.for_each_parallel(|((y, x), factors)| {
+    let tasks = y.par_chunks_mut(rows * width).zip(x.par_chunks(rows * width)).zip(factors.par_chunks(rows));
+    tasks.for_each(|((y, x), factors)| {
         for ((y, x), factor) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(factors) {
             scale_into(y, x, *factor);
         }
@@ -102,8 +103,9 @@ pub fn row_products<T: Element>(d_factors: &mut [f32], dy: &[T], x: &[T], width:
     check_rows(x, d_factors, width)?;
     check_len("dy", dy, x.len())?;
     let rows = task_rows(width);
-    let tasks = d_factors.chunks_mut(rows).zip(dy.chunks(rows * width)).zip(x.chunks(rows * width));
-    tasks.for_each_parallel(|((d_factors, dy), x)| {
+    let tasks =
+        d_factors.par_chunks_mut(rows).zip(dy.par_chunks(rows * width)).zip(x.par_chunks(rows * width));
+    tasks.for_each(|((d_factors, dy), x)| {
         for ((d, dy), x) in d_factors.iter_mut().zip(dy.chunks_exact(width)).zip(x.chunks_exact(width)) {
             *d = dy.iter().zip(x).map(|(dy, x)| dy.to_f32() as f64 * x.to_f32() as f64).sum::<f64>() as f32;
         }

@@ -28,7 +28,6 @@ use rayon::prelude::*;
 
 use crate::Element;
 use crate::error::{Result, check, check_shape};
-use crate::parallel::Tasks;
 use crate::partition::task_rows;
 use crate::scratch::check_workspace;
 use crate::shared::Shared;
@@ -45,7 +44,7 @@ pub fn embedding_forward<T: Element, W: Element>(
     check_ids(ids, w, width)?;
     check_shape("y", y, [ids.len(), width])?;
     let rows = task_rows(width);
-    y.chunks_mut(rows * width).zip(ids.chunks(rows)).for_each_parallel(|(y, ids)| {
+    y.par_chunks_mut(rows * width).zip(ids.par_chunks(rows)).for_each(|(y, ids)| {
         for (y, id) in y.chunks_mut(width).zip(ids) {
             scaled_row(y, &w[*id as usize * width..][..width], scale);
         }

@@ -25,9 +25,10 @@
 //! # Ok::<(), ballast_kernels::KernelError>(())
 //! ```
 
+use rayon::prelude::*;
+
 use crate::Element;
 use crate::error::{Result, check_len};
-use crate::parallel::Tasks;
 use crate::partition::ELEMENTS;
 use crate::simd::{fma, sigmoid_f32, simd_fn};
 
@@ -74,8 +75,8 @@ fn gelu_both<const FMA: bool>(x: f32) -> (f32, f32) {
 pub fn glu_forward<T: Element>(h: &mut [T], gate: &[T], up: &[T], activation: Activation) -> Result {
     check_len("gate", gate, h.len())?;
     check_len("up", up, h.len())?;
-    let tasks = h.chunks_mut(ELEMENTS).zip(gate.chunks(ELEMENTS)).zip(up.chunks(ELEMENTS));
-    tasks.for_each_parallel(|((h, gate), up)| match activation {
+    let tasks = h.par_chunks_mut(ELEMENTS).zip(gate.par_chunks(ELEMENTS)).zip(up.par_chunks(ELEMENTS));
+    tasks.for_each(|((h, gate), up)| match activation {
         Activation::Silu => swiglu(h, gate, up),
         Activation::GeluTanh => geglu(h, gate, up),
         Activation::Sigmoid => sigmoid_gate(h, gate, up),
@@ -97,12 +98,12 @@ pub fn glu_backward<T: Element>(
     check_len("gate", gate, dh.len())?;
     check_len("up", up, dh.len())?;
     let tasks = dgate
-        .chunks_mut(ELEMENTS)
-        .zip(dup.chunks_mut(ELEMENTS))
-        .zip(dh.chunks(ELEMENTS))
-        .zip(gate.chunks(ELEMENTS))
-        .zip(up.chunks(ELEMENTS));
-    tasks.for_each_parallel(|((((dgate, dup), dh), gate), up)| match activation {
+        .par_chunks_mut(ELEMENTS)
+        .zip(dup.par_chunks_mut(ELEMENTS))
+        .zip(dh.par_chunks(ELEMENTS))
+        .zip(gate.par_chunks(ELEMENTS))
+        .zip(up.par_chunks(ELEMENTS));
+    tasks.for_each(|((((dgate, dup), dh), gate), up)| match activation {
         Activation::Silu => swiglu_backward(dgate, dup, dh, gate, up),
         Activation::GeluTanh => geglu_backward(dgate, dup, dh, gate, up),
         Activation::Sigmoid => sigmoid_gate_backward(dgate, dup, dh, gate, up),

@@ -20,7 +20,6 @@ pub mod moe;
 pub mod muon;
 pub mod norm;
 pub mod packing;
-mod parallel;
 mod partition;
 pub mod rotary;
 pub mod rounding;

@@ -3,7 +3,7 @@
 //! The sum over rows of a parameter gradient is computed in blocks of rows, each with its own partial sum;
 //! the partial sums are added in the order of the blocks.
 
-use crate::parallel::Tasks;
+use rayon::prelude::*;
 
 /// Most partial sums of a parameter gradient; bounds their memory.
 const MAX_BLOCKS: usize = 64;
@@ -35,7 +35,7 @@ pub(crate) fn add_partials(total: &mut [f32], partials: &[f32]) {
         return;
     }
     let width = total.len();
-    total.chunks_mut(1024).enumerate().for_each_parallel(|(i, part)| {
+    total.par_chunks_mut(1024).enumerate().for_each(|(i, part)| {
         for partial in partials.chunks(width) {
             crate::simd::axpy(part, 1.0, &partial[i * 1024..][..part.len()]);
         }

@@ -36,7 +36,6 @@ use rayon::prelude::*;
 
 use crate::Element;
 use crate::error::{Result, check, check_shape};
-use crate::parallel::Tasks;
 use crate::partition::task_rows;
 use crate::simd::{fma, simd_fn};
 
@@ -290,7 +289,7 @@ fn rotate<T: Element>(x: &mut [T], table: &Table, heads: Heads, direction: f32) 
         return Ok(());
     }
     let rows = task_rows(row);
-    x.chunks_mut(rows * row).zip(table.cos_sin.chunks(rows * 2 * table.pairs)).for_each_parallel(
+    x.par_chunks_mut(rows * row).zip(table.cos_sin.par_chunks(rows * 2 * table.pairs)).for_each(
         |(x, cos_sin)| {
             for (x, cos_sin) in x.chunks_mut(row).zip(cos_sin.chunks(2 * table.pairs)) {
                 let (cos, sin) = cos_sin.split_at(table.pairs);

@@ -15,7 +15,7 @@
 //! that is too short is an error, a slot that is too short grows. The content of both is unspecified before
 //! and after a call.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use crate::error::{Result, check};
 
@@ -40,20 +40,18 @@ impl Scratch {
     /// Runs `work` with a slot of `len` f32 of unspecified content. A slot that is too short grows, so a
     /// wrong size costs memory and not correctness; [`Scratch::bytes`] shows it.
     pub fn with<R>(&self, len: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
-        let mut own = Vec::new();
-        let mut slot = self.free_slot();
-        let buffer = slot.as_deref_mut().unwrap_or(&mut own);
-        if buffer.len() < len {
-            buffer.resize(len, 0.0);
-        }
-        work(&mut buffer[..len])
-    }
-
-    /// The thread's own slot, which is free unless the pool is another one or a kernel runs inside a kernel;
-    /// then any free slot.
-    fn free_slot(&self) -> Option<MutexGuard<'_, Vec<f32>>> {
+        // The thread's own slot is free unless the pool is another one or a kernel runs inside a kernel. Then
+        // any free slot will do.
         let own = rayon::current_thread_index().unwrap_or(0);
-        (0..self.slots.len()).find_map(|i| self.slots[(own + i) % self.slots.len()].try_lock().ok())
+        for i in 0..self.slots.len() {
+            if let Ok(mut slot) = self.slots[(own + i) % self.slots.len()].try_lock() {
+                if slot.len() < len {
+                    slot.resize(len, 0.0);
+                }
+                return work(&mut slot[..len]);
+            }
+        }
+        work(&mut vec![0.0; len])
     }
 }
 

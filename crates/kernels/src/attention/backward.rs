@@ -10,7 +10,6 @@ use super::tile::{
 use super::{Dims, Input, Options, Saved, Selected, check_input};
 use crate::error::{Result, check, check_len, check_shape};
 use crate::matmul::Mat;
-use crate::parallel::Tasks;
 use crate::scratch::{check_workspace, take};
 use crate::shared::Shared;
 use crate::simd::{axpy, dot, exp_f32, simd_fn};
@@ -179,7 +178,7 @@ impl<'a> Sums<'a> {
     }
 
     /// # Safety
-    /// The caller's guarantee is that of [`Sums::row`].
+    /// As for [`Sums::row`].
     unsafe fn put(&self, token: usize, kv_head: usize, row: &[f32], add: bool) {
         // SAFETY: by the caller's guarantee.
         let target = unsafe { self.row(token, kv_head, row.len()) };
@@ -215,7 +214,7 @@ impl<T: Element> Pass<'_, T> {
             for span in spans {
                 tasks.extend(kv_heads.clone().map(|kv_head| (*span, kv_head)));
             }
-            tasks.iter().for_each_parallel(|&(span, kv_head)| {
+            tasks.par_iter().with_max_len(1).for_each(|&(span, kv_head)| {
                 self.scratch.with(len, |slot| {
                     Work::take::<T>(slot, self.problem.dims, topk)
                         .listed(self, targets, selected, span, kv_head);
@@ -236,7 +235,7 @@ impl<T: Element> Pass<'_, T> {
                     }
                 }
             }
-            tasks.iter().for_each_parallel(|&(span, first, key, kv_head)| {
+            tasks.par_iter().with_max_len(1).for_each(|&(span, first, key, kv_head)| {
                 self.scratch.with(len, |slot| {
                     Work::take::<T>(slot, self.problem.dims, None)
                         .pair(self, targets, span, first, key, kv_head);

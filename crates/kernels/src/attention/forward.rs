@@ -1,5 +1,7 @@
 //! Attention forward, one task per sequence, kv head and block of queries.
 
+use rayon::prelude::*;
+
 use super::tile::{
     KEYS, Keys, Problem, Span, block_rows, block_tokens, divide, exp_minus_lowered, exp_minus_one,
     exp_minus_sum, key_rows, key_rows_len, load_rows, masked_product_add, maximum, scale, spans, tiles,
@@ -7,7 +9,6 @@ use super::tile::{
 use super::{Dims, Input, Options, Saved, check_input};
 use crate::error::{Result, check_shape};
 use crate::matmul::Mat;
-use crate::parallel::Tasks;
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::{Element, Rounding, Scratch};
@@ -62,7 +63,7 @@ pub(super) fn run<T: Element>(
         }
     }
     let topk = problem.selected.map(|s| s.topk);
-    tasks.iter().for_each_parallel(|&(span, first, kv_head)| {
+    tasks.par_iter().with_max_len(1).for_each(|&(span, first, kv_head)| {
         scratch.with(attention_forward_scratch::<T>(dims, topk), |slot| {
             let tokens = block_tokens(dims).min(span.queries - first);
             Block::take(slot, problem, topk).run(&targets, span, first, tokens, kv_head);

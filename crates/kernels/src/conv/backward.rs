@@ -1,9 +1,10 @@
 //! Convolution backward: recomputes p from x, and dp also for the W-1 tokens after a block.
 
+use rayon::prelude::*;
+
 use super::forward::convolve;
 use super::{Dims, Input, ROWS, TILE, Tile, check_input, conv_backward_scratch};
 use crate::error::{Result, check_len, check_shape};
-use crate::parallel::Tasks;
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{fma, sigmoid_f32, simd_fn};
@@ -49,7 +50,7 @@ pub fn conv_backward<T: Element, W: Element>(
         dweight: Shared::new(grads.dweight),
         dstate: grads.dstate.map(Shared::new),
     };
-    Tile::all(dims.channels).for_each_parallel(|tile| {
+    Tile::all(dims.channels).for_each(|tile| {
         scratch.with(conv_backward_scratch(dims), |mut slot| {
             let taps = tile.load_taps(&mut slot, input.weight, dims.width);
             let dtaps = take(&mut slot, dims.width * TILE);

@@ -1,8 +1,9 @@
 //! Convolution forward, and the decode step.
 
+use rayon::prelude::*;
+
 use super::{Dims, Input, ROWS, TILE, Tile, check_dims, check_input, conv_forward_scratch};
 use crate::error::{Result, check_len, check_shape};
-use crate::parallel::Tasks;
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{fma, silu_f32, simd_fn};
@@ -27,7 +28,7 @@ pub fn conv_forward<T: Element, W: Element>(
         }
     }
     let y = Shared::new(y);
-    Tile::all(dims.channels).for_each_parallel(|tile| {
+    Tile::all(dims.channels).for_each(|tile| {
         scratch.with(conv_forward_scratch(dims), |slot| run(&y, input, dims, sequences, tile, slot));
     });
     Ok(())

@@ -128,8 +128,10 @@ struct Tile {
 }
 
 impl Tile {
-    fn all(channels: usize) -> impl Iterator<Item = Tile> {
+    fn all(channels: usize) -> impl rayon::iter::IndexedParallelIterator<Item = Tile> {
+        use rayon::prelude::*;
         (0..channels.div_ceil(TILE))
+            .into_par_iter()
             .map(move |i| Tile { first: i * TILE, len: TILE.min(channels - i * TILE) })
     }
 

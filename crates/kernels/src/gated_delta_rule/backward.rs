@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use rayon::prelude::*;
+
 use super::chunk::{
     Half, Head, Keys, gate_queries, load_rows, lower_products, prefetch_rows, prefetch_targets, reach,
     substitute_transposed, triangle_add,
@@ -10,7 +12,6 @@ use super::gates::{GateGrads, GateTargets};
 use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept, kept_chunks};
 use crate::error::{Result, check, check_len, check_shape, elements};
 use crate::matmul::{By, Mat, Onto, matmul_small};
-use crate::parallel::Tasks;
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{dot, dot_body, fma, scale_into, simd_fn, sum_by};
@@ -79,7 +80,7 @@ pub fn gated_delta_rule_backward<T: Element>(
     grads.gates.with(&input.gates, sequences, |gates| {
         let targets = Targets { dq, dk, dv, gates, dh0 };
         let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };
-        tasks.iter().for_each_parallel(|&(sequence, key_head)| {
+        tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
             scratch.with(gated_delta_rule_backward_scratch(dims, options), |slot| {
                 task.run(sequence, key_head, first_kept[sequence], slot);
             });

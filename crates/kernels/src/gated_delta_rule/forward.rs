@@ -6,7 +6,6 @@ use super::chunk::{Half, Head, Keys, gate_queries, l2_rstd, prefetch_rows, prefe
 use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept};
 use crate::error::{Result, check_shape, elements};
 use crate::matmul::{By, Mat, Onto, matmul_small};
-use crate::parallel::Tasks;
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::{Element, Scratch};
@@ -73,7 +72,7 @@ pub fn gated_delta_rule_forward<T: Element>(
     };
     let tasks: Vec<(usize, usize)> =
         (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
-    tasks.iter().for_each_parallel(|&(sequence, key_head)| {
+    tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
         scratch.with(gated_delta_rule_forward_scratch(dims, options), |slot| {
             run(&targets, input, q, k, dims, options, sequence, key_head, first_kept[sequence], slot);
         });

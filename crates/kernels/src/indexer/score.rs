@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
+use rayon::prelude::*;
+
 use super::ties::choose;
 use super::{Dims, Input, Options, block_tokens, check_dims, check_input};
 use crate::attention::UNUSED;
 use crate::attention::tile::{KEYS, Keys, Span, key_rows, key_rows_len, spans};
 use crate::error::{Result, check, check_shape};
 use crate::matmul::{Mat, matmul};
-use crate::parallel::Tasks;
 use crate::scratch::take;
 use crate::shared::Shared;
 use crate::simd::{fma, simd_fn};
@@ -229,7 +230,7 @@ fn choose_all<T: Element>(
         tasks.extend((0..span.queries).step_by(block_tokens(dims)).rev().map(|first| (*span, first)));
     }
     let selected = Shared::new(selected);
-    tasks.iter().for_each_parallel(|&(span, first)| {
+    tasks.par_iter().with_max_len(1).for_each(|&(span, first)| {
         let count = block_tokens(dims).min(span.queries - first);
         // SAFETY: the queries of a block belong to one task.
         let rows = unsafe { selected.part((span.query + first) * topk, count * topk) };

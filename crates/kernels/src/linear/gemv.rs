@@ -1,8 +1,9 @@
 //! Linear layer for a few tokens: every row of the weight is read once, in place. It is widened, or
 //! multiplied as bf16 if x is bf16 too and the machine has AVX512-BF16.
 
+use rayon::prelude::*;
+
 use crate::matmul::dot_bf16;
-use crate::parallel::for_each_index;
 use crate::shared::Shared;
 use crate::simd::{Level, fma, level, prefetch, simd_fn};
 use crate::{Element, Scratch};
@@ -50,7 +51,7 @@ pub(super) fn gemv<Y: Element, X: Element, W: Element, const N: usize>(
     let narrow = level() >= Level::Avx512Bf16;
     scratch.with(tokens * inputs, |wide| {
         X::load(wide, x);
-        for_each_index(tasks, &|task| {
+        (0..tasks).into_par_iter().with_max_len(1).for_each(|task| {
             let part = ends.partition_point(|end| *end <= task);
             let (y, w, bias) = &parts[part];
             let outputs = w.len() / inputs;

@@ -37,8 +37,9 @@ mod tests;
 
 pub use gemv::GEMV_TOKENS;
 
+use rayon::prelude::*;
+
 use crate::error::{Result, check, check_len, check_shape};
-use crate::parallel::Tasks;
 use crate::partition::{add_partials, block_rows, blocks};
 use crate::{Element, KernelError, Scratch};
 use product::{Operand, product};
@@ -194,7 +195,7 @@ fn add_bias_gradient<Y: Element>(dbias: &mut [f32], dy: &[Y], outputs: usize, sc
     let block = block_rows(rows);
     scratch.with(blocks(rows) * outputs, |partials| {
         partials.fill(0.0);
-        partials.chunks_mut(outputs).zip(dy.chunks(block * outputs)).for_each_parallel(|(sum, dy)| {
+        partials.par_chunks_mut(outputs).zip(dy.par_chunks(block * outputs)).for_each(|(sum, dy)| {
             for row in dy.chunks(outputs) {
                 for (sum, dy) in sum.iter_mut().zip(row) {
                     *sum += dy.to_f32();

@@ -1,7 +1,8 @@
 //! C [m, n] (+)= A B in tiles, for operands of any storage type.
 
+use rayon::prelude::*;
+
 use crate::matmul::{BF16_SCRATCH, Mat, Side, matmul_tile, matmul_tile_bf16};
-use crate::parallel::Tasks;
 use crate::shared::Shared;
 use crate::{Element, Scratch};
 
@@ -103,10 +104,10 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
         let (i, j) = (index % down * rows, index / down * columns);
         Tile { i, j, rows: rows.min(m - i), columns: columns.min(n - j) }
     };
-    let tasks = (0..down * across).map(tile);
+    let tasks = (0..down * across).into_par_iter().map(tile);
     if let Some(c) = C::as_f32_mut(c) {
         let c = Shared::new(c);
-        tasks.for_each_parallel(|tile| {
+        tasks.for_each(|tile| {
             // SAFETY: tiles do not overlap.
             scratch.with(SCRATCH, |slot| unsafe {
                 fill(&c, tile.i * n + tile.j, n, accumulate, a, b, tile, k, &mut slot[..PANELS]);
@@ -121,7 +122,7 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
         return;
     }
     let c = Shared::new(c);
-    tasks.for_each_parallel(|tile| {
+    tasks.for_each(|tile| {
         scratch.with(SCRATCH, |slot| {
             let (panels, sum) = slot.split_at_mut(PANELS);
             let sum = &mut sum[..tile.rows * tile.columns];

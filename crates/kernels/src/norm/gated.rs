@@ -1,8 +1,9 @@
 //! Gated RMSNorm: y = RMSNorm(x; w) silu(z), norm first, gate after.
 
+use rayon::prelude::*;
+
 use super::{Saved, check_rows, for_rows, partials_len};
 use crate::error::{Result, check_len};
-use crate::parallel::Tasks;
 use crate::partition::{add_partials, block_rows};
 use crate::simd::{sigmoid_f32, silu_f32, simd_fn, sum_by, sum_by_four};
 use crate::{Element, Scratch};
@@ -56,14 +57,14 @@ pub fn gated_rms_norm_backward<T: Element, W: Element>(
     scratch.with(gated_rms_norm_backward_scratch(rows, width), |partials| {
         partials.fill(0.0);
         let blocks = dx
-            .chunks_mut(len)
-            .zip(dz.chunks_mut(len))
-            .zip(dy.chunks(len))
-            .zip(x.chunks(len))
-            .zip(z.chunks(len))
-            .zip(saved.rstd.chunks(block))
-            .zip(partials.chunks_mut(width));
-        blocks.for_each_parallel(|((((((dx, dz), dy), x), z), rstd), dw)| {
+            .par_chunks_mut(len)
+            .zip(dz.par_chunks_mut(len))
+            .zip(dy.par_chunks(len))
+            .zip(x.par_chunks(len))
+            .zip(z.par_chunks(len))
+            .zip(saved.rstd.par_chunks(block))
+            .zip(partials.par_chunks_mut(width));
+        blocks.for_each(|((((((dx, dz), dy), x), z), rstd), dw)| {
             for (i, rstd) in rstd.iter().enumerate() {
                 let row = i * width..(i + 1) * width;
                 let (dx, dz) = (&mut dx[row.clone()], &mut dz[row.clone()]);

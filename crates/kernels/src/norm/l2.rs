@@ -1,9 +1,10 @@
 //! l2norm: y = x r, r = 1/sqrt(sum x^2 + eps); eps is inside the root, with the sum, not the mean.
 
+use rayon::prelude::*;
+
 use super::{Saved, check_rows, for_rows};
 use crate::Element;
 use crate::error::{Result, check_len};
-use crate::parallel::Tasks;
 use crate::partition::task_rows;
 use crate::simd::{simd_fn, sum_by};
 
@@ -29,11 +30,11 @@ pub fn l2norm_backward<T: Element>(dx: &mut [T], dy: &[T], x: &[T], saved: &Save
     check_len("saved rstd", &saved.rstd, rows)?;
     let task = task_rows(width);
     let tasks = dx
-        .chunks_mut(task * width)
-        .zip(dy.chunks(task * width))
-        .zip(x.chunks(task * width))
-        .zip(saved.rstd.chunks(task));
-    tasks.for_each_parallel(|(((dx, dy), x), rstd)| {
+        .par_chunks_mut(task * width)
+        .zip(dy.par_chunks(task * width))
+        .zip(x.par_chunks(task * width))
+        .zip(saved.rstd.par_chunks(task));
+    tasks.for_each(|(((dx, dy), x), rstd)| {
         let rows = dx.chunks_mut(width).zip(dy.chunks(width)).zip(x.chunks(width)).zip(rstd);
         for (((dx, dy), x), rstd) in rows {
             l2_row_backward(dx, dy, x, *rstd);

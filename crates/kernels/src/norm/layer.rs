@@ -1,8 +1,9 @@
 //! LayerNorm: y = (x - m) r w + b.
 
+use rayon::prelude::*;
+
 use super::{Saved, check_rows, for_rows, partials_len};
 use crate::error::{Result, check_len};
-use crate::parallel::Tasks;
 use crate::partition::{add_partials, block_rows};
 use crate::simd::{simd_fn, sum_by};
 use crate::{Element, Scratch};
@@ -53,12 +54,12 @@ pub fn layer_norm_backward<T: Element, W: Element>(
         partials.fill(0.0);
         let (dw_partials, db_partials) = partials.split_at_mut(partials_len(rows, width));
         let blocks = dx
-            .chunks_mut(block * width)
-            .zip(dy.chunks(block * width))
-            .zip(x.chunks(block * width))
-            .zip(saved.rstd.chunks(block).zip(saved.mean.chunks(block)))
-            .zip(dw_partials.chunks_mut(width).zip(db_partials.chunks_mut(width)));
-        blocks.for_each_parallel(|((((dx, dy), x), (rstd, mean)), (dw, db))| {
+            .par_chunks_mut(block * width)
+            .zip(dy.par_chunks(block * width))
+            .zip(x.par_chunks(block * width))
+            .zip(saved.rstd.par_chunks(block).zip(saved.mean.par_chunks(block)))
+            .zip(dw_partials.par_chunks_mut(width).zip(db_partials.par_chunks_mut(width)));
+        blocks.for_each(|((((dx, dy), x), (rstd, mean)), (dw, db))| {
             let rows =
                 dx.chunks_mut(width).zip(dy.chunks(width)).zip(x.chunks(width)).zip(rstd.iter().zip(mean));
             for (((dx, dy), x), (rstd, mean)) in rows {

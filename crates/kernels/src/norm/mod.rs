@@ -45,8 +45,9 @@ pub use l2::{l2norm_backward, l2norm_forward};
 pub use layer::{layer_norm_backward, layer_norm_backward_scratch, layer_norm_forward};
 pub use rms::{rms_norm_backward, rms_norm_backward_scratch, rms_norm_forward};
 
+use rayon::prelude::*;
+
 use crate::error::{Result, check, check_len};
-use crate::parallel::Tasks;
 use crate::partition::{blocks, task_rows};
 use crate::shared::Shared;
 use crate::{Element, KernelError};
@@ -135,7 +136,7 @@ fn for_rows<Y: Element, X: Element>(
     let (rstd_len, mean_len) = (saved.rstd.len(), saved.mean.len());
     let (rstd, mean) = (Shared::new(&mut saved.rstd), Shared::new(&mut saved.mean));
     let rows = task_rows(width);
-    y.chunks_mut(rows * width).zip(x.chunks(rows * width)).enumerate().for_each_parallel(|(task, (y, x))| {
+    y.par_chunks_mut(rows * width).zip(x.par_chunks(rows * width)).enumerate().for_each(|(task, (y, x))| {
         for (i, (y, x)) in y.chunks_mut(width).zip(x.chunks(width)).enumerate() {
             let row = task * rows + i;
             let (r, m) = norm(row, y, x);

@@ -1,8 +1,9 @@
 //! RMSNorm: y = x r gamma, r = 1/sqrt(mean x^2 + eps).
 
+use rayon::prelude::*;
+
 use super::{Gamma, Saved, check_rows, for_rows, partials_len};
 use crate::error::{Result, check_len};
-use crate::parallel::Tasks;
 use crate::partition::{add_partials, block_rows};
 use crate::simd::{simd_fn, sum_by};
 use crate::{Element, Scratch};
@@ -51,12 +52,12 @@ pub fn rms_norm_backward<X: Element, D: Element, W: Element>(
     scratch.with(rms_norm_backward_scratch(rows, width), |partials| {
         partials.fill(0.0);
         let blocks = dx
-            .chunks_mut(block * width)
-            .zip(dy.chunks(block * width))
-            .zip(x.chunks(block * width))
-            .zip(saved.rstd.chunks(block))
-            .zip(partials.chunks_mut(width));
-        blocks.for_each_parallel(|((((dx, dy), x), rstd), dw)| {
+            .par_chunks_mut(block * width)
+            .zip(dy.par_chunks(block * width))
+            .zip(x.par_chunks(block * width))
+            .zip(saved.rstd.par_chunks(block))
+            .zip(partials.par_chunks_mut(width));
+        blocks.for_each(|((((dx, dy), x), rstd), dw)| {
             let rows = dx.chunks_mut(width).zip(dy.chunks(width)).zip(x.chunks(width)).zip(rstd);
             for (((dx, dy), x), rstd) in rows {
                 rms_row_backward(dx, dw, dy, x, gamma, *rstd);

@@ -34,12 +34,8 @@ impl Tokenizer {
             let hint = if missing { "; put it beside the weights" } else { "" };
             text_error(&file, format!("cannot read: {error}{hint}"))
         })?;
-        let not_a_tokenizer =
-            |error: tokenizers::Error| text_error(&file, format!("not a tokenizer: {error}"));
-        let text =
-            std::str::from_utf8(without_mark(&bytes)).map_err(|error| not_a_tokenizer(error.into()))?;
-        // Not `from_bytes`, which is generic: the whole deserializer would be compiled here again.
-        let mut inner: tokenizers::Tokenizer = text.parse().map_err(not_a_tokenizer)?;
+        let not_a_tokenizer = |error| text_error(&file, format!("not a tokenizer: {error}"));
+        let mut inner = tokenizers::Tokenizer::from_bytes(without_mark(&bytes)).map_err(not_a_tokenizer)?;
         // Padding and truncation saved in the file are ignored, as transformers does by default.
         inner.with_padding(None).with_truncation(None).map_err(not_a_tokenizer)?;
         let config = read_object(&folder.join("tokenizer_config.json"))?;
