@@ -97,7 +97,8 @@ pub(crate) fn json(command: &str, value: &impl Serialize, warnings: &Warnings) -
 pub(crate) fn table(headings: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(STYLE).set_content_arrangement(ContentArrangement::Dynamic);
-    if !std::io::stdout().is_terminal() {
+    // mpirun gives its ranks a terminal without a width.
+    if !std::io::stdout().is_terminal() || table.width() == Some(0) {
         table.set_width(PLAIN_WIDTH);
     }
     table.set_header(headings.iter().map(|h| h.trim_start_matches('>')));
