@@ -225,11 +225,11 @@ impl<'b> LayerwiseRun<'b> {
     ) -> Result<LayerwiseRun<'b>> {
         let tables = model.tables(&batch.positions);
         let narrow = model.precision().activations == Storage::Bf16;
-        let (tokens, options) = (batch.tokens(), LossOptions { indexer, ..LossOptions::default() });
+        let (sequences, options) = (batch.sequences(), LossOptions { indexer, ..LossOptions::default() });
         let scratch = Scratch::new(if narrow {
-            model.scratch_len::<bf16>(tokens)
+            model.scratch_len::<bf16>(sequences)
         } else {
-            model.scratch_len::<f32>(tokens)
+            model.scratch_len::<f32>(sequences)
         });
         let flow = {
             let probe = probe.map(|probe| probe as &mut dyn Probe);

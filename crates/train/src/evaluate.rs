@@ -54,7 +54,8 @@ fn by_source(batch: &MicroBatch) -> Result<BTreeMap<String, Batch>> {
     let all = &batch.batch;
     let mut sources: BTreeMap<String, Batch> = BTreeMap::new();
     for (ends, origin) in all.cu_seqlens.windows(2).zip(&batch.origins) {
-        let empty = || Batch { ids: vec![], targets: vec![], cu_seqlens: vec![0], positions: vec![] };
+        let empty =
+            || Batch { ids: vec![], targets: vec![], cu_seqlens: vec![0], positions: vec![], part: None };
         let part = sources.entry(origin.source.clone()).or_insert_with(empty);
         part.ids.extend(&all.ids[ends[0]..ends[1]]);
         part.targets.extend(&all.targets[ends[0]..ends[1]]);
