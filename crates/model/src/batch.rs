@@ -221,8 +221,13 @@ impl Part {
     /// Number of tokens before part `index` that belong to its first sequence, at most `limit`.
     pub(crate) fn before(&self, index: usize, limit: Option<usize>) -> usize {
         let first = self.tokens(index).start;
-        let sequence = self.cu_seqlens.partition_point(|begin| *begin <= first) - 1;
-        (first - self.cu_seqlens[sequence]).min(limit.unwrap_or(usize::MAX))
+        (first - self.sequence_of(first).start).min(limit.unwrap_or(usize::MAX))
+    }
+
+    /// Tokens of the sequence that a token of the whole batch belongs to.
+    pub(crate) fn sequence_of(&self, token: usize) -> Range<usize> {
+        let next = self.cu_seqlens.partition_point(|begin| *begin <= token);
+        self.cu_seqlens[next - 1]..self.cu_seqlens[next]
     }
 
     /// Tokens that part `to` needs of part `from`, counted from the start of `from`: those of its first sequence,

@@ -4,7 +4,8 @@
 //! ```text
 //! convolution         the W-1 rows before the part                    in their storage type; kept for backward
 //! delta rule          the state before the part, head by head         f32
-//! softmax attention   keys and values of the first sequence           in their storage type; not kept
+//! softmax attention   full: tokens for heads ([`crate::layers`], heads.rs); windowed: the keys and values inside the
+//!                     window before the part                          in their storage type; not kept
 //! latent attention    the latent rows and the indexer's keys of it    in their storage type; not kept
 //! ```
 //! Only a sequence that crosses a boundary is exchanged, and with a sliding window only the keys inside it.
@@ -20,12 +21,13 @@
 //! batch, which every rank knows. So messages carry values only and need no agreement.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use ballast_cluster::{Group, Kind, Receive};
 use ballast_kernels::Element;
 use ballast_kernels::elementwise::accumulate;
 
-use crate::batch::{Batch, Part};
+use crate::batch::{Batch, Part, Piece};
 use crate::error::{Error, Result};
 use crate::run::zeros;
 
@@ -157,6 +159,19 @@ impl<'a> Context<'a> {
         Ok(())
     }
 
+    /// Sends values to a rank; nothing if there are none.
+    pub(crate) fn send<A: Element>(&self, to: usize, kind: Kind, values: &[A]) -> Result {
+        if !values.is_empty() {
+            self.group.send(to, kind, bytemuck::cast_slice(values).to_vec())?;
+        }
+        Ok(())
+    }
+
+    /// The sequence of a piece, if other ranks have tokens of it.
+    pub(crate) fn crossing(&self, piece: &Piece) -> Option<Crossing> {
+        Crossing::new(self.part, piece)
+    }
+
     /// Sends the state of a head to the next rank, or its gradient to the one before.
     pub(crate) fn send_state(&self, to: Neighbor, state: &[f32]) -> Result {
         Ok(self.group.send(self.neighbor(to), Kind::States, bytemuck::cast_slice(state).to_vec())?)
@@ -183,6 +198,93 @@ impl<'a> Context<'a> {
     /// Values of every rank, by rank; all have as many.
     pub(crate) fn gather(&self, own: &[f64]) -> Result<Vec<Vec<f64>>> {
         Ok(self.group.all_gather_f64(Kind::Scalars, own)?)
+    }
+}
+
+/// A sequence whose tokens several ranks have.
+#[derive(Clone, Debug)]
+pub(crate) struct Crossing {
+    /// Rows of this rank's part that belong to it.
+    pub(crate) rows: Range<usize>,
+    /// The ranks that have some of its tokens, in order, and how many.
+    pub(crate) ranks: Vec<(usize, usize)>,
+    /// Index of this rank among them.
+    pub(crate) own: usize,
+}
+
+impl Crossing {
+    /// The sequence of a piece, if other ranks have tokens of it.
+    pub(crate) fn new(part: &Part, piece: &Piece) -> Option<Crossing> {
+        if !piece.began && !piece.goes_on {
+            return None;
+        }
+        let sequence = part.sequence_of(part.tokens(part.index()).start + piece.tokens.start);
+        let count = |rank: usize| {
+            let tokens = part.tokens(rank);
+            (rank, tokens.end.min(sequence.end).saturating_sub(tokens.start.max(sequence.start)))
+        };
+        let ranks: Vec<(usize, usize)> = (0..part.of()).map(count).filter(|(_, count)| *count > 0).collect();
+        let own = ranks.iter().position(|(rank, _)| *rank == part.index())?;
+        Some(Crossing { rows: piece.tokens.clone(), ranks, own })
+    }
+
+    /// Length of the sequence.
+    pub(crate) fn tokens(&self) -> usize {
+        self.ranks.iter().map(|(_, count)| count).sum()
+    }
+
+    /// Rows of each rank in the sequence.
+    fn parts(&self) -> impl Iterator<Item = Range<usize>> {
+        self.ranks.iter().scan(0, |begin, (_, count)| {
+            *begin += count;
+            Some(*begin - count..*begin)
+        })
+    }
+
+    /// Rows of this rank in the sequence.
+    pub(crate) fn own_rows(&self) -> Range<usize> {
+        self.parts().nth(self.own).unwrap_or_default()
+    }
+
+    /// The other ranks, and their rows in the sequence.
+    pub(crate) fn others(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let all = self.ranks.iter().zip(self.parts()).enumerate();
+        all.filter(|(number, _)| *number != self.own).map(|(_, ((rank, _), rows))| (*rank, rows))
+    }
+
+    /// Messages of all ranks by their number of rows: `len` elements for each number of rows; `own` is this rank's.
+    pub(crate) fn gather<A: Element>(
+        &self,
+        context: &Context<'_>,
+        len: impl Fn(usize) -> usize,
+        own: impl FnOnce() -> Vec<A>,
+    ) -> Result<Vec<Vec<A>>> {
+        self.collect(context, |number| len(self.ranks[number].1), own())
+    }
+
+    /// Messages of all ranks, in their order: `len` elements of the rank with an index in `ranks`; `own` is this
+    /// rank's.
+    pub(crate) fn collect<A: Element>(
+        &self,
+        context: &Context<'_>,
+        len: impl Fn(usize) -> usize,
+        own: Vec<A>,
+    ) -> Result<Vec<Vec<A>>> {
+        let mut receives = Vec::new();
+        for (number, (rank, _)) in self.ranks.iter().enumerate() {
+            let len = if number == self.own { 0 } else { len(number) * size_of::<A>() };
+            receives.push(if len > 0 { Some(context.group.receive(*rank, len)?) } else { None });
+        }
+        let mut own = Some(own);
+        let mut messages = Vec::new();
+        for (number, receive) in receives.into_iter().enumerate() {
+            messages.push(match receive {
+                Some(receive) => from_bytes(&context.group.wait(receive)?),
+                None if number == self.own => own.take().unwrap_or_default(),
+                None => Vec::new(),
+            });
+        }
+        Ok(messages)
     }
 }
 

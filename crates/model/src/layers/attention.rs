@@ -8,7 +8,8 @@
 //! whose backward runs later.
 //!
 //! If the batch is divided over ranks, the queries see the keys and values of their sequence on earlier ranks too.
-//! They are gathered for the kernel and dropped after it; backward gathers them again and returns their gradients.
+//! With a sliding window those inside it are gathered for the kernel and dropped after it; backward gathers them
+//! again and returns their gradients. Without one the ranks divide the heads (heads.rs).
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -21,10 +22,12 @@ use ballast_kernels::glu::{Activation, glu_backward, glu_forward};
 use ballast_kernels::norm::Saved as NormSaved;
 use ballast_kernels::rotary::{Heads, rotary_backward, rotary_forward};
 
+use super::heads::{self, Inputs};
 use super::layer::Links;
 use super::{Keep, Linear, Norm, bytes_of};
 use crate::batch::Sequences;
 use crate::config::{Attention as Shape, Config, Values};
+use crate::context::Context;
 use crate::error::Result;
 use crate::params::{Grads, Specs};
 use crate::precision::Precision;
@@ -175,12 +178,17 @@ impl Attention {
                     links.kv[self.layer] = Some(kv.clone());
                 }
                 let kv = kv.as_ref().unwrap_or_else(|| links.source(self.shape.shared_from));
-                let visible = self.visible(run, kv)?;
-                let input = self.input(run, &q, &visible);
-                self.see_logits(run, &input)?;
                 let options = self.options(run.precision);
                 let to = keep.any().then_some(&mut saved.attention);
-                kernel::attention_forward(&mut o, to, &input, self.dims(), &options, run.scratch)?;
+                if let Some(context) = self.divides_heads(run) {
+                    let inputs = Inputs { q: &q, k: &kv.k, v: &kv.v };
+                    heads::forward(run, context, &mut o, to, inputs, self.dims(), &options)?;
+                } else {
+                    let visible = self.visible(run, kv)?;
+                    let input = self.input(run, &q, &visible);
+                    self.see_logits(run, &input)?;
+                    kernel::attention_forward(&mut o, to, &input, self.dims(), &options, run.scratch)?;
+                }
             }
         }
         run.see(layer, "self_attn.o", &o);
@@ -232,6 +240,11 @@ impl Attention {
         let kv = saved.kv.as_ref().unwrap_or_else(|| links.source(self.shape.shared_from));
         let (mut dq, dk, dv) = match &run.context {
             None => self.attend_backward(run, &d_o, kv, &saved)?,
+            Some(context) if self.divides_heads(run).is_some() => {
+                let inputs = Inputs { q: &saved.q, k: &kv.k, v: &kv.v };
+                let (dims, options) = (self.dims(), self.options(run.precision));
+                heads::backward(run, context, &d_o, &saved.o, inputs, &saved.attention, dims, &options)?
+            }
             Some(context) => {
                 let (dq, dk, dv) = self.attend_backward::<A, f32>(run, &d_o, kv, &saved)?;
                 let (width, limit) = (self.shape.kv_heads * self.shape.head_dim, self.earlier_keys());
@@ -285,6 +298,11 @@ impl Attention {
     ) -> kernel::Input<'a, A> {
         let Visible { k, v, before } = visible;
         kernel::Input { q, k, v, sinks: None, selected: None, before: *before, cu_seqlens: run.cu_seqlens() }
+    }
+
+    /// Returns the context if its ranks divide the heads.
+    fn divides_heads<'a>(&self, run: &'a Run<'_>) -> Option<&'a Context<'a>> {
+        run.context.as_ref().filter(|_| self.shape.window.is_none())
     }
 
     /// Most keys before the part that its queries see.
@@ -570,13 +588,18 @@ impl Attention {
         let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let gated = if shape.gated { q } else { 0 };
         let recomputed = if keep == Keep::Everything || !shape.qk_norm { 0 } else { q + gated + 2 * kv };
+        let plain = tokens * (recomputed + gated + 2 * q + 2 * kv) * size_of::<A>();
+        if shape.window.is_none() && sequences.part.is_some() {
+            let local = 4 * kernel::attention_backward_workspace::<A>(self.dims(), tokens);
+            return plain + local.max(heads::transient::<A>(sequences, self.dims()));
+        }
         let before = sequences.before(self.earlier_keys());
         let keys = before + tokens;
         let buffer = 4 * kernel::attention_backward_workspace::<A>(self.dims(), keys);
         let gathered = if before > 0 { 2 * kv * keys * size_of::<A>() } else { 0 };
         // The gradients of all keys in f32, if they are exchanged, beside the rounded ones.
         let exchanged = if sequences.part.is_some() { 4 * 2 * kv * keys } else { 0 };
-        buffer + gathered + exchanged + tokens * (recomputed + gated + 2 * q + 2 * kv) * size_of::<A>()
+        buffer + gathered + exchanged + plain
     }
 
     pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {
