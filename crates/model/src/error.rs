@@ -52,6 +52,9 @@ pub enum Error {
     /// Invalid arguments of a kernel.
     #[error(transparent)]
     Kernel(#[from] KernelError),
+    /// A message between the ranks that share a batch failed.
+    #[error(transparent)]
+    Cluster(#[from] ballast_cluster::Error),
     /// Not enough memory.
     #[error("not enough memory for {what}: {}", shortage(*needed, *available))]
     Memory {

@@ -203,8 +203,10 @@ pub struct LayerwiseRun<'b> {
 struct Losses {
     /// Sum of the indexers' losses.
     indexer: f64,
-    /// Load-balancing loss of the routers, if there is one.
+    /// Sums of the load-balancing loss of the routers, if there is one.
     balance: Option<Balancing>,
+    /// That loss, once all layers have run.
+    balance_loss: f64,
 }
 
 impl Losses {
@@ -255,11 +257,11 @@ impl<'b> LayerwiseRun<'b> {
     ) -> Result<LayerwiseRun<'b>> {
         let tables = model.tables(&batch.positions);
         let narrow = model.precision().activations == Storage::Bf16;
-        let tokens = batch.tokens();
+        let sequences = batch.sequences();
         let scratch = Scratch::new(if narrow {
-            model.scratch_len::<bf16>(tokens)
+            model.scratch_len::<bf16>(sequences)
         } else {
-            model.scratch_len::<f32>(tokens)
+            model.scratch_len::<f32>(sequences)
         });
         let flow = {
             let probe = probe.map(|probe| probe as &mut dyn Probe);
@@ -309,18 +311,22 @@ impl<'b> LayerwiseRun<'b> {
         grads: &mut Grads,
         probe: Option<&mut dyn Probe>,
     ) -> Result<Loss> {
-        let options = self.options;
-        with_flow!(self, model, probe, |run, trail| {
-            run.balance.as_ref().map(Balancing::complete);
+        let (options, mut balance_loss) = (self.options, 0.0);
+        let loss = with_flow!(self, model, probe, |run, trail| {
+            if let Some(balance) = &run.balance {
+                balance_loss = balance.complete(run.context.as_ref())?;
+            }
             model.loss_backward(run, grads, trail, &options)
-        })
+        })?;
+        self.losses.borrow_mut().balance_loss = balance_loss;
+        Ok(loss)
     }
 
-    /// Sum of the indexers' losses of the layers whose backward has run, and the load-balancing loss of the
-    /// layers whose forward has run, both with their scales.
+    /// Sum of the indexers' losses of the layers whose backward has run, and, after
+    /// [`LayerwiseRun::loss_backward`], the load-balancing loss, both with their scales.
     pub fn layer_losses(&self) -> (f64, f64) {
         let losses = self.losses.borrow();
-        (losses.indexer, losses.balance.as_ref().map_or(0.0, Balancing::loss))
+        (losses.indexer, losses.balance_loss)
     }
 
     /// Runs the backward of layer `index`; the last layer comes first.

@@ -12,6 +12,7 @@
 mod adapters;
 pub mod batch;
 pub mod config;
+mod context;
 mod decode;
 pub mod error;
 mod grads;
@@ -35,7 +36,7 @@ pub mod text;
 
 pub use adapters::AdapterSettings;
 pub use ballast_kernels::indexer::Ties;
-pub use batch::Batch;
+pub use batch::{Batch, Part};
 pub use config::Config;
 pub use decode::{PREFILL_TOKENS, Session};
 pub use error::{Error, Result};

@@ -5,6 +5,7 @@ use ballast_kernels::linear_cross_entropy::linear_cross_entropy_workspace;
 use half::bf16;
 use serde::Serialize;
 
+use crate::batch::{Part, Sequences};
 use crate::config::{Config, Mixer};
 use crate::error::Result;
 use crate::layers::{Keep, Stream};
@@ -21,6 +22,8 @@ pub type Targets<'a> = &'a dyn Fn(&str) -> bool;
 pub struct Step<'a> {
     /// Cumulative sequence lengths, as in [`crate::Batch::cu_seqlens`].
     pub cu_seqlens: &'a [usize],
+    /// Part of the batch that this rank has, and the number of parts: see [`crate::Batch::part`].
+    pub part: Option<(usize, usize)>,
     /// Activations that backward recomputes.
     pub recompute: Recompute,
     /// Losses of the step.
@@ -35,7 +38,7 @@ impl<'a> Step<'a> {
     /// Makes a step with the language loss only, all parameters trained and no adapters.
     pub fn new(cu_seqlens: &'a [usize], recompute: Recompute) -> Step<'a> {
         let loss = LossOptions::default();
-        Step { cu_seqlens, recompute, loss, learned: &|_| true, adapters: None }
+        Step { cu_seqlens, part: None, recompute, loss, learned: &|_| true, adapters: None }
     }
 }
 
@@ -74,9 +77,15 @@ impl Plan {
         if let Some((rank, targets)) = step.adapters {
             model.add_adapters(targets, rank, 1.0, 0)?;
         }
+        let part = match step.part {
+            Some((index, of)) if of > 1 => Some(Part::new(step.cu_seqlens, 0, index, of)?),
+            _ => None,
+        };
+        let local = part.as_ref().map_or_else(|| step.cu_seqlens.to_vec(), Part::local);
+        let sequences = Sequences { cu_seqlens: &local, part: part.as_ref() };
         Ok(match precision.activations {
-            Storage::F32 => model.plan::<f32>(step),
-            Storage::Bf16 => model.plan::<bf16>(step),
+            Storage::F32 => model.plan::<f32>(step, sequences),
+            Storage::Bf16 => model.plan::<bf16>(step, sequences),
         })
     }
 
@@ -103,9 +112,9 @@ impl Recompute {
 }
 
 impl Model {
-    fn plan<A: Element>(&self, step: &Step<'_>) -> Plan {
-        let Step { cu_seqlens, recompute, loss, .. } = *step;
-        let tokens = cu_seqlens.last().copied().unwrap_or(0);
+    fn plan<A: Element>(&self, step: &Step<'_>, sequences: Sequences<'_>) -> Plan {
+        let Step { recompute, loss, .. } = *step;
+        let tokens = sequences.tokens();
         let tensor = tokens * self.config.hidden * size_of::<A>();
         let stream =
             tokens * self.config.hidden * Stream::element_bytes(self.precision().site(Site::Residual));
@@ -121,14 +130,14 @@ impl Model {
             around: stream + 4 * tokens + self.per_layer_inputs_bytes::<A>(tokens),
             logits: 4 * logits,
             transient: 2 * tensor + 4 * logits,
-            scratch: 4 * self.scratch_len::<A>(tokens) * rayon::current_num_threads(),
+            scratch: 4 * self.scratch_len::<A>(sequences) * rayon::current_num_threads(),
             ..Plan::default()
         };
         let stage = loss.indexer.map(|loss| loss.stage);
         for (layer, shape) in self.layers().iter().zip(&self.config.layers) {
-            let saved =
-                |keep| layer.saved_bytes::<A>(&self.config, self.precision(), cu_seqlens, keep, stage);
-            let transient = |keep| layer.transient::<A>(&self.config, self.precision(), tokens, keep, stage);
+            let saved = |keep| layer.saved_bytes::<A>(&self.config, self.precision(), sequences, keep, stage);
+            let transient =
+                |keep| layer.transient::<A>(&self.config, self.precision(), sequences, keep, stage);
             let (kept, alive) = match recompute {
                 Recompute::Full => (stream, saved(Keep::Everything) - stream + transient(Keep::Everything)),
                 _ => (saved(recompute.keep()), transient(recompute.keep())),

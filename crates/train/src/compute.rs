@@ -8,7 +8,7 @@ use ballast_model::params::{Bucket, Grads, Part};
 use ballast_model::{Batch, LayerwiseRun, LossOptions, Model, Probe, Recompute, StepLoss};
 
 use crate::cluster::{Ranks, Resident, Shards};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// The model of a run, and where its weights are.
 pub(crate) struct Engine<'a> {
@@ -31,6 +31,14 @@ impl Engine<'_> {
         mut probe: Option<&mut dyn Probe>,
         finished: &mut dyn FnMut(Bucket<'_>),
     ) -> Result<StepLoss> {
+        if batch.tokens() < self.ranks.context.size() {
+            return Err(Error::Config(format!(
+                "a micro-batch of {} tokens cannot be divided over {} ranks (cluster.context); set a smaller cluster.context or \
+                 a larger data.sequence_length",
+                batch.tokens(),
+                self.ranks.context.size()
+            )));
+        }
         let batch = &*own_part(batch, self.ranks)?;
         if self.shards.is_none() {
             let (model, recompute) = (&*self.model, self.recompute);
@@ -153,11 +161,12 @@ impl Engine<'_> {
     }
 }
 
-/// The tokens of a batch that this rank computes.
+/// The tokens of a batch that this rank computes: all of a batch with fewer tokens than ranks.
 fn own_part<'b>(batch: &'b Batch, ranks: &Ranks) -> Result<Cow<'b, Batch>> {
     match ranks.context.size() {
         1 => Ok(Cow::Borrowed(batch)),
-        _ => unimplemented!("context"),
+        parts if batch.tokens() < parts => Ok(Cow::Borrowed(batch)),
+        parts => Ok(Cow::Owned(batch.part(ranks.context.rank(), parts)?)),
     }
 }
 

@@ -60,7 +60,12 @@ impl Trainer {
             let batch = own.get(run);
             let (mut engine, ..) = self.split();
             let loss = engine.loss(batch.map(|(_, _, batch)| batch), None)?;
-            if let (Some((number, source, _)), Some(Loss { sum, tokens, right, .. })) = (batch, loss) {
+            // Ranks that share sequences have a part of the score each, or all of the score of a short batch.
+            let (parts, speaks) = (self.ranks.context.size(), self.ranks.speaks());
+            let counts = |batch: &Batch| speaks || batch.tokens() >= parts;
+            if let (Some((number, source, batch)), Some(Loss { sum, tokens, right, .. })) = (batch, loss)
+                && counts(batch)
+            {
                 let (sum, source) = (sum.to_bits(), source.clone());
                 scores.push(Score { batch: *number, source, sum, tokens, right });
             }
@@ -113,7 +118,8 @@ fn by_source(batch: &MicroBatch) -> Result<BTreeMap<String, Batch>> {
     let all = &batch.batch;
     let mut sources: BTreeMap<String, Batch> = BTreeMap::new();
     for (ends, origin) in all.cu_seqlens.windows(2).zip(&batch.origins) {
-        let empty = || Batch { ids: vec![], targets: vec![], cu_seqlens: vec![0], positions: vec![] };
+        let empty =
+            || Batch { ids: vec![], targets: vec![], cu_seqlens: vec![0], positions: vec![], part: None };
         let part = sources.entry(origin.source.clone()).or_insert_with(empty);
         part.ids.extend(&all.ids[ends[0]..ends[1]]);
         part.targets.extend(&all.targets[ends[0]..ends[1]]);

@@ -109,8 +109,7 @@ impl Trainer {
                 let sum = |which: usize| members.iter().map(|values| values[at + which]).sum::<f64>();
                 losses.language += sum(0) / totals.counted.max(1) as f64;
                 losses.indexer += sum(1);
-                // Over the whole micro-batch on every rank.
-                losses.balance += members[0][at + 2];
+                losses.balance += sum(2);
             }
         }
         Ok(losses)

@@ -197,6 +197,9 @@ impl Trainer {
             divided.then(|| (0..specs.weights.len()).map(|weight| shards.own(weight)).collect())
         })?;
         let shards = shards_of(&config, &model.config, &model.specs, rank, size);
+        if ranks.context.size() > 1 {
+            model.set_context(Some(ranks.context.clone()));
+        }
         refuse_impossible(&model)?;
         let mut ledger = Ledger::new(&model, model.precision());
         ledger.check(&model, "build")?;

@@ -279,3 +279,35 @@ fn a_protected_tensor_that_differs_on_one_rank_is_named_with_the_rank() {
         assert!(error.contains("on rank 2, but") && error.contains("on 3 of 4 ranks"), "{error}");
     }
 }
+
+/// Ranks that share sequences add in another order than one rank does, so the losses agree to rounding; but the
+/// bits depend on `cluster.context` alone, not on the number of ranks.
+#[test]
+fn ranks_that_share_sequences_train_like_one() {
+    for preset in ["hybrid", "hybrid-moe", "gemma", "deepseek"] {
+        let folder = tempfile::tempdir().unwrap();
+        let preset_setting = format!("model.preset={preset}");
+        let mut settings = vec!["batch.groups=2", "batch.accumulation=2", "steps=4", "evaluation.batches=3"];
+        settings.extend(["precision.preset=f32", &*preset_setting]);
+        match preset {
+            "hybrid-moe" => settings.push("loss.balance=0.01"),
+            "deepseek" => settings.push("loss.indexer_scale=1.0"),
+            _ => {}
+        }
+        let alone = train(&folder.path().join("alone"), 1, &settings);
+        settings.push("cluster.context=2");
+        let two = train(&folder.path().join("two"), 2, &settings);
+        for (step, (a, b)) in alone.1.iter().zip(&two.1).enumerate() {
+            let (a, b) = (f64::from_bits(*a), f64::from_bits(*b));
+            assert!((a - b).abs() < 2e-5 * a, "{preset}, step {step}: {a} {b}");
+        }
+        for (ranks, shard) in
+            [(4, "cluster.shard=none"), (4, "cluster.shard=weights"), (2, "cluster.shard=weights")]
+        {
+            settings.push(shard);
+            let several = train(&folder.path().join(format!("{ranks}-{shard}")), ranks, &settings);
+            settings.pop();
+            assert!(several == two, "{preset}: {ranks} ranks, {shard}");
+        }
+    }
+}

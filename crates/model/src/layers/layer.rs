@@ -17,6 +17,7 @@ use super::linear_attention::{self, LinearAttention};
 use super::per_layer_input::{self, PerLayerInput};
 use super::residual::{Stream, narrowed};
 use super::{Keep, Norm, bytes_of};
+use crate::batch::Sequences;
 use crate::config::{Config, Mixer as MixerShape};
 use crate::error::Result;
 use crate::model::IndexerStage;
@@ -367,20 +368,20 @@ impl Layer {
         &self,
         config: &Config,
         precision: &Precision,
-        cu_seqlens: &[usize],
+        sequences: Sequences<'_>,
         keep: Keep,
         stage: Option<IndexerStage>,
     ) -> usize {
         if !keep.any() {
             return 0;
         }
-        let tokens = cu_seqlens[cu_seqlens.len() - 1];
+        let tokens = sequences.tokens();
         let (tensor, rstd) = (tokens * config.hidden * size_of::<A>(), 4 * tokens);
         let stream = tokens * config.hidden * Stream::element_bytes(precision.site(Site::Residual));
         let mixer = match &self.mixer {
-            Mixer::Linear(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision.site(Site::L2Norm)),
+            Mixer::Linear(mixer) => mixer.saved_bytes::<A>(sequences, keep, precision.site(Site::L2Norm)),
             Mixer::Softmax(mixer) => mixer.saved_bytes::<A>(tokens, keep, precision),
-            Mixer::Latent(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision, stage),
+            Mixer::Latent(mixer) => mixer.saved_bytes::<A>(sequences, keep, precision, stage),
         };
         let per_layer_input = self
             .per_layer_input
@@ -404,16 +405,17 @@ impl Layer {
         &self,
         config: &Config,
         precision: &Precision,
-        tokens: usize,
+        sequences: Sequences<'_>,
         keep: Keep,
         stage: Option<IndexerStage>,
     ) -> usize {
+        let tokens = sequences.tokens();
         let (tensor, wide) = (tokens * config.hidden * size_of::<A>(), 4 * tokens * config.hidden);
         let normed = if keep == Keep::Everything { 0 } else { tensor };
         let mixer = match &self.mixer {
             Mixer::Linear(mixer) => mixer.transient::<A>(tokens, keep),
-            Mixer::Softmax(mixer) => mixer.transient::<A>(tokens, keep),
-            Mixer::Latent(mixer) => mixer.transient::<A>(tokens, keep, stage),
+            Mixer::Softmax(mixer) => mixer.transient::<A>(sequences, keep),
+            Mixer::Latent(mixer) => mixer.transient::<A>(sequences, keep, stage),
         };
         let per_layer_input =
             self.per_layer_input.as_ref().map_or(0, |part| part.transient::<A>(tokens, config.hidden));
@@ -423,12 +425,13 @@ impl Layer {
         wide + per_layer_input.max(feed_forward).max((tensor + wide + normed + mixer).saturating_sub(gone))
     }
 
-    /// Returns the f32 elements that one slot of scratch needs.
-    pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {
+    /// Returns the f32 elements that one slot of scratch needs, if `before` tokens of the first sequence are on
+    /// earlier ranks.
+    pub(crate) fn scratch<A: Element>(&self, tokens: usize, before: usize) -> usize {
         let mixer = match &self.mixer {
             Mixer::Linear(mixer) => mixer.scratch(tokens),
             Mixer::Softmax(mixer) => mixer.scratch::<A>(tokens),
-            Mixer::Latent(mixer) => mixer.scratch::<A>(tokens),
+            Mixer::Latent(mixer) => mixer.scratch::<A>(tokens, before),
         };
         let per_layer_input = self.per_layer_input.as_ref().map_or(0, |part| part.scratch(tokens));
         mixer.max(self.feed_forward.scratch(tokens)).max(self.norm.scratch(tokens)).max(per_layer_input)

@@ -8,7 +8,7 @@ use ballast_kernels::rotary::{Frequencies, Layout};
 use half::bf16;
 
 use super::*;
-use crate::batch::Batch;
+use crate::batch::{Batch, Sequences};
 use crate::config::{Mixer, Router};
 use crate::model::{IndexerLoss, LossOptions, Model, Recompute};
 use crate::params::{Params, Protected, Weight};
@@ -132,13 +132,15 @@ impl Alone {
         work: impl FnOnce(&LatentAttention, &Run<'_>) -> R,
     ) -> R {
         let tokens = positions.len();
-        let batch = Batch { ids: vec![0; tokens], targets: vec![-100; tokens], cu_seqlens, positions };
+        let batch =
+            Batch { ids: vec![0; tokens], targets: vec![-100; tokens], cu_seqlens, positions, part: None };
         let (tables, scratch) = (self.model.tables(&batch.positions), Scratch::new(0));
         let run = Run {
             config: &self.model.config,
             parameters: Parameters::new(&self.specs, &self.params),
             precision: &Precision::f32(),
             batch: &batch,
+            context: None,
             tables: &tables,
             scratch: &scratch,
             ties: Default::default(),
@@ -203,11 +205,11 @@ fn saved_tensors_have_the_planned_bytes() {
             for keep in [Keep::Nothing, Keep::Selective, Keep::Everything] {
                 let x = Values(3).take(tokens * hidden);
                 let (_, saved) = layer.forward(run, &x, None, keep).unwrap();
-                let announced = layer.saved_bytes::<f32>(ends, keep, run.precision, stage);
+                let announced = layer.saved_bytes::<f32>(Sequences::of(ends), keep, run.precision, stage);
                 assert_eq!(saved.bytes(), announced, "{ends:?} {keep:?} {stage:?}");
                 let x: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
                 let (_, saved) = layer.forward(run, &x, None, keep).unwrap();
-                let announced = layer.saved_bytes::<bf16>(ends, keep, run.precision, stage);
+                let announced = layer.saved_bytes::<bf16>(Sequences::of(ends), keep, run.precision, stage);
                 assert_eq!(saved.bytes(), announced, "bf16 {ends:?} {keep:?} {stage:?}");
             }
         });
