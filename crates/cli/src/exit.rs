@@ -135,6 +135,7 @@ pub(crate) fn code_of_training(error: &TrainError) -> u8 {
         TrainError::Io { cause, .. } if is_full(cause) => 4,
         TrainError::Data { .. } | TrainError::Resume { .. } | TrainError::Io { .. } => 3,
         TrainError::Diverged(_) => 5,
+        TrainError::Cluster(_) => 6,
         TrainError::Model(error) => code_of_model(error),
     }
 }

@@ -8,8 +8,8 @@ use std::ops::Range;
 
 use ballast_model::params::{Grads, Params, Spec, Specs, Weight};
 use ballast_model::{
-    Batch, Config, IndexerLoss, IndexerStage, LayerwiseRun, LazyCheckpoint, Model, Precision, Probe,
-    Recompute, Ties,
+    Batch, Config, IndexerLoss, IndexerStage, LayerwiseRun, LazyCheckpoint, LossOptions, Model, Precision,
+    Probe, Recompute, Ties,
 };
 
 use crate::dump::Dump;
