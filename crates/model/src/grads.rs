@@ -121,7 +121,7 @@ impl Layout {
             kind,
             len,
             begin: 0,
-            values: vec![0.0; len],
+            values: Vec::new(),
         };
         self.lengths.iter().map(bucket).collect()
     }
@@ -131,6 +131,14 @@ impl Grads {
     /// Zeros for every parameter that is learned and that `wanted` does not exclude, and for the adapters of
     /// `params`.
     pub fn new(specs: &Specs, params: &Params, wanted: impl Fn(&Spec) -> bool) -> Grads {
+        let mut grads = Grads::outline(specs, params, wanted);
+        grads.buckets.iter_mut().for_each(allocate);
+        grads
+    }
+
+    /// [`Grads::new`] without memory: each bucket is allocated when it is needed. `params` may have adapters
+    /// without values.
+    pub fn outline(specs: &Specs, params: &Params, wanted: impl Fn(&Spec) -> bool) -> Grads {
         let mut layout = Layout::default();
         let len = |spec: &Spec| if spec.trainable && wanted(spec) { spec.len() } else { 0 };
         let mut all = |specs: &[Spec], kind| -> Vec<_> {
@@ -143,7 +151,8 @@ impl Grads {
             .iter()
             .zip(params.adapters())
             .map(|(spec, adapter)| {
-                let lens = adapter.as_ref().map_or([0, 0], |Adapter { a, b, .. }| [a.len(), b.len()]);
+                let len = |low: &Adapter| [low.rank * spec.shape[1], spec.shape[0] * low.rank];
+                let lens = adapter.as_ref().map_or([0, 0], len);
                 lens.map(|len| layout.add(spec.part, Kind::Adapters, len))
             })
             .collect();
@@ -163,6 +172,11 @@ impl Grads {
                 false => (bucket.begin, bucket.values) = (0, Vec::new()),
             }
         }
+    }
+
+    /// Frees the memory of all buckets: they are allocated again, with zeros, when they are needed.
+    pub fn release(&mut self) {
+        self.buckets.iter_mut().for_each(|bucket| (bucket.begin, bucket.values) = (0, Vec::new()));
     }
 
     /// Replaces the content of a bucket by a share of it: the elements from `begin` on.

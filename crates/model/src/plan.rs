@@ -75,7 +75,7 @@ impl Plan {
     pub fn new(config: &Config, precision: &Precision, step: &Step<'_>) -> Result<Plan> {
         let mut model = Model::build(config.clone(), precision.clone())?;
         if let Some((rank, targets)) = step.adapters {
-            model.add_adapters(targets, rank, 1.0, 0)?;
+            model.outline_adapters(targets, rank)?;
         }
         let part = match step.part {
             Some((index, of)) if of > 1 => Some(Part::new(step.cu_seqlens, 0, index, of)?),
@@ -119,8 +119,7 @@ impl Model {
         let stream =
             tokens * self.config.hidden * Stream::element_bytes(self.precision().site(Site::Residual));
         let learned = self.specs.all().filter(|spec| spec.trainable && (step.learned)(spec));
-        // The model was built without values; only its adapters have some.
-        let adapters = self.params.bytes();
+        let adapters = self.adapter_bytes();
         let logits = linear_cross_entropy_workspace(self.head.dims(), tokens, &self.loss_options(&loss));
         let mut plan = Plan {
             parameters: self.specs.bytes(self.precision().params),

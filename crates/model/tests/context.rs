@@ -393,7 +393,7 @@ fn layer_by_layer_is_the_same_on_every_rank() {
             let expected = outcome(model, &part, &LossOptions::default(), Recompute::Full);
             let mut grads = model.grads();
             let recompute = Some(Recompute::Full);
-            let mut run = LayerwiseRun::begin(model, &part, recompute, None, None).unwrap();
+            let mut run = LayerwiseRun::begin(model, &part, recompute, LossOptions::default(), None).unwrap();
             let layers = model.config.layers.len();
             (0..layers).for_each(|index| run.forward(model, index, None).unwrap());
             run.loss_backward(model, &mut grads, None).unwrap();

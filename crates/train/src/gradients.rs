@@ -1,6 +1,6 @@
 //! Gradients and losses of a step, over all its micro-batches and ranks.
 
-use ballast_cluster::{Kind, TreeSum};
+use ballast_cluster::Kind;
 use ballast_kernels::adamw::{BLOCK, block_squares};
 use ballast_model::LossOptions;
 
@@ -144,14 +144,5 @@ impl Trainer {
             squares[*index] = whole;
         }
         Ok(self.optimizer.norms_of(&squares))
-    }
-
-    /// Gradient buffers of the size of a whole gradient (or of the own share, if gradients are divided) that a
-    /// step holds at once beside the one that backward writes.
-    pub(crate) fn kept_sums(config: &TrainConfig, data_ranks: usize) -> usize {
-        match (config.batch.groups, data_ranks) {
-            (1, 1) => 0,
-            (groups, ranks) => TreeSum::most_kept(groups / ranks),
-        }
     }
 }

@@ -396,7 +396,8 @@ impl Trainer {
 
     /// Memory plan of a step.
     pub fn memory_plan(&self) -> Result<MemoryPlan> {
-        let mut plan = MemoryPlan::of(&self.config, &self.model, self.model.precision())?;
+        let (rank, ranks) = (self.ranks.world.rank(), self.ranks.size());
+        let mut plan = MemoryPlan::for_rank(&self.config, &self.model, self.model.precision(), rank, ranks)?;
         plan.rows.insert(0, ("the program at start".into(), self.program_bytes));
         Ok(plan)
     }

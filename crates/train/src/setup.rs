@@ -71,6 +71,18 @@ pub(crate) fn model_shares(
     }
 }
 
+/// The model without values, for plans: nothing is drawn, and of a checkpoint the tensors are not read. A folder
+/// with a config.json alone can stand for a checkpoint.
+pub fn outline(config: &TrainConfig) -> Result<Model> {
+    match &config.model.checkpoint {
+        Some(path) => Ok(Model::outline_at(path)?),
+        None => {
+            let file = config.model.config.clone().unwrap_or_else(|| "config.json".into());
+            Ok(Model::outline(Config::parse(&architecture(config)?, &file)?)?)
+        }
+    }
+}
+
 fn architecture(config: &TrainConfig) -> Result<Value> {
     if let Some(path) = &config.model.config {
         let text = std::fs::read_to_string(path).map_err(Error::io(path, "read"))?;

@@ -204,7 +204,7 @@ impl Trainer {
         let mut ledger = Ledger::new(&model, model.precision());
         ledger.check(&model, "build")?;
         let precision = setup::precision(&config, &model.config)?;
-        let plan = MemoryPlan::of(&config, &model, &precision)?;
+        let plan = MemoryPlan::for_rank(&config, &model, &precision, rank, size)?;
         memory::check("this run", plan.total().saturating_sub(model.params.bytes() as u64))?;
         if let Some(lora) = &config.lora {
             model.add_adapters(
@@ -214,9 +214,12 @@ impl Trainer {
                 config.seed,
             )?;
         }
-        let grads = setup::grads(&config, &model)?;
+        let mut grads = setup::grads(&config, &model)?;
         let own = (shard.divides_updates() && !ranks.is_solo()).then_some(&shards);
         let optimizer = Optimizer::divided(&model, &grads, &config.optimizer, &precision, own);
+        if shard.divides_gradients() && !ranks.is_solo() {
+            grads.release();
+        }
         model.set_precision(precision);
         ledger.cast(&model);
         ledger.check(&model, "cast")?;
@@ -606,7 +609,7 @@ fn opened_by_first(opened: Result<Option<Store>>, ranks: &Ranks, out: &Path) -> 
 }
 
 /// The division of a model's weights. Tensors are cut where their optimizer allows it.
-fn shards_of(
+pub(crate) fn shards_of(
     config: &TrainConfig,
     model: &ballast_model::Config,
     specs: &Specs,

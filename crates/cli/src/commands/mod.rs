@@ -15,6 +15,7 @@ mod oracle;
 mod repair;
 mod trace;
 mod train;
+mod train_plan;
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -21,7 +21,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use toml::{Table, Value};
 
-use super::Global;
+use super::{Global, train_plan};
 use crate::cluster;
 use crate::exit::{self, Outcome, Usage};
 use crate::output::{self, bytes, clean, count, table};
@@ -72,6 +72,8 @@ pub(crate) struct TrainArgs {
     /// Show samples, dtypes, memory and the time of a step; train and write nothing.
     #[arg(long, conflicts_with = "resume")]
     dry_run: bool,
+    #[command(flatten)]
+    plan: train_plan::PlanArgs,
     /// Print the resolved configuration and exit.
     #[arg(long, conflicts_with = "resume")]
     print_config: bool,
@@ -155,6 +157,9 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
             if args.print_config {
                 output::print(&config.to_toml()?);
                 return Ok(Outcome::Ok);
+            }
+            if let Some(ranks) = args.plan.ranks {
+                return train_plan::run(&config, &args.plan, ranks, global);
             }
             if !args.names_out() {
                 config.out = free_name(&config.out);

@@ -25,7 +25,7 @@ use crate::config::{Shard, TrainConfig};
 use crate::error::{Error, Result};
 
 pub(crate) use agreement::{Fingerprint, check_agreement};
-pub(crate) use reduce::Reducer;
+pub(crate) use reduce::{Reducer, WINDOW};
 pub(crate) use resident::{Resident, gather_updates};
 pub use shards::Shards;
 
@@ -46,24 +46,8 @@ pub struct Ranks {
 impl Ranks {
     /// Divides the ranks as configured. Returns an error if they do not fit.
     pub fn new(world: Group, config: &TrainConfig) -> Result<Ranks> {
-        let (size, context, groups) = (world.size(), config.cluster.context, config.batch.groups);
-        if !size.is_multiple_of(context) {
-            return Err(Error::Config(format!(
-                "`cluster.context` {context} must divide the number of ranks, got {size}; start a multiple of {context}"
-            )));
-        }
-        let data_ranks = size / context;
-        if !fits_tree(groups, data_ranks) {
-            let fitting: Vec<String> = (1..=groups)
-                .filter(|ranks| fits_tree(groups, *ranks))
-                .map(|ranks| (ranks * context).to_string())
-                .collect();
-            return Err(Error::Config(format!(
-                "`batch.groups` {groups} cannot be divided over {size} ranks: it allows {} ranks; set batch.groups to \
-                 {data_ranks} or a multiple by a power of two, and batch.accumulation to a multiple of it",
-                fitting.join(", ")
-            )));
-        }
+        let (context, groups) = (config.cluster.context, config.batch.groups);
+        let data_ranks = data_ranks(world.size(), config)?;
         let (data, part) = (world.rank() / context, world.rank() % context);
         let members: Vec<usize> = (0..context).map(|part| data * context + part).collect();
         debug_assert_eq!(members[part], world.rank());
@@ -150,6 +134,29 @@ impl Ranks {
             None => Ok(()),
         }
     }
+}
+
+/// Number of ranks with different micro-batches among `size` ranks. Returns an error if they do not fit.
+pub(crate) fn data_ranks(size: usize, config: &TrainConfig) -> Result<usize> {
+    let (context, groups) = (config.cluster.context, config.batch.groups);
+    if !size.is_multiple_of(context) {
+        return Err(Error::Config(format!(
+            "`cluster.context` {context} must divide the number of ranks, got {size}; start a multiple of {context}"
+        )));
+    }
+    let data_ranks = size / context;
+    if !fits_tree(groups, data_ranks) {
+        let fitting: Vec<String> = (1..=groups)
+            .filter(|ranks| fits_tree(groups, *ranks))
+            .map(|ranks| (ranks * context).to_string())
+            .collect();
+        return Err(Error::Config(format!(
+            "`batch.groups` {groups} cannot be divided over {size} ranks: it allows {} ranks; set batch.groups to \
+             {data_ranks} or a multiple by a power of two, and batch.accumulation to a multiple of it",
+            fitting.join(", ")
+        )));
+    }
+    Ok(data_ranks)
 }
 
 /// What a shard setting divides.

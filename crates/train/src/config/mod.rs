@@ -102,7 +102,7 @@ pub struct PrecisionConfig {
 }
 
 /// Recomputation level; see [`Recompute`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
 pub enum RecomputeLevel {
