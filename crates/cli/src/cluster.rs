@@ -86,13 +86,16 @@ fn start_mpi(rank: usize, size: usize, timeout: Duration) -> anyhow::Result<Grou
     Ok(group.clone())
 }
 
-/// Waits before this rank reports an error: one that all ranks have is reported by the first, which then ends
-/// them.
-pub(crate) fn let_first_report() {
+/// Returns true if this rank is to report its error. One that all ranks have is reported by the first, which then
+/// ends them: the others wait for that.
+pub(crate) fn reports() -> bool {
     #[cfg(feature = "mpi")]
     if STARTED.get().is_some_and(|group| group.rank() > 0) {
         std::thread::sleep(FIRST_REPORTS);
+        // The launcher ends this rank, because another one has ended the run.
+        return !crate::progress::interrupted();
     }
+    true
 }
 
 /// Ends MPI, if it was started, with the exit code of this rank: after success or an interrupt when all ranks have

@@ -80,7 +80,9 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> u8 {
         Err(error) => error,
     };
     let code = code_of(&error);
-    crate::cluster::let_first_report();
+    if !crate::cluster::reports() {
+        return code;
+    }
     if global.json {
         global
             .print_json("error", &serde_json::json!({ "message": format!("{error:#}"), "exit_code": code }));
