@@ -26,7 +26,7 @@ use serde_json::{Value, json};
 
 use crate::config::{Config, Mixer};
 use crate::error::Result;
-use crate::load::Source;
+use crate::load::{Source, make_weights};
 use crate::memory;
 use crate::model::Model;
 use crate::params::{Init, Protected, Spec, Specs, Weight};
@@ -94,10 +94,11 @@ impl Model {
         memory::check("the model's parameters", model.share_bytes(precision.params, shares.as_deref()))?;
         let draw = |spec: &Spec| values(spec, &model.config, seed);
         let share = |index: usize| shares.as_ref().map(|shares| shares[index].clone());
-        let weight = |(index, spec): (usize, &Spec)| {
-            Weight::F32(draw(spec)).into_share(share(index)).cast(precision.params)
+        let weight = |index: usize| {
+            let whole = Weight::F32(draw(&model.specs.weights[index]));
+            Ok(whole.into_share(share(index)).cast(precision.params))
         };
-        let weights = model.specs.weights.par_iter().enumerate().map(weight).collect();
+        let weights = make_weights(&model.specs, shares.is_some(), weight)?;
         let protected = model.specs.protected.iter().map(|spec| Protected::new(draw(spec))).collect();
         (model.params.weights, model.params.protected) = (weights, protected);
         model.source = Some(Source {

@@ -90,11 +90,54 @@ impl Model {
         let storage = self.precision().params;
         let (weights, protected) = views.split_at(self.specs.weights.len());
         let share = |index: usize| shares.map(|shares| shares[index].clone());
-        let read = |(index, view): (usize, &View)| Ok(read_weight(view, storage)?.into_share(share(index)));
-        self.params.weights = weights.par_iter().enumerate().map(read).collect::<Result<_>>()?;
+        let read = |index: usize| Ok(read_weight(&weights[index], storage)?.into_share(share(index)));
+        self.params.weights = make_weights(&self.specs, shares.is_some(), read)?;
         self.params.protected =
             protected.iter().map(|view| Ok(Protected::new(read_f32(view)?))).collect::<Result<_>>()?;
         Ok(source)
+    }
+}
+
+/// f32 bytes of whole weights that exist at once where a share of each is kept.
+const WHOLE_BYTES: usize = 1 << 30;
+
+/// Ranges of weights that are made at once: all, or where a share of each is kept, as many as fit in
+/// [`WHOLE_BYTES`], at least one.
+fn batches(specs: &Specs, shared: bool) -> Vec<Range<usize>> {
+    let mut batches: Vec<Range<usize>> = Vec::new();
+    let mut bytes = 0;
+    for (index, spec) in specs.weights.iter().enumerate() {
+        bytes += 4 * spec.len();
+        match batches.last_mut() {
+            Some(batch) if !shared || bytes <= WHOLE_BYTES => batch.end = index + 1,
+            _ => {
+                bytes = 4 * spec.len();
+                batches.push(index..index + 1);
+            }
+        }
+    }
+    batches
+}
+
+/// Makes all weights, in parallel. `shared` says that `make` returns a share of the weight that it has whole.
+pub(crate) fn make_weights(
+    specs: &Specs,
+    shared: bool,
+    make: impl Fn(usize) -> Result<Weight> + Sync,
+) -> Result<Vec<Weight>> {
+    let mut weights = Vec::with_capacity(specs.weights.len());
+    for batch in batches(specs, shared) {
+        weights.extend(batch.into_par_iter().map(&make).collect::<Result<Vec<_>>>()?);
+    }
+    Ok(weights)
+}
+
+impl Specs {
+    /// Bytes of whole weights that exist at once while a model is made of which a share is kept.
+    pub fn bytes_at_once(&self) -> usize {
+        let bytes =
+            |batch: Range<usize>| self.weights[batch].iter().map(|spec| 4 * spec.len()).sum::<usize>();
+        batches(self, true).into_iter().map(bytes).max().unwrap_or(0)
     }
 }
 

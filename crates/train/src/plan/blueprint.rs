@@ -1,5 +1,6 @@
 //! A run on several ranks without values: who owns what.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use ballast_model::params::{Grads, Kind, Part};
@@ -38,6 +39,15 @@ pub(super) struct Blueprint<'a> {
     pub(super) shards: Shards,
     pub(super) grads: Grads,
     pub(super) buckets: Vec<BucketShape>,
+    /// Bytes of the weights that each rank owns, by part of the model.
+    owned: BTreeMap<Part, Owned>,
+}
+
+/// Bytes of the weights of a part that each rank owns.
+#[derive(Default)]
+struct Owned {
+    all: Vec<usize>,
+    learned: Vec<usize>,
 }
 
 impl<'a> Blueprint<'a> {
@@ -69,7 +79,7 @@ impl<'a> Blueprint<'a> {
             .collect();
         let learned_protected =
             outline.specs.protected.iter().map(|spec| spec.trainable && learned(spec)).collect();
-        Ok(Blueprint {
+        let mut blueprint = Blueprint {
             config,
             precision,
             model: outline,
@@ -79,7 +89,23 @@ impl<'a> Blueprint<'a> {
             shards,
             grads,
             buckets,
-        })
+            owned: BTreeMap::new(),
+        };
+        blueprint.owned =
+            blueprint.model_parts().into_iter().map(|part| (part, blueprint.count_owned(part))).collect();
+        Ok(blueprint)
+    }
+
+    fn count_owned(&self, part: Part) -> Owned {
+        let mut owned = Owned { all: vec![0; self.ranks], learned: vec![0; self.ranks] };
+        for weight in self.weights_of(part) {
+            for rank in 0..self.ranks {
+                let bytes = self.storage().bytes() * self.shards.range(weight, rank).len();
+                owned.all[rank] += bytes;
+                owned.learned[rank] += if self.is_learned(weight) { bytes } else { 0 };
+            }
+        }
+        owned
     }
 
     pub(super) fn is_solo(&self) -> bool {
@@ -129,13 +155,26 @@ impl<'a> Blueprint<'a> {
         (0..specs.len()).filter(move |weight| specs[*weight].part == part)
     }
 
-    /// Bytes of a part's weights that each rank owns; of the learned ones alone, if wanted.
-    pub(super) fn owned(&self, part: Part, learned: bool) -> Vec<usize> {
-        let weights: Vec<usize> =
-            self.weights_of(part).filter(|weight| !learned || self.is_learned(*weight)).collect();
-        let len =
-            |rank: usize| weights.iter().map(|weight| self.shards.range(*weight, rank).len()).sum::<usize>();
-        (0..self.ranks).map(|rank| self.storage().bytes() * len(rank)).collect()
+    /// Bytes of a part's weights that each rank owns.
+    pub(super) fn owned(&self, part: Part) -> &[usize] {
+        self.owned.get(&part).map_or(&[], |owned| &owned.all)
+    }
+
+    /// Bytes of a part's learned weights that each rank owns.
+    pub(super) fn owned_learned(&self, part: Part) -> &[usize] {
+        self.owned.get(&part).map_or(&[], |owned| &owned.learned)
+    }
+
+    /// The ranks that own most, at most `count`: the division differs between ranks in nothing else.
+    pub(super) fn fullest(&self, count: usize) -> Vec<usize> {
+        let owned = |rank: usize| -> usize {
+            let bytes = |owned: &Owned| owned.all[rank] + owned.learned[rank];
+            self.owned.values().map(bytes).sum()
+        };
+        let mut ranks: Vec<usize> = (0..self.ranks).collect();
+        ranks.sort_by_key(|rank| std::cmp::Reverse(owned(*rank)));
+        ranks.truncate(count);
+        ranks
     }
 
     pub(super) fn is_learned(&self, weight: usize) -> bool {

@@ -8,14 +8,17 @@ use super::blueprint::Blueprint;
 use super::memory::MemoryPlan;
 use super::time::{Rates, StepTime};
 use crate::config::{RecomputeLevel, Shard, TrainConfig};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::setup;
 
 /// Number of alternatives that are looked for.
 const ALTERNATIVES: usize = 5;
 
 /// Largest factor by which an alternative has more ranks.
-const MOST_MORE_RANKS: usize = 64;
+const MOST_MORE_RANKS: usize = 256;
+
+/// Ranks whose memory is computed to find the fullest.
+const CANDIDATES: usize = 4;
 
 /// Bytes sent in a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -65,19 +68,7 @@ impl ClusterPlan {
     pub fn new(config: &TrainConfig, model: &Model, ranks: usize, rates: &Rates) -> Result<ClusterPlan> {
         let precision = setup::precision(config, &model.config)?;
         let blueprint = Blueprint::new(config, model, &precision, ranks)?;
-        let activations = blueprint.activations()?;
-        let needed = |rank: usize| {
-            let memory = blueprint.memory(&activations, rank);
-            let loading = blueprint.loading(&activations, rank);
-            (memory.total().max(loading), rank, memory, loading)
-        };
-        let all = (0..ranks).map(needed);
-        let Some((_, fullest_rank, mut memory, loading)) = all.max_by_key(|(bytes, ..)| *bytes) else {
-            let problem = "a run needs at least one rank".to_string();
-            return Err(crate::error::Error::Config(problem));
-        };
-        let program = memory::current().unwrap_or(0);
-        memory.rows.insert(0, ("the program itself".into(), program));
+        let Fullest { rank, memory, loading } = Fullest::of(&blueprint)?;
         let by_rank: Vec<_> = (0..ranks).map(|rank| blueprint.sent(rank)).collect();
         let sent = |kind: &Kind| {
             let bytes = || by_rank.iter().map(|sent| sent.get(kind).copied().unwrap_or(0));
@@ -86,9 +77,9 @@ impl ClusterPlan {
         let batch = &config.batch;
         Ok(ClusterPlan {
             ranks,
-            fullest_rank,
+            fullest_rank: rank,
             memory,
-            loading_bytes: loading + program,
+            loading_bytes: loading,
             sent: Kind::COUNTED.iter().map(sent).filter(|sent| sent.all_bytes > 0).collect(),
             time: blueprint.time(rates),
             tokens: (batch.sequences * batch.accumulation * config.data.sequence_length) as u64,
@@ -98,6 +89,31 @@ impl ClusterPlan {
     /// Bytes that the fullest rank needs: in a step, or while the model is made.
     pub fn needed(&self) -> u64 {
         self.memory.total().max(self.loading_bytes)
+    }
+}
+
+/// The rank that needs most memory.
+struct Fullest {
+    rank: usize,
+    memory: MemoryPlan,
+    loading: u64,
+}
+
+impl Fullest {
+    fn of(blueprint: &Blueprint<'_>) -> Result<Fullest> {
+        let activations = blueprint.activations()?;
+        let program = memory::current().unwrap_or(0);
+        let plan = |rank: usize| {
+            let mut memory = blueprint.memory(&activations, rank);
+            memory.rows.insert(0, ("the program itself".into(), program));
+            Fullest { rank, memory, loading: program + blueprint.loading(&activations, rank) }
+        };
+        let all = blueprint.fullest(CANDIDATES).into_iter().map(plan);
+        all.max_by_key(Fullest::needed).ok_or_else(|| Error::Config("a run needs at least one rank".into()))
+    }
+
+    fn needed(&self) -> u64 {
+        self.memory.total().max(self.loading)
     }
 }
 
@@ -112,6 +128,7 @@ impl Alternative {
         rates: &Rates,
         limit: u64,
     ) -> Result<Vec<Alternative>> {
+        let precision = setup::precision(config, &model.config)?;
         let shards = [Shard::None, Shard::Optimizer, Shard::Gradients, Shard::Weights];
         let levels = [RecomputeLevel::None, RecomputeLevel::Selective, RecomputeLevel::Full];
         let mut found = Vec::new();
@@ -127,14 +144,12 @@ impl Alternative {
                         (other.cluster.shard, other.cluster.context) = (shard, context);
                         other.precision.recompute = level;
                         adapt_groups(&mut other, ranks);
-                        let plan = ClusterPlan::new(&other, model, ranks, rates)?;
-                        if plan.needed() <= limit {
-                            found.push(Alternative {
-                                ranks,
-                                settings: differences(config, &other),
-                                bytes: plan.needed(),
-                                seconds: plan.time.total,
-                            });
+                        let blueprint = Blueprint::new(&other, model, &precision, ranks)?;
+                        let bytes = Fullest::of(&blueprint)?.needed();
+                        if bytes <= limit {
+                            let (settings, seconds) =
+                                (differences(config, &other), blueprint.time(rates).total);
+                            found.push(Alternative { ranks, settings, bytes, seconds });
                             // A stronger division would fit as well.
                             break;
                         }

@@ -96,17 +96,12 @@ impl Blueprint<'_> {
         MemoryPlan { rows: some.map(|(name, bytes)| (name, bytes as u64)).collect() }
     }
 
-    /// Peak memory while the model is read or drawn, in f32, before the first step. A weight of which a rank keeps a
-    /// share is made whole first, by every thread one.
+    /// Peak memory while the model is read or drawn, in f32, before the first step. Weights of which a rank keeps
+    /// a share are made whole first.
     pub(super) fn loading(&self, plan: &Plan, rank: usize) -> u64 {
         let wide = Storage::F32.bytes() / self.storage().bytes();
         let held = wide * self.held_weights(rank) + plan.protected;
-        let mut largest: Vec<usize> = match self.divides_weights() {
-            true => self.model.specs.weights.iter().map(|spec| 4 * spec.len()).collect(),
-            false => Vec::new(),
-        };
-        largest.sort_unstable_by_key(|bytes| std::cmp::Reverse(*bytes));
-        let whole = largest.iter().take(rayon::current_num_threads()).sum::<usize>();
+        let whole = if self.divides_weights() { self.model.specs.bytes_at_once() } else { 0 };
         (held + whole.max(OptimizerBytes::of(self, rank).masters + plan.adapters)) as u64
     }
 
@@ -121,7 +116,7 @@ impl Blueprint<'_> {
 
     /// Bytes of the weights of a part.
     fn part_bytes(&self, part: Part) -> usize {
-        self.owned(part, false).iter().sum()
+        self.owned(part).iter().sum()
     }
 
     /// The parts that are in use at once, and the one that is gathered meanwhile, over a forward and backward.
@@ -204,20 +199,20 @@ impl Blueprint<'_> {
             let own = bucket.parts[rank].len();
             4 * (bucket.len - own + own * others + own)
         };
-        let gathered = |owned: Vec<usize>| owned[rank] * others + owned.iter().sum::<usize>();
+        let gathered = |owned: &[usize]| owned[rank] * others + owned.iter().sum::<usize>();
         let backward: Vec<usize> = self.in_backward_order().iter().map(reduced).collect();
         let in_backward: usize = most(&backward);
         let sums: Vec<usize> = (self.buckets.iter().filter(|bucket| !self.stays_divided(bucket)))
-            .map(|bucket| gathered(bucket.parts.iter().map(|part| 4 * part.len()).collect()))
+            .map(|bucket| gathered(&bucket.parts.iter().map(|part| 4 * part.len()).collect::<Vec<_>>()))
             .collect();
         let updates: Vec<usize> = match self.divides_updates() && !self.divides_weights() {
-            true => self.model_parts().into_iter().map(|part| gathered(self.owned(part, true))).collect(),
+            true => self.model_parts().into_iter().map(|part| gathered(self.owned_learned(part))).collect(),
             false => Vec::new(),
         };
         // The received bytes of a part exist beside the weights that are made of them; the next part's are counted
         // as gathered weights.
         let ahead = |(used, next): (Vec<Part>, Option<Part>)| {
-            let sent = next.map_or(0, |part| self.owned(part, false)[rank] * others);
+            let sent = next.map_or(0, |part| self.owned(part)[rank] * others);
             sent + used.last().map_or(0, |part| self.part_bytes(*part))
         };
         let weights = match self.divides_weights() {
@@ -264,10 +259,10 @@ impl OptimizerBytes {
                 all.masters += 4 * spec.len();
             }
             let rule = rule_for(&config.optimizer, &model.config, spec, Role::Protected);
-            all.add(&*rule, &spec.shape, spec.len(), divided);
+            all.add(&*rule, &spec.shape, spec.len(), false);
         }
         let adapters = model.adapter_bytes() / 4;
-        all.add(&adapter_rule(&config.optimizer, true), &[adapters], adapters, divided);
+        all.add(&adapter_rule(&config.optimizer, true), &[adapters], adapters, false);
         all.workspace *= 4;
         all
     }

@@ -121,11 +121,13 @@ impl Blueprint<'_> {
             let undivided = self.buckets.iter().filter(|bucket| !self.stays_divided(bucket));
             let bytes = |part: &std::ops::Range<usize>| 4 * part.len();
             line.one_after_the_other(
-                undivided.map(|bucket| self.gather_time(bucket.parts.iter().map(bytes).collect(), rates)),
+                undivided.map(|bucket| {
+                    self.gather_time(&bucket.parts.iter().map(bytes).collect::<Vec<_>>(), rates)
+                }),
             );
             if self.divides_updates() && !self.divides_weights() {
                 let parts = self.model_parts().into_iter();
-                line.one_after_the_other(parts.map(|part| self.gather_time(self.owned(part, true), rates)));
+                line.one_after_the_other(parts.map(|part| self.gather_time(self.owned_learned(part), rates)));
             }
             line.exchange(SMALL_GATHERS * rates.latency * (self.ranks - 1) as f64);
         }
@@ -155,7 +157,7 @@ impl Blueprint<'_> {
                 .collect()
         };
         let gathers = match self.divides_weights() {
-            true => parts.iter().map(|part| self.gather_time(self.owned(*part, false), rates)).collect(),
+            true => parts.iter().map(|part| self.gather_time(self.owned(*part), rates)).collect(),
             false => Vec::new(),
         };
         Costs {
@@ -172,7 +174,7 @@ impl Blueprint<'_> {
     }
 
     /// Seconds in which every rank gets the parts of all others, whose bytes these are.
-    fn gather_time(&self, owned: Vec<usize>, rates: &Rates) -> f64 {
+    fn gather_time(&self, owned: &[usize], rates: &Rates) -> f64 {
         let total: usize = owned.iter().sum();
         let most = owned.iter().map(|own| (own * (self.ranks - 1)).max(total - own)).max();
         self.message_time(most.unwrap_or(0), rates)

@@ -58,11 +58,11 @@ impl Blueprint<'_> {
             (true, Part::Embedding) => {
                 // Forward, head, backward.
                 let times = if self.model.config.tied { 3 } else { 2 };
-                times * micro_batches * self.owned(part, false)[rank]
+                times * micro_batches * self.owned(part)[rank]
             }
-            (true, Part::Layer(_)) => 2 * micro_batches * self.owned(part, false)[rank],
-            (true, Part::Head) => micro_batches * self.owned(part, false)[rank],
-            (false, _) if self.divides_updates() => self.owned(part, true)[rank],
+            (true, Part::Layer(_)) => 2 * micro_batches * self.owned(part)[rank],
+            (true, Part::Head) => micro_batches * self.owned(part)[rank],
+            (false, _) if self.divides_updates() => self.owned_learned(part)[rank],
             (false, _) => 0,
         };
         self.model_parts().into_iter().map(bytes).sum()
