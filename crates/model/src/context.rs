@@ -201,6 +201,31 @@ impl<'a> Context<'a> {
     }
 }
 
+/// Bytes that a rank sends in the forward and in the backward pass of a layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Sent {
+    pub(crate) forward: usize,
+    pub(crate) backward: usize,
+}
+
+/// Rows that a rank sends to later ranks, and those whose gradients it returns to earlier ones.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rows {
+    pub(crate) later: usize,
+    pub(crate) earlier: usize,
+}
+
+impl Rows {
+    /// Rows of [`Context::earlier`] with this limit.
+    pub(crate) fn new(part: &Part, limit: Option<usize>) -> Rows {
+        let rank = part.index();
+        Rows {
+            later: (rank + 1..part.of()).map(|to| part.shared(rank, to, limit).len()).sum(),
+            earlier: part.before(rank, limit),
+        }
+    }
+}
+
 /// A sequence whose tokens several ranks have.
 #[derive(Clone, Debug)]
 pub(crate) struct Crossing {

@@ -85,7 +85,7 @@ pub struct LossOptions {
 
 impl LossOptions {
     /// Returns true if only the indexers are trained.
-    fn is_warm_up(&self) -> bool {
+    pub(crate) fn is_warm_up(&self) -> bool {
         self.indexer.is_some_and(|loss| loss.stage == IndexerStage::Dense)
     }
 }

@@ -385,6 +385,37 @@ fn the_plan_of_a_part_is_what_is_kept() {
 }
 
 #[test]
+fn the_plan_of_a_part_is_what_is_sent() {
+    for name in MODELS {
+        let batch = Batch::packed(ids(name), vec![0, 1, 22, 58]).unwrap();
+        let config = load(name, "f32").config;
+        let balance = config.layers.iter().any(|layer| layer.experts.is_some()).then_some(0.1);
+        let sparse = IndexerLoss { scale: 1.0, stage: IndexerStage::Sparse };
+        let dense = IndexerLoss { scale: 1.0, stage: IndexerStage::Dense };
+        let stages = [None, Some(sparse), Some(dense)];
+        let stages = if config.has_indexer() { &stages[..] } else { &stages[..1] };
+        for (preset, of) in [("f32", 2), ("bf16", 3), ("hf-bf16", 4)] {
+            for (indexer, recompute) in stages.iter().flat_map(|s| RECOMPUTE.map(|recompute| (*s, recompute)))
+            {
+                let loss = LossOptions { indexer, balance, ..LossOptions::default() };
+                divided(name, preset, of, |model, group| {
+                    let part = batch.part(group.rank(), of).unwrap();
+                    model.forward_backward(&mut model.grads(), &part, &loss, recompute, None).unwrap();
+                    let step = Step {
+                        loss,
+                        part: Some((group.rank(), of)),
+                        ..Step::new(&batch.cu_seqlens, recompute)
+                    };
+                    let plan = Plan::sent(&model.config, model.precision(), &step).unwrap();
+                    let what = format!("{name} {preset} {recompute:?} {indexer:?} {} of {of}", group.rank());
+                    assert_eq!(plan, group.traffic().sent(), "{what}");
+                });
+            }
+        }
+    }
+}
+
+#[test]
 fn layer_by_layer_is_the_same_on_every_rank() {
     for name in ["qwen3_5", "gemma4_ple", "deepseek_v32"] {
         let batch = Batch::packed(ids(name), vec![0, 40, 58]).unwrap();

@@ -22,7 +22,7 @@ use ballast_kernels::elementwise::convert;
 use ballast_kernels::{Element, Rounding};
 
 use crate::batch::{Piece, Sequences};
-use crate::context::{Context, Crossing};
+use crate::context::{Context, Crossing, Sent};
 use crate::error::Result;
 use crate::run::{Run, zeros};
 
@@ -404,6 +404,32 @@ pub(super) fn transient<A: Element>(sequences: Sequences<'_>, dims: Dims) -> usi
         blocks(dims, crossing.own, crossing.ranks.len()).iter().map(bytes).sum()
     };
     sequences.pieces().iter().map(share).max().unwrap_or(0)
+}
+
+/// Bytes that [`forward`] and [`backward`] send.
+pub(super) fn sent<A: Element>(sequences: Sequences<'_>, dims: Dims, options: &Options) -> Sent {
+    let (mut sent, width) = (Sent::default(), statistics_width(options));
+    let Dims { head_dim: hd, value_dim: vd, .. } = dims;
+    let Some(part) = sequences.part else { return sent };
+    for crossing in sequences.pieces().iter().filter_map(|piece| Crossing::new(part, piece)) {
+        let heads_of = |number: usize| {
+            let blocks = blocks(dims, number, crossing.ranks.len());
+            blocks.iter().fold((0, 0), |sum, block| (sum.0 + block.heads.len(), sum.1 + block.kv.len()))
+        };
+        let (own, own_kv) = heads_of(crossing.own);
+        for (number, (_, rows)) in
+            crossing.ranks.iter().enumerate().filter(|(number, _)| *number != crossing.own)
+        {
+            let (heads, kv) = heads_of(number);
+            let keys = kv * (hd + vd);
+            sent.forward += crossing.rows.len() * (heads * hd + keys) * size_of::<A>();
+            sent.forward += rows * own * (vd * size_of::<A>() + 4 * width);
+            let there = (heads * (hd + 2 * vd) + keys) * size_of::<A>() + 4 * heads * width;
+            sent.backward += crossing.rows.len() * there;
+            sent.backward += rows * (own * hd * size_of::<A>() + 4 * own_kv * (hd + vd));
+        }
+    }
+    sent
 }
 
 #[cfg(test)]

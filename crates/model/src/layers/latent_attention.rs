@@ -34,6 +34,7 @@ use super::indexer::{self, Indexer};
 use super::{Keep, Linear, Norm, bytes_of};
 use crate::batch::Sequences;
 use crate::config::{Config, LatentAttention as Shape};
+use crate::context::{Rows, Sent};
 use crate::error::Result;
 use crate::model::IndexerStage;
 use crate::params::{Grads, Specs};
@@ -584,6 +585,20 @@ impl LatentAttention {
         let expanded = dims.heads * (dims.head_dim + dims.value_dim);
         let gathered = if before > 0 { (keys + before) * expanded + before * shape.kv_rank } else { 0 };
         (tokens * elements + gathered) * size_of::<A>() + buffer.max(indexer)
+    }
+
+    /// Returns the bytes that a rank sends; `stage` is the stage of the indexer's training, if any.
+    pub(crate) fn sent<A: Element>(&self, sequences: Sequences<'_>, stage: Option<IndexerStage>) -> Sent {
+        let Some(part) = sequences.part else { return Sent::default() };
+        let (rows, shape) = (Rows::new(part, None), &self.shape);
+        let latent = shape.kv_rank + shape.rope_dim;
+        let selects = stage != Some(IndexerStage::Dense) && self.selects(sequences.whole());
+        let selection = if selects { shape.index_dim } else { 0 };
+        let training = stage.map_or(0, |_| shape.index_dim);
+        Sent {
+            forward: rows.later * (latent + selection) * size_of::<A>(),
+            backward: (rows.later * size_of::<A>() + 4 * rows.earlier) * (latent + training),
+        }
     }
 
     pub(crate) fn scratch<A: Element>(&self, tokens: usize, before: usize) -> usize {
