@@ -26,7 +26,7 @@ pub type Targets<'a> = &'a dyn Fn(&str) -> bool;
 pub struct Step<'a> {
     /// Cumulative sequence lengths, as in [`crate::Batch::cu_seqlens`].
     pub cu_seqlens: &'a [usize],
-    /// Part of the batch that this rank has, and the number of parts: see [`crate::Batch::part`].
+    /// Part of the batch that this rank has, and the number of parts: see [`crate::Batch::part()`].
     pub part: Option<(usize, usize)>,
     /// Activations that backward recomputes.
     pub recompute: Recompute,
@@ -99,8 +99,8 @@ impl Plan {
         })
     }
 
-    /// Computes the bytes that a rank sends in a step to the ranks that share its batch, by kind. The sum of the
-    /// gradients over ranks is not included.
+    /// Computes the bytes that a rank sends in a step to the ranks that share its batch, by kind. The sum of
+    /// the gradients over ranks is not included.
     pub fn sent(config: &Config, precision: &Precision, step: &Step<'_>) -> Result<BTreeMap<Kind, u64>> {
         let model = Model::build(config.clone(), precision.clone())?;
         let (part, local) = step.local()?;

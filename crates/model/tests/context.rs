@@ -86,8 +86,8 @@ fn limit(tensor: &str) -> f64 {
 }
 
 impl Worst {
-    /// Compares the ranks with one. A gradient may be off by more than [`limit`] only where it moves by a tenth
-    /// as much if every weight is rounded differently: `moved` is the result with such weights.
+    /// Compares the ranks with one. A gradient may be off by more than [`limit`] only where it moves by a
+    /// tenth as much if every weight is rounded differently: `moved` is the result with such weights.
     fn compare(&mut self, ranks: Vec<&Outcome>, alone: &Outcome, moved: Option<&[Outcome]>, what: &str) {
         let (logits, losses, grads) = join(ranks);
         assert_eq!(logits.len(), alone.logits.len(), "{what}");
@@ -335,8 +335,8 @@ fn bf16_storage_adds_its_own_rounding() {
         let ranks = divided(name, "bf16", 3, |model, group| {
             outcome(model, &batch.part(group.rank(), 3).unwrap(), &options, Recompute::Selective)
         });
-        // Rounding can change the experts or the keys of a token, and with them its logits: the distance to f32
-        // says how much that is.
+        // Rounding can change the experts or the keys of a token, and with them its logits: the distance to
+        // f32 says how much that is.
         let (mut of_alone, mut of_ranks) = (Worst::default(), Worst::default());
         of_alone.compare(vec![&alone], &exact, None, name);
         of_ranks.compare(ranks.iter().collect(), &exact, None, name);

@@ -7,9 +7,9 @@
 //! A layer may use the k and v of an earlier layer; their gradients are then added to those of that layer,
 //! whose backward runs later.
 //!
-//! If the batch is divided over ranks, the queries see the keys and values of their sequence on earlier ranks too.
-//! With a sliding window those inside it are gathered for the kernel and dropped after it; backward gathers them
-//! again and returns their gradients. Without one the ranks divide the heads (heads.rs).
+//! If the batch is divided over ranks, the queries see the keys and values of their sequence on earlier ranks
+//! too. With a sliding window those inside it are gathered for the kernel and dropped after it; backward
+//! gathers them again and returns their gradients. Without one the ranks divide the heads (heads.rs).
 
 use std::borrow::Cow;
 use std::sync::Arc;

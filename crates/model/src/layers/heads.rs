@@ -1,18 +1,20 @@
 //! Softmax attention over sequences that several ranks share, divided by heads.
 //!
-//! Every rank has some tokens of the sequence. To gather the keys before them would give the last rank most of the
-//! work, because a later query sees more keys. So the ranks exchange tokens for heads: each computes all tokens
-//! of the sequence for its share of the query heads, and returns the rows to the ranks that own them.
+//! Every rank has some tokens of the sequence. To gather the keys before them would give the last rank most
+//! of the work, because a later query sees more keys. So the ranks exchange tokens for heads: each computes
+//! all tokens of the sequence for its share of the query heads, and returns the rows to the ranks that own
+//! them.
 //! ```text
 //! forward    q, k, v -> ranks by heads        o, lse -> ranks by tokens
 //! backward   q, k, v, o, do, lse -> by heads  dq, dk, dv -> by tokens
 //! ```
-//! The work of n ranks is equal if n divides the number of heads, memory is that of the rank's own tokens, and the
-//! kernel sees whole sequences, so its results have the bits of one rank. A share that does not end with a group of
-//! query heads is computed by kv head; the gradients of a kv head that several ranks use are f32 and are added in
-//! the order of the ranks.
+//! The work of n ranks is equal if n divides the number of heads, memory is that of the rank's own tokens,
+//! and the kernel sees whole sequences, so its results have the bits of one rank. A share that does not end
+//! with a group of query heads is computed by kv head; the gradients of a kv head that several ranks use are
+//! f32 and are added in the order of the ranks.
 //!
-//! With a sliding window the work of all tokens is the same, and few keys cross a boundary: then they are gathered.
+//! With a sliding window the work of all tokens is the same, and few keys cross a boundary: then they are
+//! gathered.
 
 use std::ops::Range;
 
@@ -50,7 +52,8 @@ impl Block {
     }
 }
 
-/// Kernel calls of share `number` of `of`: one if the share consists of whole groups, else one for each kv head.
+/// Kernel calls of share `number` of `of`: one if the share consists of whole groups, else one for each kv
+/// head.
 fn blocks(dims: Dims, number: usize, of: usize) -> Vec<Block> {
     let share = even_parts(dims.heads, of)[number].clone();
     let group = dims.group();
@@ -170,8 +173,8 @@ impl<A: Element> Layout<'_, A> {
     }
 }
 
-/// Statistics of the softmax that forward saves, as rows [tokens, heads, 1 or 3]: lse, and m and l if the logits are
-/// rounded.
+/// Statistics of the softmax that forward saves, as rows [tokens, heads, 1 or 3]: lse, and m and l if the
+/// logits are rounded.
 fn join_statistics(saved: &kernel::Saved) -> Vec<f32> {
     if saved.max_sum.is_empty() {
         return saved.lse.clone();
@@ -387,8 +390,8 @@ pub(super) fn backward<A: Element>(
     Ok((dq, dk, dv))
 }
 
-/// Temporary bytes of [`backward`] beyond the gradients that it returns: the rank's share of the longest sequence that
-/// it exchanges, with the kernel's workspace.
+/// Temporary bytes of [`backward`] beyond the gradients that it returns: the rank's share of the longest
+/// sequence that it exchanges, with the kernel's workspace.
 pub(super) fn transient<A: Element>(sequences: Sequences<'_>, dims: Dims) -> usize {
     let Some(part) = sequences.part else { return 0 };
     let share = |piece: &Piece| {

@@ -441,8 +441,8 @@ impl Layer {
         }
     }
 
-    /// Returns the f32 elements that one slot of scratch needs, if `before` tokens of the first sequence are on
-    /// earlier ranks.
+    /// Returns the f32 elements that one slot of scratch needs, if `before` tokens of the first sequence are
+    /// on earlier ranks.
     pub(crate) fn scratch<A: Element>(&self, tokens: usize, before: usize) -> usize {
         let mixer = match &self.mixer {
             Mixer::Linear(mixer) => mixer.scratch(tokens),

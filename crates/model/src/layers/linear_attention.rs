@@ -8,12 +8,15 @@
 //! ```
 //! q, k and v are three linear layers on row ranges of one stored matrix, so that each output is contiguous.
 //!
-//! If the batch is divided over ranks, the convolution takes the W-1 rows before the part from the ranks before it,
-//! and the delta rule hands its state from rank to rank, some heads at a time: rank r sends the states of the first
-//! heads while it computes the next ones, so r + 1 starts behind r by the time of a few heads, once in a forward
-//! pass and not in every layer. Backward does the same in reverse. The other way, to compose the affine maps of the
-//! parts (S' = M S + B), needs two more passes over the tokens for M and B, and multiplies rounding errors; see
-//! docs/numerics.md. The l2norm is per token and head, so it needs nothing of other ranks.
+//! If the batch is divided over ranks, the convolution takes the W-1 rows before the part from the ranks
+//! before it, and the delta rule hands its state from rank to rank, some heads at a time: rank r sends the
+//! states of the first heads while it computes the next ones, so r + 1 starts behind r by the time of a few
+//! heads, once in a forward pass and not in every layer. Backward does the same in reverse. The other way, to
+//! compose the affine maps of the parts (S' = M S + B), needs two more passes over the tokens for M and B,
+//! and is less accurate; see docs/numerics.md. The l2norm is per token and head, so it needs
+//! nothing of other ranks.
+
+mod pieces;
 
 use ballast_kernels::conv::{self, Grads as ConvGrads, conv_backward, conv_forward, conv_step};
 use ballast_kernels::elementwise::accumulate;
@@ -24,6 +27,8 @@ use ballast_kernels::norm::{
 };
 use ballast_kernels::{Element, Rounding};
 
+use pieces::{PieceGrads, order_of};
+
 use super::{Keep, Linear, bytes_of};
 use crate::batch::Sequences;
 use crate::config::{Config, LinearAttention as Shape};
@@ -33,10 +38,6 @@ use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
 use crate::run::{Run, lower, zeros};
 use crate::site::Site;
 use crate::with_weight;
-
-mod pieces;
-
-use pieces::{PieceGrads, order_of};
 
 /// Number of parts of the convolution's channels: q, k and v.
 const PARTS: usize = 3;
@@ -63,8 +64,8 @@ pub(crate) struct LinearAttention {
 pub(crate) struct Saved<A> {
     /// q, k, v before the convolution: [tokens, channels]
     unmixed: [Vec<A>; PARTS],
-    /// Rows of q, k, v before the convolution that precede the part, zeros before the sequence: [W-1, channels];
-    /// empty unless the first sequence began on an earlier rank
+    /// Rows of q, k, v before the convolution that precede the part, zeros before the sequence: [W-1,
+    /// channels]; empty unless the first sequence began on an earlier rank
     earlier: [Vec<A>; PARTS],
     /// q, k, v after the convolution; recomputed
     mixed: [Vec<A>; PARTS],
@@ -500,8 +501,8 @@ impl LinearAttention {
         let normalized = self.normalize(run, mixed)?;
         let (q, k) = normalized.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
         let pieces = run.sequences().pieces();
-        // The one that began earlier runs first, because the rank before waits for its gradient; the one that goes
-        // on waits itself.
+        // The one that began earlier runs first, because the rank before waits for its gradient; the one that
+        // goes on waits itself.
         for number in order_of(&pieces, |piece| (piece.goes_on, !piece.began)) {
             let piece = &pieces[number];
             let (keys, values, heads) = (self.keys(piece), self.values(piece), self.heads(piece));

@@ -14,8 +14,8 @@ use crate::run::{Run, zeros};
 use crate::with_weight;
 
 impl LinearAttention {
-    /// Rows of q, k, v before the convolution that precede the part: [W-1, channels], zeros before the sequence;
-    /// empty if the first sequence begins here.
+    /// Rows of q, k, v before the convolution that precede the part: [W-1, channels], zeros before the
+    /// sequence; empty if the first sequence begins here.
     pub(super) fn earlier<A: Element>(
         &self,
         run: &Run<'_>,
@@ -79,9 +79,9 @@ impl LinearAttention {
         Ok(d_final)
     }
 
-    /// Runs the delta rule on whole sequences and on those that cross the boundaries of the part. The one that goes
-    /// on runs first, because the next rank waits for its state; the one that began earlier runs last, because
-    /// it waits itself.
+    /// Runs the delta rule on whole sequences and on those that cross the boundaries of the part. The one
+    /// that goes on runs first, because the next rank waits for its state; the one that began earlier runs
+    /// last, because it waits itself.
     pub(super) fn rule_pieces<A: Element>(
         &self,
         run: &Run<'_>,
@@ -187,8 +187,8 @@ impl LinearAttention {
         self.dims().group() * self.dims().state_len()
     }
 
-    /// Key heads that are computed together, each as its first head and their number: as many as there are threads.
-    /// Heads do not depend on each other, so the bits do not depend on this; messages are by head.
+    /// Key heads that are computed together, each as its first head and their number: as many as there are
+    /// threads. Heads do not depend on each other, so the bits do not depend on this; messages are by head.
     fn head_blocks(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let (heads, step) = (self.shape.key_heads, rayon::current_num_threads().max(1));
         (0..heads).step_by(step).map(move |first| (first, step.min(heads - first)))
