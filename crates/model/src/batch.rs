@@ -1,7 +1,7 @@
 //! Batches: several sequences packed end to end, with their targets and positions.
 //!
-//! A batch can be divided over several ranks ([`Batch::part`]). A part has contiguous tokens, so at most its
-//! first sequence began on an earlier rank and at most its last one goes on on a later one.
+//! A batch can be divided over several ranks ([`Batch::part()`]). A part has contiguous tokens, so at most
+//! its first sequence began on an earlier rank and at most its last one goes on on a later one.
 
 use std::ops::Range;
 
@@ -23,7 +23,7 @@ pub struct Batch {
     pub cu_seqlens: Vec<usize>,
     /// Position of each token in its sequence: `[tokens]`
     pub positions: Vec<u32>,
-    /// Place in a larger batch, if this is a part of one: see [`Batch::part`].
+    /// Place in a larger batch, if this is a part of one: see [`Batch::part()`].
     pub part: Option<Part>,
 }
 
@@ -46,7 +46,8 @@ impl Batch {
         Batch::with_labels(ids, &labels, cu_seqlens)
     }
 
-    /// Packs sequences with labels aligned to the ids, as in transformers: token t has the target label t + 1.
+    /// Packs sequences with labels aligned to the ids, as in transformers: token t has the target label t +
+    /// 1.
     pub fn with_labels(ids: Vec<u32>, labels: &[i64], cu_seqlens: Vec<usize>) -> Result<Batch> {
         let tokens = check_cu_seqlens(&cu_seqlens)?;
         if ids.len() != tokens || labels.len() != tokens {
@@ -116,8 +117,8 @@ impl Batch {
         Batch::with_labels(order.iter().map(|t| ids[*t]).collect(), &labels, ends)
     }
 
-    /// Returns part `index` of `of` parts with nearly equal numbers of tokens. Positions and targets are those of
-    /// the whole batch. One part of one is the batch itself.
+    /// Returns part `index` of `of` parts with nearly equal numbers of tokens. Positions and targets are
+    /// those of the whole batch. One part of one is the batch itself.
     pub fn part(&self, index: usize, of: usize) -> Result<Batch> {
         if self.part.is_some() {
             return Err(Error::Input(
@@ -230,8 +231,8 @@ impl Part {
         self.cu_seqlens[next - 1]..self.cu_seqlens[next]
     }
 
-    /// Tokens that part `to` needs of part `from`, counted from the start of `from`: those of its first sequence,
-    /// at most the last `limit` before it.
+    /// Tokens that part `to` needs of part `from`, counted from the start of `from`: those of its first
+    /// sequence, at most the last `limit` before it.
     pub(crate) fn shared(&self, from: usize, to: usize, limit: Option<usize>) -> Range<usize> {
         let (own, end) = (self.tokens(from), self.tokens(to).start);
         let begin = own.start.max(end - self.before(to, limit));

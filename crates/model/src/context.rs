@@ -2,23 +2,23 @@
 //!
 //! A rank computes its own tokens and asks earlier ranks for what they depend on:
 //! ```text
-//! convolution         the W-1 rows before the part                    in their storage type; kept for backward
-//! delta rule          the state before the part, head by head         f32
-//! softmax attention   full: tokens for heads ([`crate::layers`], heads.rs); windowed: the keys and values inside the
-//!                     window before the part                          in their storage type; not kept
-//! latent attention    the latent rows and the indexer's keys of it    in their storage type; not kept
+//! convolution        the W-1 rows before the part, in their storage type; kept for backward
+//! delta rule         the state before the part, head by head, in f32
+//! full attention     tokens for heads, in their storage type (layers/heads.rs); not kept
+//! sliding window     keys and values inside the window before the part, in their storage type; not kept
+//! latent attention   latent rows and indexer keys of the first sequence, in their storage type; not kept
 //! ```
 //! Only a sequence that crosses a boundary is exchanged, and with a sliding window only the keys inside it.
 //! Backward sends the gradients back in f32; the owner adds them in the order of the ranks. Everything else
 //! (projections, norms, experts, the loss) is by token, so it is local; sums over the batch (tokens with a
 //! target, the balance of the experts) are those of all ranks.
 //!
-//! Gathered keys are not kept, because memory is the reason to divide a sequence: backward gathers them again.
-//! The few rows of the convolution are kept: to ask again would make a rank wait for the one before it, which in
-//! backward is behind.
+//! Gathered keys are not kept, because memory is the reason to divide a sequence: backward gathers them
+//! again. The few rows of the convolution are kept: to ask again would make a rank wait for the one before
+//! it, which in backward is behind.
 //!
-//! All ranks call the same operations in the same order, and lengths follow from the sequence lengths of the whole
-//! batch, which every rank knows. So messages carry values only and need no agreement.
+//! All ranks call the same operations in the same order, and lengths follow from the sequence lengths of the
+//! whole batch, which every rank knows. So messages carry values only and need no agreement.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -60,8 +60,8 @@ impl<'a> Context<'a> {
         self.group.rank()
     }
 
-    /// Rows [before + tokens, width]: those of the first sequence on earlier ranks, at most the last `limit`, then
-    /// the rank's own. Borrowed if there are no earlier ones.
+    /// Rows [before + tokens, width]: those of the first sequence on earlier ranks, at most the last `limit`,
+    /// then the rank's own. Borrowed if there are no earlier ones.
     pub(crate) fn with_earlier<'r, A: Element>(
         &self,
         kind: Kind,
@@ -125,8 +125,8 @@ impl<'a> Context<'a> {
         Ok(earlier)
     }
 
-    /// Sends the gradient [before, width] of the rows that [`Context::earlier`] returned to their owners, and adds
-    /// to `own` [rows, width] what later ranks send for the rank's last rows.
+    /// Sends the gradient [before, width] of the rows that [`Context::earlier`] returned to their owners, and
+    /// adds to `own` [rows, width] what later ranks send for the rank's last rows.
     pub(crate) fn give_back(
         &self,
         kind: Kind,
@@ -201,6 +201,31 @@ impl<'a> Context<'a> {
     }
 }
 
+/// Bytes that a rank sends in the forward and in the backward pass of a layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Sent {
+    pub(crate) forward: usize,
+    pub(crate) backward: usize,
+}
+
+/// Rows that a rank sends to later ranks, and those whose gradients it returns to earlier ones.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rows {
+    pub(crate) later: usize,
+    pub(crate) earlier: usize,
+}
+
+impl Rows {
+    /// Rows of [`Context::earlier`] with this limit.
+    pub(crate) fn new(part: &Part, limit: Option<usize>) -> Rows {
+        let rank = part.index();
+        Rows {
+            later: (rank + 1..part.of()).map(|to| part.shared(rank, to, limit).len()).sum(),
+            earlier: part.before(rank, limit),
+        }
+    }
+}
+
 /// A sequence whose tokens several ranks have.
 #[derive(Clone, Debug)]
 pub(crate) struct Crossing {
@@ -252,7 +277,8 @@ impl Crossing {
         all.filter(|(number, _)| *number != self.own).map(|(_, ((rank, _), rows))| (*rank, rows))
     }
 
-    /// Messages of all ranks by their number of rows: `len` elements for each number of rows; `own` is this rank's.
+    /// Messages of all ranks by their number of rows: `len` elements for each number of rows; `own` is this
+    /// rank's.
     pub(crate) fn gather<A: Element>(
         &self,
         context: &Context<'_>,
@@ -262,8 +288,8 @@ impl Crossing {
         self.collect(context, |number| len(self.ranks[number].1), own())
     }
 
-    /// Messages of all ranks, in their order: `len` elements of the rank with an index in `ranks`; `own` is this
-    /// rank's.
+    /// Messages of all ranks, in their order: `len` elements of the rank with an index in `ranks`; `own` is
+    /// this rank's.
     pub(crate) fn collect<A: Element>(
         &self,
         context: &Context<'_>,

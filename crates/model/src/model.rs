@@ -85,7 +85,7 @@ pub struct LossOptions {
 
 impl LossOptions {
     /// Returns true if only the indexers are trained.
-    fn is_warm_up(&self) -> bool {
+    pub(crate) fn is_warm_up(&self) -> bool {
         self.indexer.is_some_and(|loss| loss.stage == IndexerStage::Dense)
     }
 }
@@ -200,10 +200,10 @@ impl Model {
         self.ties = ties;
     }
 
-    /// Sets the ranks that share batches by tokens (context parallelism): with a batch from [`Batch::part`], whose
-    /// number is the rank in this group, all ranks run forward, loss and backward together. Each returns the loss
-    /// of its own tokens and adds to its gradients; the sums over the ranks are those of the whole batch. Batches
-    /// that are not parts, and decoding, run as without.
+    /// Sets the ranks that share batches by tokens (context parallelism): with a batch from
+    /// [`Batch::part()`], whose number is the rank in this group, all ranks run forward, loss and backward
+    /// together. Each returns the loss of its own tokens and adds to its gradients; the sums over the ranks
+    /// are those of the whole batch. Batches that are not parts, and decoding, run as without.
     pub fn set_context(&mut self, group: Option<Group>) {
         self.context = group;
     }

@@ -1,5 +1,8 @@
 //! Memory plan: the bytes that a training step needs, computed from tensor shapes without running it.
 
+use std::collections::BTreeMap;
+
+use ballast_cluster::Kind;
 use ballast_kernels::Element;
 use ballast_kernels::linear_cross_entropy::linear_cross_entropy_workspace;
 use half::bf16;
@@ -7,6 +10,7 @@ use serde::Serialize;
 
 use crate::batch::{Part, Sequences};
 use crate::config::{Config, Mixer};
+use crate::context::Sent;
 use crate::error::Result;
 use crate::layers::{Keep, Stream};
 use crate::model::{LossOptions, Model, Recompute};
@@ -22,7 +26,7 @@ pub type Targets<'a> = &'a dyn Fn(&str) -> bool;
 pub struct Step<'a> {
     /// Cumulative sequence lengths, as in [`crate::Batch::cu_seqlens`].
     pub cu_seqlens: &'a [usize],
-    /// Part of the batch that this rank has, and the number of parts: see [`crate::Batch::part`].
+    /// Part of the batch that this rank has, and the number of parts: see [`crate::Batch::part()`].
     pub part: Option<(usize, usize)>,
     /// Activations that backward recomputes.
     pub recompute: Recompute,
@@ -39,6 +43,16 @@ impl<'a> Step<'a> {
     pub fn new(cu_seqlens: &'a [usize], recompute: Recompute) -> Step<'a> {
         let loss = LossOptions::default();
         Step { cu_seqlens, part: None, recompute, loss, learned: &|_| true, adapters: None }
+    }
+
+    /// The part, and the cumulative lengths of its sequences.
+    fn local(&self) -> Result<(Option<Part>, Vec<usize>)> {
+        let part = match self.part {
+            Some((index, of)) if of > 1 => Some(Part::new(self.cu_seqlens, 0, index, of)?),
+            _ => None,
+        };
+        let local = part.as_ref().map_or_else(|| self.cu_seqlens.to_vec(), Part::local);
+        Ok((part, local))
     }
 }
 
@@ -77,16 +91,42 @@ impl Plan {
         if let Some((rank, targets)) = step.adapters {
             model.outline_adapters(targets, rank)?;
         }
-        let part = match step.part {
-            Some((index, of)) if of > 1 => Some(Part::new(step.cu_seqlens, 0, index, of)?),
-            _ => None,
-        };
-        let local = part.as_ref().map_or_else(|| step.cu_seqlens.to_vec(), Part::local);
+        let (part, local) = step.local()?;
         let sequences = Sequences { cu_seqlens: &local, part: part.as_ref() };
         Ok(match precision.activations {
             Storage::F32 => model.plan::<f32>(step, sequences),
             Storage::Bf16 => model.plan::<bf16>(step, sequences),
         })
+    }
+
+    /// Computes the bytes that a rank sends in a step to the ranks that share its batch, by kind. The sum of
+    /// the gradients over ranks is not included.
+    pub fn sent(config: &Config, precision: &Precision, step: &Step<'_>) -> Result<BTreeMap<Kind, u64>> {
+        let model = Model::build(config.clone(), precision.clone())?;
+        let (part, local) = step.local()?;
+        let sequences = Sequences { cu_seqlens: &local, part: part.as_ref() };
+        let stage = step.loss.indexer.map(|loss| loss.stage);
+        let forwards = if step.recompute == Recompute::Full { 2 } else { 1 };
+        let mut all = BTreeMap::new();
+        let mut add = |kind, bytes: usize| {
+            if bytes > 0 {
+                *all.entry(kind).or_default() += bytes as u64;
+            }
+        };
+        for layer in model.layers() {
+            let (kind, Sent { forward, backward }) = match precision.activations {
+                Storage::F32 => layer.sent::<f32>(precision, sequences, stage),
+                Storage::Bf16 => layer.sent::<bf16>(precision, sequences, stage),
+            };
+            add(kind, forwards * forward + backward);
+        }
+        let experts = config.layers.iter().find_map(|layer| layer.experts);
+        if let (Some(part), Some(_), Some(experts)) = (&part, step.loss.balance, experts)
+            && !step.loss.is_warm_up()
+        {
+            add(Kind::Scalars, (part.of() - 1) * 8 * (1 + 2 * experts.count));
+        }
+        Ok(all)
     }
 
     /// Returns the bytes of all activations saved for backward.

@@ -82,8 +82,8 @@ impl Balancing {
         Ok(())
     }
 
-    /// Ends the sum, over all ranks of the context; returns the loss, including the coefficient. With a context it
-    /// is the part of the loss that the rank's own tokens contribute.
+    /// Ends the sum, over all ranks of the context; returns the loss, including the coefficient. With a
+    /// context it is the part of the loss that the rank's own tokens contribute.
     pub(crate) fn complete(&self, context: Option<&Context<'_>>) -> Result<f64> {
         self.complete.set(true);
         let mut sums = self.sums.borrow_mut();

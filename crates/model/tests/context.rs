@@ -86,8 +86,8 @@ fn limit(tensor: &str) -> f64 {
 }
 
 impl Worst {
-    /// Compares the ranks with one. A gradient may be off by more than [`limit`] only where it moves by a tenth
-    /// as much if every weight is rounded differently: `moved` is the result with such weights.
+    /// Compares the ranks with one. A gradient may be off by more than [`limit`] only where it moves by a
+    /// tenth as much if every weight is rounded differently: `moved` is the result with such weights.
     fn compare(&mut self, ranks: Vec<&Outcome>, alone: &Outcome, moved: Option<&[Outcome]>, what: &str) {
         let (logits, losses, grads) = join(ranks);
         assert_eq!(logits.len(), alone.logits.len(), "{what}");
@@ -335,8 +335,8 @@ fn bf16_storage_adds_its_own_rounding() {
         let ranks = divided(name, "bf16", 3, |model, group| {
             outcome(model, &batch.part(group.rank(), 3).unwrap(), &options, Recompute::Selective)
         });
-        // Rounding can change the experts or the keys of a token, and with them its logits: the distance to f32
-        // says how much that is.
+        // Rounding can change the experts or the keys of a token, and with them its logits: the distance to
+        // f32 says how much that is.
         let (mut of_alone, mut of_ranks) = (Worst::default(), Worst::default());
         of_alone.compare(vec![&alone], &exact, None, name);
         of_ranks.compare(ranks.iter().collect(), &exact, None, name);
@@ -378,6 +378,37 @@ fn the_plan_of_a_part_is_what_is_kept() {
                         assert_eq!(plan.kept(), kept, "{what}");
                         assert_eq!(plan.parameters, whole.parameters, "{what}");
                     }
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn the_plan_of_a_part_is_what_is_sent() {
+    for name in MODELS {
+        let batch = Batch::packed(ids(name), vec![0, 1, 22, 58]).unwrap();
+        let config = load(name, "f32").config;
+        let balance = config.layers.iter().any(|layer| layer.experts.is_some()).then_some(0.1);
+        let sparse = IndexerLoss { scale: 1.0, stage: IndexerStage::Sparse };
+        let dense = IndexerLoss { scale: 1.0, stage: IndexerStage::Dense };
+        let stages = [None, Some(sparse), Some(dense)];
+        let stages = if config.has_indexer() { &stages[..] } else { &stages[..1] };
+        for (preset, of) in [("f32", 2), ("bf16", 3), ("hf-bf16", 4)] {
+            for (indexer, recompute) in stages.iter().flat_map(|s| RECOMPUTE.map(|recompute| (*s, recompute)))
+            {
+                let loss = LossOptions { indexer, balance, ..LossOptions::default() };
+                divided(name, preset, of, |model, group| {
+                    let part = batch.part(group.rank(), of).unwrap();
+                    model.forward_backward(&mut model.grads(), &part, &loss, recompute, None).unwrap();
+                    let step = Step {
+                        loss,
+                        part: Some((group.rank(), of)),
+                        ..Step::new(&batch.cu_seqlens, recompute)
+                    };
+                    let plan = Plan::sent(&model.config, model.precision(), &step).unwrap();
+                    let what = format!("{name} {preset} {recompute:?} {indexer:?} {} of {of}", group.rank());
+                    assert_eq!(plan, group.traffic().sent(), "{what}");
                 });
             }
         }

@@ -44,8 +44,8 @@
 //! let (options, tokens) = (attention::Options::default(), 2);
 //! // A query of zero gives all its keys the same weight.
 //! let (q, k, v) = ([0.0f32, 0.0], [1.0, -1.0], [2.0, 4.0]);
-//! let input =
-//!     attention::Input { q: &q, k: &k, v: &v, sinks: None, selected: None, before: 0, cu_seqlens: &[0, tokens] };
+//! let (sinks, selected, before) = (None, None, 0);
+//! let input = attention::Input { q: &q, k: &k, v: &v, sinks, selected, before, cu_seqlens: &[0, tokens] };
 //! let forward = attention::attention_forward_scratch::<f32>(dims, None);
 //! let scratch = Scratch::new(forward.max(attention::attention_backward_scratch::<f32>(dims, None)));
 //!

@@ -139,8 +139,8 @@ pub struct Options {
     pub states_every: usize,
     /// Rounding of the state after each chunk or step. For comparison; rounding has derivative 1.
     pub state: Rounding,
-    /// Key heads to compute: the first one and their number; `None` for all. Results of other heads are left as
-    /// they are, so a caller can hand on the states of some heads while others are computed.
+    /// Key heads to compute: the first one and their number; `None` for all. Results of other heads are left
+    /// as they are, so a caller can hand on the states of some heads while others are computed.
     pub heads: Option<(usize, usize)>,
 }
 

@@ -71,8 +71,8 @@ impl Balance {
         self.loss_of(self)
     }
 
-    /// Part of the loss that the tokens of `part` contribute, which are among those of these sums: f_e is that
-    /// of all tokens, P_e the part's share of the mean. The parts of a batch add up to its loss.
+    /// Part of the loss that the tokens of `part` contribute, which are among those of these sums: f_e is
+    /// that of all tokens, P_e the part's share of the mean. The parts of a batch add up to its loss.
     pub fn loss_of(&self, part: &Balance) -> f64 {
         let rows = self.rows.max(1) as f64;
         let products = self.chosen.iter().zip(&part.probability).map(|(f, p)| *f as f64 / rows * p / rows);

@@ -7,9 +7,9 @@
 //! A layer may use the k and v of an earlier layer; their gradients are then added to those of that layer,
 //! whose backward runs later.
 //!
-//! If the batch is divided over ranks, the queries see the keys and values of their sequence on earlier ranks too.
-//! With a sliding window those inside it are gathered for the kernel and dropped after it; backward gathers them
-//! again and returns their gradients. Without one the ranks divide the heads (heads.rs).
+//! If the batch is divided over ranks, the queries see the keys and values of their sequence on earlier ranks
+//! too. With a sliding window those inside it are gathered for the kernel and dropped after it; backward
+//! gathers them again and returns their gradients. Without one the ranks divide the heads (heads.rs).
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use super::layer::Links;
 use super::{Keep, Linear, Norm, bytes_of};
 use crate::batch::Sequences;
 use crate::config::{Attention as Shape, Config, Values};
-use crate::context::Context;
+use crate::context::{Context, Rows, Sent};
 use crate::error::Result;
 use crate::params::{Grads, Specs};
 use crate::precision::Precision;
@@ -600,6 +600,18 @@ impl Attention {
         // The gradients of all keys in f32, if they are exchanged, beside the rounded ones.
         let exchanged = if sequences.part.is_some() { 4 * 2 * kv * keys } else { 0 };
         buffer + gathered + exchanged + plain
+    }
+
+    /// Returns the bytes that a rank sends.
+    pub(crate) fn sent<A: Element>(&self, sequences: Sequences<'_>, precision: &Precision) -> Sent {
+        let Some(part) = sequences.part else { return Sent::default() };
+        if self.shape.window.is_none() {
+            return heads::sent::<A>(sequences, self.dims(), &self.options(precision));
+        }
+        let (rows, row) =
+            (Rows::new(part, self.earlier_keys()), 2 * self.shape.kv_heads * self.shape.head_dim);
+        let forward = rows.later * row * size_of::<A>();
+        Sent { forward, backward: forward + 4 * rows.earlier * row }
     }
 
     pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {

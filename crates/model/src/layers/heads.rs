@@ -1,18 +1,20 @@
 //! Softmax attention over sequences that several ranks share, divided by heads.
 //!
-//! Every rank has some tokens of the sequence. To gather the keys before them would give the last rank most of the
-//! work, because a later query sees more keys. So the ranks exchange tokens for heads: each computes all tokens
-//! of the sequence for its share of the query heads, and returns the rows to the ranks that own them.
+//! Every rank has some tokens of the sequence. To gather the keys before them would give the last rank most
+//! of the work, because a later query sees more keys. So the ranks exchange tokens for heads: each computes
+//! all tokens of the sequence for its share of the query heads, and returns the rows to the ranks that own
+//! them.
 //! ```text
 //! forward    q, k, v -> ranks by heads        o, lse -> ranks by tokens
 //! backward   q, k, v, o, do, lse -> by heads  dq, dk, dv -> by tokens
 //! ```
-//! The work of n ranks is equal if n divides the number of heads, memory is that of the rank's own tokens, and the
-//! kernel sees whole sequences, so its results have the bits of one rank. A share that does not end with a group of
-//! query heads is computed by kv head; the gradients of a kv head that several ranks use are f32 and are added in
-//! the order of the ranks.
+//! The work of n ranks is equal if n divides the number of heads, memory is that of the rank's own tokens,
+//! and the kernel sees whole sequences, so its results have the bits of one rank. A share that does not end
+//! with a group of query heads is computed by kv head; the gradients of a kv head that several ranks use are
+//! f32 and are added in the order of the ranks.
 //!
-//! With a sliding window the work of all tokens is the same, and few keys cross a boundary: then they are gathered.
+//! With a sliding window the work of all tokens is the same, and few keys cross a boundary: then they are
+//! gathered.
 
 use std::ops::Range;
 
@@ -22,7 +24,7 @@ use ballast_kernels::elementwise::convert;
 use ballast_kernels::{Element, Rounding};
 
 use crate::batch::{Piece, Sequences};
-use crate::context::{Context, Crossing};
+use crate::context::{Context, Crossing, Sent};
 use crate::error::Result;
 use crate::run::{Run, zeros};
 
@@ -50,7 +52,8 @@ impl Block {
     }
 }
 
-/// Kernel calls of share `number` of `of`: one if the share consists of whole groups, else one for each kv head.
+/// Kernel calls of share `number` of `of`: one if the share consists of whole groups, else one for each kv
+/// head.
 fn blocks(dims: Dims, number: usize, of: usize) -> Vec<Block> {
     let share = even_parts(dims.heads, of)[number].clone();
     let group = dims.group();
@@ -170,8 +173,8 @@ impl<A: Element> Layout<'_, A> {
     }
 }
 
-/// Statistics of the softmax that forward saves, as rows [tokens, heads, 1 or 3]: lse, and m and l if the logits are
-/// rounded.
+/// Statistics of the softmax that forward saves, as rows [tokens, heads, 1 or 3]: lse, and m and l if the
+/// logits are rounded.
 fn join_statistics(saved: &kernel::Saved) -> Vec<f32> {
     if saved.max_sum.is_empty() {
         return saved.lse.clone();
@@ -387,8 +390,8 @@ pub(super) fn backward<A: Element>(
     Ok((dq, dk, dv))
 }
 
-/// Temporary bytes of [`backward`] beyond the gradients that it returns: the rank's share of the longest sequence that
-/// it exchanges, with the kernel's workspace.
+/// Temporary bytes of [`backward`] beyond the gradients that it returns: the rank's share of the longest
+/// sequence that it exchanges, with the kernel's workspace.
 pub(super) fn transient<A: Element>(sequences: Sequences<'_>, dims: Dims) -> usize {
     let Some(part) = sequences.part else { return 0 };
     let share = |piece: &Piece| {
@@ -404,6 +407,32 @@ pub(super) fn transient<A: Element>(sequences: Sequences<'_>, dims: Dims) -> usi
         blocks(dims, crossing.own, crossing.ranks.len()).iter().map(bytes).sum()
     };
     sequences.pieces().iter().map(share).max().unwrap_or(0)
+}
+
+/// Bytes that [`forward`] and [`backward`] send.
+pub(super) fn sent<A: Element>(sequences: Sequences<'_>, dims: Dims, options: &Options) -> Sent {
+    let (mut sent, width) = (Sent::default(), statistics_width(options));
+    let Dims { head_dim: hd, value_dim: vd, .. } = dims;
+    let Some(part) = sequences.part else { return sent };
+    for crossing in sequences.pieces().iter().filter_map(|piece| Crossing::new(part, piece)) {
+        let heads_of = |number: usize| {
+            let blocks = blocks(dims, number, crossing.ranks.len());
+            blocks.iter().fold((0, 0), |sum, block| (sum.0 + block.heads.len(), sum.1 + block.kv.len()))
+        };
+        let (own, own_kv) = heads_of(crossing.own);
+        for (number, (_, rows)) in
+            crossing.ranks.iter().enumerate().filter(|(number, _)| *number != crossing.own)
+        {
+            let (heads, kv) = heads_of(number);
+            let keys = kv * (hd + vd);
+            sent.forward += crossing.rows.len() * (heads * hd + keys) * size_of::<A>();
+            sent.forward += rows * own * (vd * size_of::<A>() + 4 * width);
+            let there = (heads * (hd + 2 * vd) + keys) * size_of::<A>() + 4 * heads * width;
+            sent.backward += crossing.rows.len() * there;
+            sent.backward += rows * (own * hd * size_of::<A>() + 4 * own_kv * (hd + vd));
+        }
+    }
+    sent
 }
 
 #[cfg(test)]

@@ -5,8 +5,9 @@
 //! w = heads^-1/2 W_w x         in f32, W_w protected
 //! ```
 //! Scores, selection and loss are in the kernel [`ballast_kernels::indexer`]. The inputs are detached: the
-//! indexer sends no gradient to x or q_resid, and is trained only by its own loss. If the batch is divided over
-//! ranks, keys of the sequence on earlier ranks are gathered, so scores, selection and loss are those of one rank.
+//! indexer sends no gradient to x or q_resid, and is trained only by its own loss. If the batch is divided
+//! over ranks, keys of the sequence on earlier ranks are gathered, so scores, selection and loss are those of
+//! one rank.
 
 use std::borrow::Cow;
 

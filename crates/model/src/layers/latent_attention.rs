@@ -10,10 +10,10 @@
 //! query attends to all earlier keys and no scores are computed. The dense stage of the indexer's training
 //! has no selection.
 //!
-//! If the batch is divided over ranks, norm(c) and the rotated k_rope of the sequence's tokens on earlier ranks are
-//! gathered and expanded here, which is less to send than k and v by the same factor as below; the gradients that
-//! are returned are those of norm(c) and k_rope, in f32. W_kvb gets its gradient where the keys were used. The
-//! indexer's keys are gathered too, so the selection is that of one rank.
+//! If the batch is divided over ranks, norm(c) and the rotated k_rope of the sequence's tokens on earlier
+//! ranks are gathered and expanded here, which is less to send than k and v by the same factor as below; the
+//! gradients that are returned are those of norm(c) and k_rope, in f32. W_kvb gets its gradient where the
+//! keys were used. The indexer's keys are gathered too, so the selection is that of one rank.
 //!
 //! Decoding caches k and v, not c: the kernel reads keys in place, and with c every step would multiply all
 //! cached tokens by W_kvb again. This costs memory: heads (nope + rope + v) elements per token instead of the
@@ -34,6 +34,7 @@ use super::indexer::{self, Indexer};
 use super::{Keep, Linear, Norm, bytes_of};
 use crate::batch::Sequences;
 use crate::config::{Config, LatentAttention as Shape};
+use crate::context::{Rows, Sent};
 use crate::error::Result;
 use crate::model::IndexerStage;
 use crate::params::{Grads, Specs};
@@ -400,8 +401,8 @@ impl LatentAttention {
         kernel::Input { q, k, v, sinks: None, selected, before: *before, cu_seqlens: run.cu_seqlens() }
     }
 
-    /// Adds the keys and values of earlier ranks, expanded from their norm(c) and rotated k_rope; the arguments are
-    /// the rank's own.
+    /// Adds the keys and values of earlier ranks, expanded from their norm(c) and rotated k_rope; the
+    /// arguments are the rank's own.
     fn visible<'a, A: Element>(
         &self,
         run: &Run<'_>,
@@ -431,9 +432,9 @@ impl LatentAttention {
         rows.flat_map(|row| &row[nope_dim..nope_dim + rope_dim]).copied().collect()
     }
 
-    /// Backward of the expansion of all visible keys: returns the gradient of the rank's own norm(c) [tokens, kv_rank]
-    /// and leaves that of its own k_rope in `dk_rope`. `earlier` is the norm(c) of earlier ranks, which get their
-    /// gradients.
+    /// Backward of the expansion of all visible keys: returns the gradient of the rank's own norm(c) [tokens,
+    /// kv_rank] and leaves that of its own k_rope in `dk_rope`. `earlier` is the norm(c) of earlier ranks,
+    /// which get their gradients.
     fn expand_backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -584,6 +585,20 @@ impl LatentAttention {
         let expanded = dims.heads * (dims.head_dim + dims.value_dim);
         let gathered = if before > 0 { (keys + before) * expanded + before * shape.kv_rank } else { 0 };
         (tokens * elements + gathered) * size_of::<A>() + buffer.max(indexer)
+    }
+
+    /// Returns the bytes that a rank sends; `stage` is the stage of the indexer's training, if any.
+    pub(crate) fn sent<A: Element>(&self, sequences: Sequences<'_>, stage: Option<IndexerStage>) -> Sent {
+        let Some(part) = sequences.part else { return Sent::default() };
+        let (rows, shape) = (Rows::new(part, None), &self.shape);
+        let latent = shape.kv_rank + shape.rope_dim;
+        let selects = stage != Some(IndexerStage::Dense) && self.selects(sequences.whole());
+        let selection = if selects { shape.index_dim } else { 0 };
+        let training = stage.map_or(0, |_| shape.index_dim);
+        Sent {
+            forward: rows.later * (latent + selection) * size_of::<A>(),
+            backward: (rows.later * size_of::<A>() + 4 * rows.earlier) * (latent + training),
+        }
     }
 
     pub(crate) fn scratch<A: Element>(&self, tokens: usize, before: usize) -> usize {

@@ -6,6 +6,7 @@
 //! Gemma 4:  x = x + after(W_p (gelu(W_g x) * per-layer input)),  then  x = s x
 //! ```
 
+use ballast_cluster::Kind;
 use ballast_kernels::Element;
 use ballast_kernels::elementwise::{accumulate, accumulate_rounded, convert, round, scale};
 use ballast_kernels::norm::Saved as NormSaved;
@@ -19,6 +20,7 @@ use super::residual::{Stream, narrowed};
 use super::{Keep, Norm, bytes_of};
 use crate::batch::Sequences;
 use crate::config::{Config, Mixer as MixerShape};
+use crate::context::Sent;
 use crate::error::Result;
 use crate::model::IndexerStage;
 use crate::params::{Grads, Id, Init, Specs, Weight};
@@ -425,8 +427,22 @@ impl Layer {
         wide + per_layer_input.max(feed_forward).max((tensor + wide + normed + mixer).saturating_sub(gone))
     }
 
-    /// Returns the f32 elements that one slot of scratch needs, if `before` tokens of the first sequence are on
-    /// earlier ranks.
+    /// Returns the bytes that a rank sends; `stage` is the stage of the indexer's training, if any.
+    pub(crate) fn sent<A: Element>(
+        &self,
+        precision: &Precision,
+        sequences: Sequences<'_>,
+        stage: Option<IndexerStage>,
+    ) -> (Kind, Sent) {
+        match &self.mixer {
+            Mixer::Linear(mixer) => (Kind::States, mixer.sent::<A>(sequences)),
+            Mixer::Softmax(mixer) => (Kind::Attention, mixer.sent::<A>(sequences, precision)),
+            Mixer::Latent(mixer) => (Kind::Attention, mixer.sent::<A>(sequences, stage)),
+        }
+    }
+
+    /// Returns the f32 elements that one slot of scratch needs, if `before` tokens of the first sequence are
+    /// on earlier ranks.
     pub(crate) fn scratch<A: Element>(&self, tokens: usize, before: usize) -> usize {
         let mixer = match &self.mixer {
             Mixer::Linear(mixer) => mixer.scratch(tokens),

@@ -8,16 +8,18 @@
 //! ```
 //! q, k and v are three linear layers on row ranges of one stored matrix, so that each output is contiguous.
 //!
-//! If the batch is divided over ranks, the convolution takes the W-1 rows before the part from the ranks before it,
-//! and the delta rule hands its state from rank to rank, some heads at a time: rank r sends the states of the first
-//! heads while it computes the next ones, so r + 1 starts behind r by the time of a few heads, once in a forward
-//! pass and not in every layer. Backward does the same in reverse. The other way, to compose the affine maps of the
-//! parts (S' = M S + B), needs two more passes over the tokens for M and B, and multiplies rounding errors; see
-//! docs/numerics.md. The l2norm is per token and head, so it needs nothing of other ranks.
+//! If the batch is divided over ranks, the convolution takes the W-1 rows before the part from the ranks
+//! before it, and the delta rule hands its state from rank to rank, some heads at a time: rank r sends the
+//! states of the first heads while it computes the next ones, so r + 1 starts behind r by the time of a few
+//! heads, once in a forward pass and not in every layer. Backward does the same in reverse. The other way, to
+//! compose the affine maps of the parts (S' = M S + B), needs two more passes over the tokens for M and B,
+//! and is less accurate; see docs/numerics.md. The l2norm is per token and head, so it needs
+//! nothing of other ranks.
 
-use ballast_cluster::Kind;
+mod pieces;
+
 use ballast_kernels::conv::{self, Grads as ConvGrads, conv_backward, conv_forward, conv_step};
-use ballast_kernels::elementwise::{accumulate, convert};
+use ballast_kernels::elementwise::accumulate;
 use ballast_kernels::gated_delta_rule::{self as gdn, L2NORM_EPS, L2Norm};
 use ballast_kernels::norm::{
     Saved as NormSaved, gated_rms_norm_backward, gated_rms_norm_backward_scratch, gated_rms_norm_forward,
@@ -25,10 +27,12 @@ use ballast_kernels::norm::{
 };
 use ballast_kernels::{Element, Rounding};
 
+use pieces::{PieceGrads, order_of};
+
 use super::{Keep, Linear, bytes_of};
-use crate::batch::{Piece, Sequences};
+use crate::batch::Sequences;
 use crate::config::{Config, LinearAttention as Shape};
-use crate::context::Neighbor;
+use crate::context::{Rows, Sent};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
 use crate::run::{Run, lower, zeros};
@@ -60,8 +64,8 @@ pub(crate) struct LinearAttention {
 pub(crate) struct Saved<A> {
     /// q, k, v before the convolution: [tokens, channels]
     unmixed: [Vec<A>; PARTS],
-    /// Rows of q, k, v before the convolution that precede the part, zeros before the sequence: [W-1, channels];
-    /// empty unless the first sequence began on an earlier rank
+    /// Rows of q, k, v before the convolution that precede the part, zeros before the sequence: [W-1,
+    /// channels]; empty unless the first sequence began on an earlier rank
     earlier: [Vec<A>; PARTS],
     /// q, k, v after the convolution; recomputed
     mixed: [Vec<A>; PARTS],
@@ -365,67 +369,6 @@ impl LinearAttention {
         Ok(())
     }
 
-    /// Rows of q, k, v before the convolution that precede the part: [W-1, channels], zeros before the sequence;
-    /// empty if the first sequence begins here.
-    fn earlier<A: Element>(&self, run: &Run<'_>, unmixed: &[Vec<A>; PARTS]) -> Result<[Vec<A>; PARTS]> {
-        let mut earlier = [const { Vec::new() }; PARTS];
-        let Some(context) = &run.context else { return Ok(earlier) };
-        for part in 0..PARTS {
-            let dims = self.conv_dims(part);
-            let rows = context.earlier(Kind::States, &unmixed[part], dims.channels, Some(dims.width - 1))?;
-            if !rows.is_empty() {
-                let mut padded = zeros(dims.state_len() - rows.len());
-                padded.extend(rows);
-                earlier[part] = padded;
-            }
-        }
-        Ok(earlier)
-    }
-
-    /// Sends the gradient of the rows of [`LinearAttention::earlier`] to their owners. Returns the gradient
-    /// [W-1, channels] that later ranks send for the last rows of the part; empty without a context.
-    fn earlier_backward<A: Element>(
-        &self,
-        run: &Run<'_>,
-        pieces: &[Piece],
-        d_mixed: &[A],
-        unmixed: &[A],
-        earlier: &[A],
-        part: usize,
-    ) -> Result<Vec<A>> {
-        let Some(context) = &run.context else { return Ok(Vec::new()) };
-        let (dims, taps) = (self.conv_dims(part), self.taps(part));
-        let limit = dims.width - 1;
-        let mut d_earlier = zeros::<A>(earlier.len());
-        if let Some(first) = pieces.first().filter(|piece| piece.began) {
-            // The first W-1 tokens alone depend on these rows, so the other ranks need not wait for the rest.
-            let tokens = limit.min(first.tokens.len());
-            let rows = ..tokens * dims.channels;
-            let (mut unused, mut dweight) = (zeros::<A>(tokens * dims.channels), vec![0.0; taps.len()]);
-            with_weight!(run.weight(self.conv), |w| {
-                let input = conv::Input {
-                    x: &unmixed[rows],
-                    weight: &w[taps],
-                    state: Some(earlier),
-                    cu_seqlens: &[0, tokens],
-                };
-                let to = ConvGrads { dx: &mut unused, dweight: &mut dweight, dstate: Some(&mut d_earlier) };
-                conv_backward(to, &d_mixed[rows], None, &input, dims, run.scratch)?;
-            });
-        }
-        let mut wide = vec![0.0; d_earlier.len()];
-        A::load(&mut wide, &d_earlier);
-        let known = run.sequences().before(Some(limit)) * dims.channels;
-        let last = pieces.last().map_or(0, |piece| limit.min(piece.tokens.len()));
-        let mut own = vec![0.0; last * dims.channels];
-        let sent = &wide[wide.len() - known..];
-        context.give_back(Kind::States, &mut own, sent, dims.channels, Some(limit))?;
-        let mut d_final = zeros::<A>(dims.state_len());
-        let from = d_final.len() - own.len();
-        convert(&mut d_final[from..], &own)?;
-        Ok(d_final)
-    }
-
     fn gates(&self, run: &Run<'_>, a: &[f32], b: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
         let (mut g, mut beta) = (zeros(a.len()), zeros(b.len()));
         let (a_log, dt_bias) = (run.protected(self.a_log), run.protected(self.dt_bias));
@@ -509,121 +452,6 @@ impl LinearAttention {
         Ok(())
     }
 
-    /// Runs the delta rule on whole sequences and on those that cross the boundaries of the part. The one that goes
-    /// on runs first, because the next rank waits for its state; the one that began earlier runs last, because
-    /// it waits itself.
-    fn rule_pieces<A: Element>(
-        &self,
-        run: &Run<'_>,
-        o: &mut [A],
-        q: &[A],
-        k: &[A],
-        v: &[A],
-        g: &[f32],
-        beta: &[f32],
-        saved: Option<&mut Vec<gdn::Saved<A>>>,
-    ) -> Result {
-        let pieces = run.sequences().pieces();
-        let mut kept: Vec<gdn::Saved<A>> = vec![gdn::Saved::default(); pieces.len()];
-        for number in order_of(&pieces, |piece| (piece.began, !piece.goes_on)) {
-            let piece = &pieces[number];
-            let view = self.piece_input(piece, q, k, v, g, beta);
-            let mut o = &mut o[self.values(piece)];
-            let mut keep = saved.is_some().then_some(&mut kept[number]);
-            let Some(context) = run.context.as_ref().filter(|_| piece.began || piece.goes_on) else {
-                let output = gdn::Output { o, ht: None };
-                let (dims, options) = (self.dims(), self.options(run));
-                gdn::gated_delta_rule_forward(output, keep, &view, dims, &options, run.scratch)?;
-                continue;
-            };
-            let (mut h0, mut ht) = (self.states(piece.began), self.states(piece.goes_on));
-            let len = self.group_state_len();
-            let mut receives = Vec::new();
-            for _ in h0.chunks(len) {
-                receives.push(context.receive_state(Neighbor::Before, len)?);
-            }
-            let mut receives = receives.into_iter();
-            for heads in self.head_blocks() {
-                for (state, receive) in h0.chunks_mut(len).skip(heads.0).zip(receives.by_ref().take(heads.1))
-                {
-                    context.wait_state(state, receive)?;
-                }
-                let h0 = piece.began.then_some(&h0[..]);
-                let output = gdn::Output { o: &mut o, ht: piece.goes_on.then_some(&mut ht[..]) };
-                let (dims, options) = (self.dims(), gdn::Options { heads: Some(heads), ..self.options(run) });
-                let input = gdn::Input { h0, ..view };
-                gdn::gated_delta_rule_forward(
-                    output,
-                    keep.as_deref_mut(),
-                    &input,
-                    dims,
-                    &options,
-                    run.scratch,
-                )?;
-                for state in ht.chunks(len).skip(heads.0).take(heads.1) {
-                    context.send_state(Neighbor::After, state)?;
-                }
-            }
-        }
-        if let Some(saved) = saved {
-            *saved = kept;
-        }
-        Ok(())
-    }
-
-    /// Inputs of a piece.
-    fn piece_input<'a, A: Element>(
-        &self,
-        piece: &'a Piece,
-        q: &'a [A],
-        k: &'a [A],
-        v: &'a [A],
-        g: &'a [f32],
-        beta: &'a [f32],
-    ) -> gdn::Input<'a, A> {
-        let (keys, heads) = (self.keys(piece), self.heads(piece));
-        gdn::Input {
-            q: &q[keys.clone()],
-            k: &k[keys],
-            v: &v[self.values(piece)],
-            gates: gdn::Gates::Given { g: &g[heads.clone()], beta: &beta[heads] },
-            h0: None,
-            cu_seqlens: &piece.cu_seqlens,
-        }
-    }
-
-    /// Ranges of a piece in tensors [tokens, Hk dk], [tokens, Hv dv] and [tokens, Hv].
-    fn keys(&self, piece: &Piece) -> std::ops::Range<usize> {
-        let width = self.shape.key_heads * self.shape.key_dim;
-        piece.tokens.start * width..piece.tokens.end * width
-    }
-
-    fn values(&self, piece: &Piece) -> std::ops::Range<usize> {
-        let width = self.shape.value_heads * self.shape.value_dim;
-        piece.tokens.start * width..piece.tokens.end * width
-    }
-
-    fn heads(&self, piece: &Piece) -> std::ops::Range<usize> {
-        piece.tokens.start * self.shape.value_heads..piece.tokens.end * self.shape.value_heads
-    }
-
-    /// States of one sequence [Hv, dk, dv], if it has some to exchange.
-    fn states(&self, exchanged: bool) -> Vec<f32> {
-        vec![0.0; if exchanged { self.shape.value_heads * self.dims().state_len() } else { 0 }]
-    }
-
-    /// Elements of the states of the value heads of one key head.
-    fn group_state_len(&self) -> usize {
-        self.dims().group() * self.dims().state_len()
-    }
-
-    /// Key heads that are computed together, each as its first head and their number: as many as there are threads.
-    /// Heads do not depend on each other, so the bits do not depend on this; messages are by head.
-    fn head_blocks(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
-        let (heads, step) = (self.shape.key_heads, rayon::current_num_threads().max(1));
-        (0..heads).step_by(step).map(move |first| (first, step.min(heads - first)))
-    }
-
     /// Runs the delta rule on one token of every sequence.
     fn steps<A: Element>(
         &self,
@@ -673,8 +501,8 @@ impl LinearAttention {
         let normalized = self.normalize(run, mixed)?;
         let (q, k) = normalized.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
         let pieces = run.sequences().pieces();
-        // The one that began earlier runs first, because the rank before waits for its gradient; the one that goes
-        // on waits itself.
+        // The one that began earlier runs first, because the rank before waits for its gradient; the one that
+        // goes on waits itself.
         for number in order_of(&pieces, |piece| (piece.goes_on, !piece.began)) {
             let piece = &pieces[number];
             let (keys, values, heads) = (self.keys(piece), self.values(piece), self.heads(piece));
@@ -693,48 +521,6 @@ impl LinearAttention {
             for (part, saved) in [&normalized.q_saved, &normalized.k_saved].into_iter().enumerate() {
                 let dy = d_mixed[part].clone();
                 l2norm_backward(&mut d_mixed[part], &dy, &mixed[part], saved, self.shape.key_dim)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Runs the backward of a piece, some heads at a time if it exchanges states.
-    fn piece_backward<A: Element>(
-        &self,
-        run: &Run<'_>,
-        to: PieceGrads<'_, A>,
-        d_o: &[A],
-        input: &gdn::Input<'_, A>,
-        saved: &gdn::Saved<A>,
-        piece: &Piece,
-    ) -> Result {
-        let PieceGrads { dq, dk, dv, dg, dbeta } = to;
-        let dims = self.dims();
-        let Some(context) = run.context.as_ref().filter(|_| piece.began || piece.goes_on) else {
-            let grads = gdn::Grads { dq, dk, dv, gates: gdn::GateGrads::Given { dg, dbeta }, dh0: None };
-            let options = self.options(run);
-            gdn::gated_delta_rule_backward(grads, d_o, None, input, saved, dims, &options, run.scratch)?;
-            return Ok(());
-        };
-        let (mut dh0, mut dht) = (self.states(piece.began), self.states(piece.goes_on));
-        let len = self.group_state_len();
-        let mut receives = Vec::new();
-        for _ in dht.chunks(len) {
-            receives.push(context.receive_state(Neighbor::After, len)?);
-        }
-        let mut receives = receives.into_iter();
-        for heads in self.head_blocks() {
-            for (state, receive) in dht.chunks_mut(len).skip(heads.0).zip(receives.by_ref().take(heads.1)) {
-                context.wait_state(state, receive)?;
-            }
-            let dht = piece.goes_on.then_some(&dht[..]);
-            let options = gdn::Options { heads: Some(heads), ..self.options(run) };
-            let gates = gdn::GateGrads::Given { dg: &mut *dg, dbeta: &mut *dbeta };
-            let to_h0 = piece.began.then_some(&mut dh0[..]);
-            let grads = gdn::Grads { dq: &mut *dq, dk: &mut *dk, dv: &mut *dv, gates, dh0: to_h0 };
-            gdn::gated_delta_rule_backward(grads, d_o, dht, input, saved, dims, &options, run.scratch)?;
-            for state in dh0.chunks(len).skip(heads.0).take(heads.1) {
-                context.send_state(Neighbor::Before, state)?;
             }
         }
         Ok(())
@@ -764,6 +550,21 @@ impl LinearAttention {
             + gdn::saved_bytes::<A>(self.dims(), &options, sequences.cu_seqlens)
     }
 
+    /// Returns the bytes that a rank sends.
+    pub(crate) fn sent<A>(&self, sequences: Sequences<'_>) -> Sent {
+        let Some(part) = sequences.part else { return Sent::default() };
+        let rows = Rows::new(part, Some(self.shape.conv_width - 1));
+        let channels: usize = self.qkv.iter().map(Linear::outputs).sum();
+        let state = |exchanged: bool| {
+            if exchanged { 4 * self.shape.value_heads * self.dims().state_len() } else { 0 }
+        };
+        let pieces = sequences.pieces();
+        Sent {
+            forward: rows.later * channels * size_of::<A>() + state(pieces.iter().any(|piece| piece.goes_on)),
+            backward: 4 * rows.earlier * channels + state(pieces.iter().any(|piece| piece.began)),
+        }
+    }
+
     /// Returns the temporary bytes of backward: the gradients of q, k and v after the convolution and of one
     /// of them before it, or the gradients of o and z; and recomputed activations.
     pub(crate) fn transient<A>(&self, tokens: usize, keep: Keep) -> usize {
@@ -791,20 +592,4 @@ impl LinearAttention {
             .max()
             .unwrap_or(0)
     }
-}
-
-/// Gradients of a piece.
-struct PieceGrads<'a, A> {
-    dq: &'a mut [A],
-    dk: &'a mut [A],
-    dv: &'a mut [A],
-    dg: &'a mut [f32],
-    dbeta: &'a mut [f32],
-}
-
-/// Numbers of the pieces, sorted by a key.
-fn order_of(pieces: &[Piece], key: impl Fn(&Piece) -> (bool, bool)) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..pieces.len()).collect();
-    order.sort_by_key(|number| key(&pieces[*number]));
-    order
 }

@@ -40,7 +40,8 @@ fn later<T: Element, K: Element>(r: &Reference, p: &super::Problem, d_o: &[f64],
     Results { o, lse, dq: wide(&dq), dk: wide(&dk), dv: wide(&dv), dsinks }
 }
 
-/// Expected results: the reference of the whole sequences, without a gradient from the first `before` queries.
+/// Expected results: the reference of the whole sequences, without a gradient from the first `before`
+/// queries.
 fn expected(r: &Reference, p: &super::Problem, d_o: &[f64], before: usize) -> (Results, Vec<f64>) {
     let d = p.dims;
     let mut d_o = d_o.to_vec();
