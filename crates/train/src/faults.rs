@@ -131,7 +131,7 @@ impl Trainer {
             }
             OnFault::Rollback => {
                 let newest = self.ranks.world.is_first().then(|| self.store.steps().pop());
-                let Some(last) = self.ranks.from_first(newest.as_ref())? else {
+                let Some(last) = self.ranks.value_of_first(newest.as_ref())? else {
                     return Err(Error::Diverged(format!("{text}. There is no checkpoint to roll back to")));
                 };
                 self.roll_back(last, begin.to_vec())?;

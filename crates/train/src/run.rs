@@ -306,7 +306,8 @@ impl Trainer {
         match self.store.save(&mut state, &self.model, &self.optimizer, &self.sidecars, watcher, &division) {
             Ok(_) => {
                 // The first rank has read the file back.
-                let ledger = self.ranks.from_first(self.ranks.world.is_first().then_some(&state.ledger))?;
+                let ledger =
+                    self.ranks.value_of_first(self.ranks.world.is_first().then_some(&state.ledger))?;
                 self.ledger = ledger;
                 let best = self.best.map(|(step, _)| step);
                 if !self.ranks.world.is_first() {

@@ -345,7 +345,7 @@ impl Store {
         };
         ranks.all_succeeded(opened)?;
         let opened = staging.as_ref().map(|staging| staging.folder().to_string_lossy().into_owned());
-        let Some(folder) = ranks.from_first(ranks.world.is_first().then_some(&opened))? else {
+        let Some(folder) = ranks.value_of_first(ranks.world.is_first().then_some(&opened))? else {
             return Ok(target);
         };
         let folder = match &staging {

@@ -132,7 +132,7 @@ impl Trainer {
         let opened = if world.is_first() { Store::open(out).map(Some) } else { Ok(None) };
         let store = opened_by_first(opened, &all, out)?;
         let newest = world.is_first().then(|| store.steps().pop());
-        let step = all.from_first(newest.as_ref())?.ok_or_else(none)?;
+        let step = all.value_of_first(newest.as_ref())?.ok_or_else(none)?;
         let checkpoint = store.path(step);
         let state = state::read_state(&checkpoint)?;
         let table = state.config_table().map_err(|error| Error::Resume {

@@ -114,7 +114,7 @@ impl Ranks {
     }
 
     /// The value of rank 0.
-    pub(crate) fn from_first<T: Serialize + DeserializeOwned>(&self, own: Option<&T>) -> Result<T> {
+    pub(crate) fn value_of_first<T: Serialize + DeserializeOwned>(&self, own: Option<&T>) -> Result<T> {
         let problem = |error: serde_json::Error| Error::Config(format!("a message between ranks: {error}"));
         let bytes = own.map(serde_json::to_vec).transpose().map_err(problem)?.unwrap_or_default();
         let bytes = self.world.broadcast(Kind::Setup, 0, bytes)?;

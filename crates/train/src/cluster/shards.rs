@@ -84,7 +84,7 @@ impl Shards {
         let mut parts: Vec<Vec<Range<usize>>> = grads
             .layout()
             .map(|(_, kind, len)| match kind {
-                Kind::Weights => vec![usize::MAX..0; self.ranks],
+                Kind::Weights => vec![0..0; self.ranks],
                 _ => ballast_cluster::even_parts(len, self.ranks),
             })
             .collect();
@@ -92,13 +92,15 @@ impl Shards {
             let Some((bucket, place)) = grads.weight_place(weight) else { continue };
             for (rank, part) in parts[bucket].iter_mut().enumerate() {
                 let Range { start, end } = self.range(weight, rank);
-                if start < end {
-                    *part = part.start.min(place.start + start)..part.end.max(place.start + end);
+                let (start, end) = (place.start + start, place.start + end);
+                match part.start == part.end {
+                    _ if start == end => {}
+                    true => *part = start..end,
+                    false => *part = part.start.min(start)..part.end.max(end),
                 }
             }
         }
-        let empty = |part: Range<usize>| if part.start > part.end { 0..0 } else { part };
-        parts.into_iter().map(|parts| parts.into_iter().map(empty).collect()).collect()
+        parts
     }
 }
 
