@@ -66,13 +66,13 @@ fn start_mpi(_: usize, size: usize, _: Duration) -> anyhow::Result<Group> {
 
 #[cfg(feature = "mpi")]
 fn start_mpi(rank: usize, size: usize, timeout: Duration) -> anyhow::Result<Group> {
-    let group = ballast_cluster::mpi::start(timeout)?;
+    let group = ballast_mpi::start(timeout)?;
     let group = STARTED.get_or_init(|| group);
     let print = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         output::error("panicked; this ends the run on all ranks");
         print(panic);
-        ballast_cluster::mpi::abort(PANICKED)
+        ballast_mpi::abort(PANICKED)
     }));
     if (group.rank(), group.size()) != (rank, size) {
         let problem = format!(
@@ -106,7 +106,7 @@ pub(crate) fn end(code: u8) -> u8 {
         if !matches!(code, 0 | 130) {
             group.abort(code.into());
         }
-        if let Err(error) = ballast_cluster::mpi::finish(group) {
+        if let Err(error) = ballast_mpi::finish(group) {
             output::error(&error.to_string());
             group.abort(3);
         }

@@ -9,7 +9,7 @@ use crate::traffic::{Kind, Traffic};
 use crate::transport::{Solo, Ticket, Transport};
 
 /// Channel of the messages that say for whom a rank waits.
-pub(crate) const WAITING: u16 = 0;
+pub const WAITING: u16 = 0;
 
 /// Time after which a waiting rank tells the others for whom it waits.
 const PATIENCE: Duration = Duration::from_millis(500);

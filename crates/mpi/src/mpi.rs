@@ -1,4 +1,4 @@
-//! Ranks that are processes under MPI (feature `mpi`).
+//! The transport over MPI.
 //!
 //! ```text
 //! channel of a message    its MPI tag
@@ -25,9 +25,7 @@ use mpi::environment::Universe;
 use mpi::ffi;
 use mpi::traits::Communicator;
 
-use crate::error::{Error, Result};
-use crate::group::{Group, WAITING};
-use crate::transport::{Ticket, Transport};
+use ballast_cluster::{Error, Group, Result, Ticket, Transport, WAITING};
 
 /// Bytes that one MPI message carries at most.
 const LARGEST_PIECE: usize = 1 << 30;

@@ -2,12 +2,14 @@
 //!
 //! Starts itself under `mpirun`; a rank finds its case in an environment variable.
 
+#[path = "../../cluster/tests/checks/mod.rs"]
 mod checks;
 
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use ballast_cluster::{Group, Kind, Result, mpi};
+use ballast_cluster::{Group, Kind, Result};
+use ballast_mpi as mpi;
 
 /// Names the case in the ranks.
 const CASE: &str = "BALLAST_MPI_CASE";

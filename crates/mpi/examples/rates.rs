@@ -3,7 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use ballast_cluster::{Group, Kind, Result, mpi};
+use ballast_cluster::{Group, Kind, Result};
+use ballast_mpi as mpi;
 
 const TURNS: usize = 15;
 
