@@ -5,6 +5,8 @@
 //! CONTEXT_TOKENS=32768 ...                      # the length of the sequence, 8192 unless told
 //! ```
 
+#![allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
+
 use std::time::{Duration, Instant};
 
 use ballast_cluster::{Kind, threads};
