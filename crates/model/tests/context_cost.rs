@@ -5,7 +5,7 @@
 //! CONTEXT_TOKENS=32768 ...                      # the length of the sequence, 8192 unless told
 //! ```
 
-#![allow(clippy::too_many_arguments)]
+#![allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 
 use std::time::{Duration, Instant};
 
