@@ -12,7 +12,7 @@ use crate::cast::{self, Buffer};
 use crate::error::{Error, Place, Result};
 use crate::header::{self, Header, TensorInfo};
 use crate::open::{Checkpoint, StoredTensor};
-use crate::staging::Staging;
+use crate::staging::{Staging, check_space};
 
 /// An opened file.
 #[derive(Debug)]
@@ -173,6 +173,7 @@ impl SharedFile {
     /// Creates the file with its header and its full length; one process does this.
     pub fn create(path: &Path, tensors: &[Described<'_>]) -> Result<SharedFile> {
         let (header, begins, end) = shared_layout(tensors)?;
+        check_space(path.parent().unwrap_or(Path::new(".")), path, end)?;
         let mut file = File::create_new(path).map_err(Error::io(path, "create"))?;
         file.write_all(&header).map_err(Error::io(path, "write"))?;
         file.set_len(end).map_err(Error::io(path, "extend"))?;

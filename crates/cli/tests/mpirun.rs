@@ -211,7 +211,8 @@ fn a_rank_that_stops_answering_ends_the_job_with_its_number() {
     signal(ranks[2], "-STOP");
     let (code, text, time) = end(job);
     assert_ne!(code, Some(0));
-    assert!(time < Duration::from_secs(13), "{time:?}");
+    // After the time limit, mpirun takes its time to end the stopped process.
+    assert!(time < Duration::from_secs(40), "{time:?}");
     assert!(text.contains("rank 2 has not answered for 3 s (cluster.timeout)"), "{text}");
 }
 
@@ -271,8 +272,9 @@ fn a_disk_that_is_full_for_one_rank_leaves_no_checkpoint_and_does_not_end_the_ru
         .args([":", "-n", "1", "bash", "-c", limited, "rank"])
         .arg(other.get_program())
         .args(train(&out, &settings));
-    let ended = run(&mut command).exits(0);
-    assert!(ended.stderr.contains("save failed") && ended.stderr.contains("rank 1: "), "{}", ended.stderr);
+    run(&mut command).exits(0);
+    let metrics = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    assert!(metrics.contains("save failed") && metrics.contains("rank 1: "), "{metrics}");
     assert!(steps_saved(&out).is_empty(), "{:?}", steps_saved(&out));
     assert!(out.join("model/model.safetensors").is_file(), "the first rank writes the model");
 }
