@@ -129,7 +129,8 @@ pub fn attention<T: Element + 'static>(
     let mut saved = attention::Saved::default();
     Box::new(move || {
         let cu_seqlens = &[0, tokens];
-        let input = attention::Input { q: &q, k: &k, v: &v, sinks: None, selected: None, cu_seqlens };
+        let input =
+            attention::Input { q: &q, k: &k, v: &v, sinks: None, selected: None, before: 0, cu_seqlens };
         let keep = (pass == Pass::Both).then_some(&mut saved);
         attention_forward(&mut o, keep, &input, dims, &options, &scratch)?;
         if pass == Pass::Both {
@@ -211,6 +212,7 @@ pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> a
             v: &key,
             sinks: None,
             selected: None,
+            before: 0,
             cu_seqlens: &cu_seqlens,
         };
         let mut o = zeros(query.len());
@@ -220,7 +222,7 @@ pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> a
     let mut workspace = zeros(indexer::indexer_loss_workspace(dims, tokens));
     let (mut dq, mut dk, mut dw) = (zeros::<f32>(q.len()), zeros::<f32>(k.len()), zeros(w.len()));
     Ok(Box::new(move || {
-        let input = indexer::Input { q: &q, k: &k, w: &w, cu_seqlens: &cu_seqlens };
+        let input = indexer::Input { q: &q, k: &k, w: &w, before: 0, cu_seqlens: &cu_seqlens };
         if pass == Pass::Forward {
             indexer_topk(&mut selected, &input, dims, &options, topk, &scratch)?;
             return Ok(());
@@ -231,6 +233,7 @@ pub fn indexer(tokens: usize, dims: indexer::Dims, topk: usize, pass: Pass) -> a
             v: &[],
             sinks: None,
             selected: None,
+            before: 0,
             cu_seqlens: &cu_seqlens,
         };
         let target =

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -35,14 +36,23 @@ pub struct ConvertOptions {
     pub max_shard_bytes: u64,
     /// Replace an existing checkpoint at the destination.
     pub force: bool,
+    /// Names and contents of more files to write beside the weights; they replace copied files of the same
+    /// name.
+    pub files: Vec<(String, Vec<u8>)>,
 }
 
 impl ConvertOptions {
     /// Creates options that change nothing but protect tensors by `policy`.
     pub fn new(policy: Policy) -> ConvertOptions {
-        let layout = LayoutRequest::default();
-        let max_shard_bytes = DEFAULT_SHARD_BYTES;
-        ConvertOptions { layout, dtype: None, policy, narrow_f64: false, max_shard_bytes, force: false }
+        ConvertOptions {
+            layout: LayoutRequest::default(),
+            dtype: None,
+            policy,
+            narrow_f64: false,
+            max_shard_bytes: DEFAULT_SHARD_BYTES,
+            force: false,
+            files: Vec::new(),
+        }
     }
 }
 
@@ -267,6 +277,12 @@ pub fn execute(
             "several ranks cannot be written to one file; use a folder as destination".into(),
         ));
     }
+    if let (true, Some((name, _))) = (single_file, options.files.first()) {
+        return Err(Error::Refused(format!(
+            "{name} cannot be written beside the single file {}; use a folder as destination",
+            destination.display()
+        )));
+    }
     let staging = Staging::new(destination, single_file, options.force, &source.paths())?;
     let mut file_metadata: Vec<(String, String)> =
         source.metadata.iter().filter(|(k, _)| !metadata::ALL.contains(&k.as_str())).cloned().collect();
@@ -280,8 +296,13 @@ pub fn execute(
         options.max_shard_bytes,
     )
     .map_err(|e| e.of(&source.root))?;
-    staging.check_space(files.file_bytes() + source.sidecar_bytes())?;
+    let more_bytes: u64 = options.files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
+    staging.check_space(files.file_bytes() + source.sidecar_bytes() + more_bytes)?;
     let sidecars = if single_file { 0 } else { copy_sidecars(source, staging.folder(), options.dtype)? };
+    for (name, bytes) in &options.files {
+        write_flushed(&staging.folder().join(name), bytes)
+            .map_err(Error::io(&destination.join(name), "write"))?;
+    }
     let prepare = if plan.to.ranks == 1 { Prepare::Early } else { Prepare::Late };
     let pairs = || verify::pairs_with_source(source, &plan.from, &staging.staged(), &plan.to);
     let verification = write_verified(&files, prepare, pairs, observer).map_err(|e| e.of(&source.root))?;
@@ -315,6 +336,12 @@ pub(crate) fn copy_sidecars(source: &Checkpoint, folder: &Path, dtype: Option<Dt
         File::open(&to).and_then(|f| f.sync_all()).map_err(Error::io(&to, "flush"))?;
     }
     Ok(source.sidecars.len())
+}
+
+fn write_flushed(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
 }
 
 /// Replaces every dtype in a config.json by `dtype`.

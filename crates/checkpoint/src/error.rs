@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use ballast_report::format::shortage;
+
 use crate::index::IndexIssue;
 
 /// Result of this crate.
@@ -83,7 +85,7 @@ pub enum Error {
     #[error("{0}")]
     Refused(String),
     /// The destination's disk is too small.
-    #[error("{}: not enough disk space: {needed} bytes needed, {available} available; nothing was written", path.display())]
+    #[error("{}: not enough disk space: {}; nothing was written", path.display(), shortage(*needed, *available))]
     NoSpace {
         /// The destination.
         path: PathBuf,

@@ -289,7 +289,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_we_write_both_we_and_the_safetensors_crate_read(
+        fn a_written_header_is_read_by_us_and_by_the_safetensors_crate(
             tensors in prop::collection::btree_map("[a-z.\u{e9}\"\\\\]{1,12}", (0usize..22, prop::collection::vec(0u64..5, 0..4)), 0..8),
             metadata in prop::collection::btree_map("[a-z]{1,6}", ".{0,6}", 0..3),
         ) {

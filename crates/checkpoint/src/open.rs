@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use crate::encoding::without_mark;
 use crate::error::{Error, Place, Result};
-use crate::header::{self, Header};
+use crate::header::{self, Header, TensorInfo};
 use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
 
 /// Returns the name of the folder of tensor-parallel rank `rank`.
@@ -153,6 +153,7 @@ pub struct Checkpoint {
     pub ranks: usize,
     /// Disagreements between indexes and shards.
     pub issues: Vec<IndexIssue>,
+    in_memory: bool,
 }
 
 impl Checkpoint {
@@ -170,6 +171,7 @@ impl Checkpoint {
             ignored: Vec::new(),
             ranks: 1,
             issues: Vec::new(),
+            in_memory: false,
         };
         let folder = match path.parent() {
             Some(parent) if kind.is_file() && parent.as_os_str().is_empty() => Path::new("."),
@@ -211,6 +213,7 @@ impl Checkpoint {
             ignored: Vec::new(),
             ranks: 1,
             issues: Vec::new(),
+            in_memory: true,
         }
     }
 
@@ -227,6 +230,7 @@ impl Checkpoint {
             ignored: Vec::new(),
             ranks: 1,
             issues: Vec::new(),
+            in_memory: true,
         };
         for tensor in tensors {
             let MemoryTensor { name, dtype, shape, data } = tensor;
@@ -256,6 +260,17 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
+    /// Adds all tensors of a safetensors file.
+    pub fn add_tensors_of(&mut self, path: &Path) -> Result<()> {
+        let (shard, header) = open_shard(path)?;
+        let file = self.files.len();
+        self.files.push(shard);
+        for TensorInfo { name, dtype, shape, begin, bytes } in header.tensors {
+            self.tensors.push(StoredTensor { name, dtype, shape, file, begin, bytes, rank: 0 });
+        }
+        Ok(())
+    }
+
     /// Opens `path` like [`Checkpoint::open`]; disagreements between index and shards are an error.
     pub fn open_consistent(path: &Path) -> Result<Checkpoint> {
         let checkpoint = Checkpoint::open(path)?;
@@ -271,10 +286,10 @@ impl Checkpoint {
         self.files.len() == 1 && self.files[0].path == self.root
     }
 
-    /// Returns true if tensors are in memory; [`Checkpoint::config`] then takes precedence over config.json
-    /// on disk.
+    /// Returns true if the checkpoint is not that of a folder; [`Checkpoint::config`] then takes precedence
+    /// over config.json on disk.
     pub fn is_in_memory(&self) -> bool {
-        self.files.iter().any(|file| file.handle().is_none())
+        self.in_memory
     }
 
     /// Returns the root and every file on disk; a file may be a link to elsewhere.

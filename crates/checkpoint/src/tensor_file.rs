@@ -2,15 +2,17 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use ballast_contract::Dtype;
 
 use crate::cast::{self, Buffer};
 use crate::error::{Error, Place, Result};
-use crate::header::{Header, TensorInfo};
-use crate::open::Checkpoint;
-use crate::staging::Staging;
+use crate::header::{self, Header, TensorInfo};
+use crate::open::{Checkpoint, StoredTensor};
+use crate::staging::{Staging, check_space};
 
 /// An opened file.
 #[derive(Debug)]
@@ -67,6 +69,19 @@ impl TensorFile {
         Ok(Array { shape, values: bytemuck::cast_slice(wide.as_ref()).to_vec() })
     }
 
+    /// Reads the elements `range` of an F32 tensor of this shape.
+    pub fn f32_range(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
+        let t = self.find(name)?;
+        if t.dtype != Dtype::F32 || !t.shape.iter().map(|d| *d as usize).eq(shape.iter().copied()) {
+            let problem = format!("{} of shape {:?}, expected F32 of shape {shape:?}", t.dtype, t.shape);
+            return Err(self.error(name, problem));
+        }
+        let mut values = vec![0f32; range.len()];
+        let bytes = bytemuck::cast_slice_mut(&mut values);
+        self.file.files[t.file].read_at(bytes, t.begin + 4 * range.start as u64)?;
+        Ok(values)
+    }
+
     /// Reads an I32 or I64 tensor.
     pub fn integers(&self, name: &str) -> Result<Array<i64>> {
         let (dtype, shape, data) = self.raw(name)?;
@@ -78,13 +93,17 @@ impl TensorFile {
         Ok(Array { shape, values })
     }
 
-    fn raw(&self, name: &str) -> Result<(Dtype, Vec<usize>, Buffer)> {
-        let Some(t) = self.file.tensors.iter().find(|t| t.name == name) else {
+    fn find(&self, name: &str) -> Result<&StoredTensor> {
+        self.file.tensors.iter().find(|t| t.name == name).ok_or_else(|| {
             let mut names: Vec<&str> = self.names().collect();
             names.sort_unstable();
             names.truncate(20);
-            return Err(self.error(name, format!("not found; the file holds: {}", names.join(", "))));
-        };
+            self.error(name, format!("not found; the file holds: {}", names.join(", ")))
+        })
+    }
+
+    fn raw(&self, name: &str) -> Result<(Dtype, Vec<usize>, Buffer)> {
+        let t = self.find(name)?;
         let mut data = Buffer::default();
         self.file.files[t.file].read_at(data.resize(t.bytes as usize), t.begin)?;
         Ok((t.dtype, t.shape.iter().map(|d| *d as usize).collect(), data))
@@ -137,9 +156,93 @@ fn write(path: &Path, tensors: &[Raw<'_>], metadata: &[(String, String)], force:
     staging.commit()
 }
 
+/// A file of tensors that several processes write together, each its own ranges. Not atomic: it belongs into a
+/// staged folder.
+#[derive(Debug)]
+pub struct SharedFile {
+    path: PathBuf,
+    file: File,
+    /// Position of each tensor in the file.
+    begins: Vec<u64>,
+}
+
+/// Name, type and shape of a tensor in a [`SharedFile`].
+pub type Described<'a> = (&'a str, Dtype, &'a [usize]);
+
+impl SharedFile {
+    /// Creates the file with its header and its full length; one process does this.
+    pub fn create(path: &Path, tensors: &[Described<'_>]) -> Result<SharedFile> {
+        let (header, begins, end) = shared_layout(tensors)?;
+        check_space(path.parent().unwrap_or(Path::new(".")), path, end)?;
+        let mut file = File::create_new(path).map_err(Error::io(path, "create"))?;
+        file.write_all(&header).map_err(Error::io(path, "write"))?;
+        file.set_len(end).map_err(Error::io(path, "extend"))?;
+        Ok(SharedFile { path: path.into(), file, begins })
+    }
+
+    /// Opens a file that another process has created with the same tensors.
+    pub fn open(path: &Path, tensors: &[Described<'_>]) -> Result<SharedFile> {
+        let (_, begins, _) = shared_layout(tensors)?;
+        let file = File::options().write(true).open(path).map_err(Error::io(path, "open"))?;
+        Ok(SharedFile { path: path.into(), file, begins })
+    }
+
+    /// Writes bytes of a tensor, by its index, from byte `at` of the tensor on.
+    pub fn write(&self, tensor: usize, at: u64, bytes: &[u8]) -> Result<()> {
+        let at = self.begins[tensor] + at;
+        self.file.write_all_at(bytes, at).map_err(Error::io(&self.path, "write"))
+    }
+
+    /// Flushes the own ranges to the disk.
+    pub fn finish(self) -> Result<()> {
+        self.file.sync_all().map_err(Error::io(&self.path, "flush"))
+    }
+}
+
+/// Header of a file with these tensors, the position of each, and the length of the file.
+fn shared_layout(tensors: &[Described<'_>]) -> Result<(Vec<u8>, Vec<u64>, u64)> {
+    let mut header = Header { metadata: Vec::new(), tensors: Vec::new() };
+    let mut begin = 0;
+    for (name, dtype, shape) in tensors {
+        let shape: Vec<u64> = shape.iter().map(|d| *d as u64).collect();
+        let bytes = header::elements(&shape).and_then(|elements| dtype.bytes_for(elements));
+        let bytes = bytes.ok_or_else(|| Error::tensor(*name, format!("shape {shape:?} is too large")))?;
+        header.tensors.push(TensorInfo { name: name.to_string(), dtype: *dtype, shape, begin, bytes });
+        begin += bytes;
+    }
+    let bytes = header.to_bytes();
+    let front = bytes.len() as u64;
+    let begins = header.tensors.iter().map(|tensor| front + tensor.begin).collect();
+    Ok((bytes, begins, front + begin))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_that_is_written_in_pieces_is_like_one_written_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let values: Vec<f32> = (0..35).map(|i| i as f32).collect();
+        let tensors = [("a", &[5, 5][..], &values[..25]), ("b", &[10][..], &values[25..])];
+        let (whole, shared) = (folder.path().join("x.safetensors"), folder.path().join("y.safetensors"));
+        write_f32(&whole, &tensors, &[], false).unwrap();
+        let described = tensors.map(|(name, shape, _)| (name, Dtype::F32, shape));
+        let first = SharedFile::create(&shared, &described).unwrap();
+        let second = SharedFile::open(&shared, &described).unwrap();
+        second.write(1, 0, bytemuck::cast_slice(&values[25..])).unwrap();
+        second.write(0, 4 * 7, bytemuck::cast_slice(&values[7..25])).unwrap();
+        first.write(0, 0, bytemuck::cast_slice(&values[..7])).unwrap();
+        first.finish().unwrap();
+        second.finish().unwrap();
+        assert_eq!(std::fs::read(&whole).unwrap(), std::fs::read(&shared).unwrap());
+        let file = TensorFile::open(&shared).unwrap();
+        assert_eq!(file.f32_range("a", &[5, 5], 3..9).unwrap(), values[3..9]);
+        assert!(
+            file.f32_range("a", &[25], 3..9).unwrap_err().to_string().contains("expected F32 of shape [25]")
+        );
+        assert!(SharedFile::create(&shared, &described).is_err(), "no overwriting");
+    }
 
     #[test]
     fn arrays_survive_writing_and_reading_and_mistakes_are_named() {

@@ -378,7 +378,7 @@ fn ranks_that_disagree_are_refused() {
 }
 
 #[test]
-fn what_cannot_be_divided_or_packed_is_refused_with_the_field() {
+fn sizes_that_cannot_be_divided_or_packed_are_refused_with_the_field() {
     let folder = tempfile::tempdir().unwrap();
     let hf = folder.path().join("hf");
     write_coded_model(&hf);

@@ -120,7 +120,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_cut_and_joined_again_is_the_stored_tensor_itself() {
+fn slices_joined_again_are_the_stored_tensor() {
     let (_folder, checkpoint, _) = stored([4, 3, 2]);
     let index = checkpoint.tensors.iter().position(|t| t.name == "x").unwrap();
     let whole = View::stored(&checkpoint, index);

@@ -1,8 +1,7 @@
 //! Exit codes: 0 success, 1 a check failed, 2 usage or configuration, 3 bad or missing input, 4 not enough
-//! memory or disk space, 5 NaN or infinity, 130 interrupted.
+//! memory or disk space, 5 NaN or infinity, 6 a rank failed or does not answer, 130 interrupted.
 
 use std::io;
-use std::process::ExitCode;
 
 use ballast_checkpoint::{Error, ErrorKind};
 use ballast_contract::rules::PolicyError;
@@ -11,7 +10,7 @@ use ballast_model::Error as ModelError;
 use ballast_train::Error as TrainError;
 
 use crate::commands::Global;
-use crate::output;
+use crate::{launcher, output};
 
 /// The end of a command that returned no error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,28 +38,32 @@ impl std::fmt::Display for Usage {
 impl std::error::Error for Usage {}
 
 /// Prints help and version on stdout, a mistake in the arguments on stderr.
-pub(crate) fn usage(error: &clap::Error) -> ExitCode {
+pub(crate) fn usage(error: &clap::Error) -> u8 {
+    if launcher::rank() > 0 {
+        // The first rank says it.
+        return if error.use_stderr() { 2 } else { 0 };
+    }
     if error.use_stderr() {
         let _ = error.print();
-        return ExitCode::from(2);
+        return 2;
     }
     let printed = error.print();
     ended(Outcome::Ok, printed.and(output::finish()))
 }
 
 /// Returns the exit code of a command that finished, or that of a failure to print its output.
-fn ended(outcome: Outcome, printed: io::Result<()>) -> ExitCode {
+fn ended(outcome: Outcome, printed: io::Result<()>) -> u8 {
     if let Err(error) = printed
         && error.kind() != io::ErrorKind::BrokenPipe
     {
-        output::note(&format!("ballast: standard output: cannot write: {error}"));
-        return ExitCode::from(if is_full(&error) { 4 } else { 3 });
+        output::error(&format!("standard output: cannot write: {error}"));
+        return if is_full(&error) { 4 } else { 3 };
     }
     match outcome {
-        Outcome::Ok => ExitCode::SUCCESS,
-        Outcome::CheckFailed => ExitCode::from(1),
-        Outcome::Interrupted => ExitCode::from(130),
-        Outcome::Failed(code) => ExitCode::from(code),
+        Outcome::Ok => 0,
+        Outcome::CheckFailed => 1,
+        Outcome::Interrupted => 130,
+        Outcome::Failed(code) => code,
     }
 }
 
@@ -71,12 +74,15 @@ fn is_full(error: &io::Error) -> bool {
 }
 
 /// Returns the exit code of a command and prints its error.
-pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> ExitCode {
+pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> u8 {
     let error = match result {
         Ok(outcome) => return ended(outcome, output::finish()),
         Err(error) => error,
     };
     let code = code_of(&error);
+    if !crate::cluster::reports() {
+        return code;
+    }
     if global.json {
         global
             .print_json("error", &serde_json::json!({ "message": format!("{error:#}"), "exit_code": code }));
@@ -97,10 +103,10 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> ExitCode
         || error.downcast_ref::<ModelError>().is_some_and(lists)
         || error.downcast_ref::<TrainError>().is_some_and(in_training);
     let message = if lines { output::clean_lines(&message) } else { output::clean(&message) };
-    output::note(&format!("ballast: {message}"));
+    output::error(&message);
     // A failure to print is less important than the error of the command.
     let _ = output::finish();
-    ExitCode::from(code)
+    code
 }
 
 fn code_of(error: &anyhow::Error) -> u8 {
@@ -135,6 +141,7 @@ pub(crate) fn code_of_training(error: &TrainError) -> u8 {
         TrainError::Io { cause, .. } if is_full(cause) => 4,
         TrainError::Data { .. } | TrainError::Resume { .. } | TrainError::Io { .. } => 3,
         TrainError::Diverged(_) => 5,
+        TrainError::Cluster(_) => 6,
         TrainError::Model(error) => code_of_model(error),
     }
 }

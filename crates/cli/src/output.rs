@@ -2,7 +2,7 @@
 //!
 //! All writes to stdout and stderr happen here. A closed pipe (`| head`) ends the output, not the command.
 //! Any other failure to write to stdout, such as a full device, is kept and returned by [`finish`] as the
-//! error of the command.
+//! error of the command. Of several ranks, the first prints; the others print their errors alone.
 
 use std::collections::HashMap;
 use std::io::{self, ErrorKind, IsTerminal, Write};
@@ -13,6 +13,7 @@ pub(crate) use ballast_report::format::{bytes, count, plural};
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
 use serde::Serialize;
 
+use crate::launcher;
 use crate::warnings::Warnings;
 
 /// Width of tables if the output is not a terminal.
@@ -39,6 +40,20 @@ pub(crate) fn print_now(text: &str) -> bool {
 
 /// Prints a line on stderr; failures are ignored.
 pub(crate) fn note(line: &str) {
+    if launcher::rank() == 0 {
+        note_on_any_rank(line);
+    }
+}
+
+/// Prints an error on stderr, on any rank; failures are ignored.
+pub(crate) fn error(message: &str) {
+    match launcher::rank() {
+        0 => note_on_any_rank(&format!("ballast: {message}")),
+        rank => note_on_any_rank(&format!("ballast: rank {rank}: {message}")),
+    }
+}
+
+fn note_on_any_rank(line: &str) {
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
 
@@ -52,6 +67,9 @@ pub(crate) fn finish() -> io::Result<()> {
 }
 
 fn write(work: impl FnOnce(&mut io::StdoutLock<'_>) -> io::Result<()>) -> bool {
+    if launcher::rank() > 0 {
+        return true;
+    }
     let Ok(mut failed) = FAILED.lock() else { return false };
     if failed.is_none() {
         *failed = work(&mut io::stdout().lock()).err();
@@ -79,7 +97,8 @@ pub(crate) fn json(command: &str, value: &impl Serialize, warnings: &Warnings) -
 pub(crate) fn table(headings: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(STYLE).set_content_arrangement(ContentArrangement::Dynamic);
-    if !std::io::stdout().is_terminal() {
+    // mpirun gives its ranks a terminal without a width.
+    if !std::io::stdout().is_terminal() || table.width() == Some(0) {
         table.set_width(PLAIN_WIDTH);
     }
     table.set_header(headings.iter().map(|h| h.trim_start_matches('>')));

@@ -36,8 +36,7 @@ fn a_disk_that_is_too_small_is_refused_before_anything_is_written() {
         let scratch = scratch_with_model();
         let before = scratch.snapshot();
         let target = disk.join("dst");
-        let words =
-            ["/dst: not enough disk space: ", " bytes needed, 1048576 available", "nothing was written"];
+        let words = ["/dst: not enough disk space: ", " needed, 1.0 MiB available", "nothing was written"];
         let (source, target) = (scratch.src(), target.as_path());
         run(&mut ballast([Path::new("convert"), &source, target])).exits(4).says(&words);
         let repair = [Path::new("repair"), &source, target, Path::new("--original"), &source];

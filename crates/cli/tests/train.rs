@@ -105,13 +105,41 @@ fn a_dry_run_shows_masks_types_memory_and_time_and_leaves_nothing() {
         "\u{27e6}",
         "protected: A_log",
         "moments, f32",
-        "kept for backward: linear attention",
+        "saved for backward: linear attention",
         "a step takes",
     ] {
         assert!(text.contains(words), "no {words:?} in {text}");
     }
     let json = scratch.run(&train(&["--dry-run", "--json"])).exits(0).json();
     assert!(json["memory_total_bytes"].as_u64().unwrap() > 1_000_000);
+    assert!(!scratch.path("runs").exists());
+}
+
+fn plan<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let ranks = ["train", "--dry-run", "--ranks", "8", "--flops", "1000", "--model", "model"];
+    [&ranks[..], &["--set", "batch.groups=8", "--set", "data.sequence_length=1024"], more].concat()
+}
+
+#[test]
+fn a_cluster_is_planned_without_tensors_and_what_does_not_fit_has_alternatives() {
+    let scratch = Scratch::new();
+    let folder = scratch.path("model");
+    std::fs::create_dir(&folder).unwrap();
+    let config = include_str!("../../../examples/models/qwen3.5-397b-a17b/config.json");
+    std::fs::write(folder.join("config.json"), config).unwrap();
+    let text = scratch.run(&plan(&["--memory", "1024"])).exits(0).stdout;
+    for words in ["8 ranks", "moments, f32", "sent per step", "12.5 GB/s", "does NOT fit", "cluster.shard="] {
+        assert!(text.contains(words), "no {words:?} in {text}");
+    }
+    let json = scratch.run(&plan(&["--memory", "1024", "--json"])).exits(0).json();
+    assert!(json["fits"] == false && json["parameters"].as_u64().unwrap() > 390_000_000_000);
+    assert!(json["alternatives"][0]["bytes"].as_u64().unwrap() <= 1 << 40);
+    let shared = ["--memory", "1024", "--set", "lora.rank=16", "--set", "cluster.shard=weights", "--json"];
+    assert_eq!(scratch.run(&plan(&shared)).exits(0).json()["fits"], true);
+    let run = scratch.run(&plan(&["--set", "batch.groups=4"])).exits(2);
+    assert!(run.stderr.contains("`batch.groups` 4 cannot be divided over 8 ranks"), "{}", run.stderr);
+    let run = scratch.run(&plan(&["--bandwidth", "0"])).exits(2);
+    assert!(run.stderr.contains("--bandwidth must be above 0, got 0"), "{}", run.stderr);
     assert!(!scratch.path("runs").exists());
 }
 

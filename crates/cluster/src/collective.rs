@@ -296,6 +296,24 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_that_waited_before_it_stopped_is_named() {
+        let results = threads::run_with_timeout(3, Duration::from_secs(2), |group| {
+            // Rank 1 says that it waits for rank 2.
+            if group.rank() == 2 {
+                std::thread::sleep(Duration::from_millis(800));
+            }
+            group.barrier()?;
+            if group.rank() == 1 {
+                std::thread::sleep(Duration::from_secs(3));
+                return Ok(());
+            }
+            group.barrier()
+        });
+        let silent = Err(Error::Silent { rank: 1, seconds: 2 });
+        assert_eq!(results, [silent.clone(), Ok(()), silent]);
+    }
+
+    #[test]
     fn a_group_of_one_sends_nothing() {
         let group = Group::solo();
         assert_eq!(group.all_reduce(Kind::Gradients, &[1.0, 2.0]).unwrap(), [1.0, 2.0]);

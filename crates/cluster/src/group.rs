@@ -1,7 +1,7 @@
 //! Ranks that work together: point-to-point messages with a time limit.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
@@ -9,7 +9,7 @@ use crate::traffic::{Kind, Traffic};
 use crate::transport::{Solo, Ticket, Transport};
 
 /// Channel of the messages that say for whom a rank waits.
-const WAITING: u16 = 0;
+pub const WAITING: u16 = 0;
 
 /// Time after which a waiting rank tells the others for whom it waits.
 const PATIENCE: Duration = Duration::from_millis(500);
@@ -25,6 +25,16 @@ pub struct Group {
     rank: usize,
     channel: u16,
     timeout: Duration,
+    waits: Arc<Mutex<Waits>>,
+}
+
+/// What other ranks have said about waiting.
+#[derive(Debug, Default)]
+struct Waits {
+    /// For whom a rank waits, and when it was heard.
+    by_rank: BTreeMap<usize, (usize, Instant)>,
+    /// Time of the last look.
+    read: Option<Instant>,
 }
 
 /// A message that is expected.
@@ -45,7 +55,15 @@ impl Group {
     /// The group of all ranks. A rank that does not answer within `timeout` is an error.
     pub fn world(transport: Arc<dyn Transport>, timeout: Duration) -> Group {
         let (rank, members) = (transport.rank(), (0..transport.size()).collect());
-        Group { transport, traffic: Arc::default(), members, rank, channel: 1, timeout }
+        Group {
+            transport,
+            traffic: Arc::default(),
+            members,
+            rank,
+            channel: 1,
+            timeout,
+            waits: Arc::default(),
+        }
     }
 
     /// A group of some of these ranks, this one among them, in this order. Groups that exist at the same time and share
@@ -103,6 +121,7 @@ impl Group {
 
     /// Waits for a message.
     pub fn wait(&self, receive: Receive) -> Result<Vec<u8>> {
+        self.hear_waiting(PATIENCE)?;
         if let Some(bytes) = self.transport.take(receive.ticket)? {
             return Ok(bytes);
         }
@@ -117,6 +136,7 @@ impl Group {
             if waited > PATIENCE && told.is_none_or(|told: Duration| waited - told > PATIENCE) {
                 told = Some(waited);
                 self.tell_waiting(self.members[receive.from])?;
+                self.hear_waiting(Duration::ZERO)?;
             }
             if waited > self.timeout {
                 let rank = self.last_in_chain(self.members[receive.from])?;
@@ -125,6 +145,12 @@ impl Group {
             pause(turn);
         }
         unreachable!("the loop ends by a message or the time limit")
+    }
+
+    /// Returns true if all messages of this process have left. A call now and then moves large messages forward while
+    /// the caller computes.
+    pub fn is_flushed(&self) -> Result<bool> {
+        self.transport.is_flushed()
     }
 
     /// Waits until all messages of this process have left.
@@ -151,21 +177,39 @@ impl Group {
             .try_for_each(|rank| self.transport.start_send(rank, WAITING, bytes.clone()))
     }
 
-    /// The rank that holds up the others: the one that `first` waits for, or that one, and so on. A rank that
-    /// waits for nobody has stopped.
-    fn last_in_chain(&self, first: usize) -> Result<usize> {
-        let mut waits = BTreeMap::new();
+    /// Reads what others have said about waiting, if the last look is `interval` ago. Regularly, because unread
+    /// messages pile up in the transport, and what they say becomes old.
+    fn hear_waiting(&self, interval: Duration) -> Result {
+        if self.transport.size() == 1 {
+            return Ok(());
+        }
+        let mut waits = self.waits.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let now = Instant::now();
+        if waits.read.is_some_and(|read| now - read < interval) {
+            return Ok(());
+        }
+        waits.read = Some(now);
         for rank in (0..self.transport.size()).filter(|rank| *rank != self.transport.rank()) {
             while let Some(bytes) = self.transport.poll(rank, WAITING)? {
                 if let Ok(bytes) = <[u8; 8]>::try_from(&bytes[..]) {
-                    waits.insert(rank, u64::from_le_bytes(bytes) as usize);
+                    waits.by_rank.insert(rank, (u64::from_le_bytes(bytes) as usize, now));
                 }
             }
         }
+        Ok(())
+    }
+
+    /// The rank that holds up the others: the one that `first` waits for, or that one, and so on. A rank that
+    /// waits for nobody has stopped, and so has one that said so long ago.
+    fn last_in_chain(&self, first: usize) -> Result<usize> {
+        self.hear_waiting(Duration::ZERO)?;
+        let waits = self.waits.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let mut rank = first;
         for _ in 0..self.transport.size() {
-            match waits.get(&rank) {
-                Some(next) if *next != self.transport.rank() => rank = *next,
+            match waits.by_rank.get(&rank) {
+                Some((next, heard)) if *next != self.transport.rank() && heard.elapsed() < 3 * PATIENCE => {
+                    rank = *next
+                }
                 _ => break,
             }
         }

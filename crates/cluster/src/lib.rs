@@ -1,7 +1,7 @@
 //! Messages and sums between the processes of a training run.
 //!
 //! ```text
-//! Transport   moves bytes between two ranks: Solo (one process), threads (tests), Mpi (feature `mpi`)
+//! Transport   moves bytes between two ranks: Solo (one process), threads (tests), MPI (ballast-mpi)
 //! Group       collective operations of some ranks on a transport, with a time limit and byte counts
 //! TreeSum     a sum in the order of a binary tree, by which the bits of a result are fixed
 //! ```
@@ -15,6 +15,7 @@
 //! let sums = threads::run(4, |group| group.all_reduce(Kind::Gradients, &[1.0, 2.0, 3.0]).unwrap());
 //! assert!(sums.iter().all(|sum| sum[..] == [4.0, 8.0, 12.0]));
 //! ```
+#![forbid(unsafe_code)]
 
 mod collective;
 mod error;
@@ -26,7 +27,7 @@ mod tree;
 
 pub use collective::{Gather, ReduceScatter, even_parts};
 pub use error::{Error, Result};
-pub use group::{Group, Receive};
+pub use group::{Group, Receive, WAITING};
 pub use traffic::{Kind, Traffic};
 pub use transport::{Solo, Ticket, Transport};
 pub use tree::{TreeSum, fits_tree};

@@ -1,6 +1,7 @@
 //! Ranks that are threads of one process, for tests of what runs over several.
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -53,12 +54,20 @@ pub fn run<R: Send>(size: usize, work: impl Fn(Group) -> R + Sync) -> Vec<R> {
 pub fn run_with_timeout<R: Send>(size: usize, timeout: Duration, work: impl Fn(Group) -> R + Sync) -> Vec<R> {
     let work = &work;
     std::thread::scope(|scope| {
-        let start = |transport| scope.spawn(move || work(Group::world(Arc::new(transport), timeout)));
+        let start = |transport: Threads| {
+            let shared = transport.shared.clone();
+            scope.spawn(move || {
+                let group = Group::world(Arc::new(transport), timeout);
+                let result = catch_unwind(AssertUnwindSafe(|| work(group)));
+                result.unwrap_or_else(|panic| {
+                    // The others must not wait for a rank that is gone.
+                    shared.aborted.store(true, Ordering::SeqCst);
+                    resume_unwind(panic)
+                })
+            })
+        };
         let running: Vec<_> = transports(size).into_iter().map(start).collect();
-        running
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
+        running.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
     })
 }
 

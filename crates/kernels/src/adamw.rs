@@ -203,11 +203,17 @@ simd_fn! {
 /// Global norm: square root of the sum of squares of all gradients, in f64, tensor by tensor in the order
 /// given.
 pub fn global_norm(gradients: &[&[f32]]) -> f64 {
-    let squares = |g: &&[f32]| -> f64 {
-        let blocks: Vec<f64> = g.par_chunks(ELEMENTS).map(sum_of_squares).collect();
-        blocks.iter().sum()
-    };
+    let squares = |g: &&[f32]| -> f64 { block_squares(g).iter().sum() };
     gradients.iter().map(squares).sum::<f64>().sqrt()
+}
+
+/// Elements of a block of [`block_squares`]. An update of AdamW divides its work in the same blocks.
+pub const BLOCK: usize = ELEMENTS;
+
+/// Sum of squares of each block of [`BLOCK`] elements. The sum over the blocks is the squared norm, also where
+/// several processes have the blocks of one gradient.
+pub fn block_squares(g: &[f32]) -> Vec<f64> {
+    g.par_chunks(BLOCK).map(sum_of_squares).collect()
 }
 
 simd_fn! {

@@ -19,8 +19,15 @@ fn attention_of<T: Element>(logits: Rounding) {
     let options = attention::Options { logits, ..attention::Options::default() };
     let (q, k, v) = (values::<T>(tokens * 32, 1), values::<T>(tokens * 16, 2), values::<T>(tokens * 12, 3));
     let cu_seqlens = [0, 30, 30, tokens];
-    let input =
-        attention::Input { q: &q, k: &k, v: &v, sinks: None, selected: None, cu_seqlens: &cu_seqlens };
+    let input = attention::Input {
+        q: &q,
+        k: &k,
+        v: &v,
+        sinks: None,
+        selected: None,
+        before: 0,
+        cu_seqlens: &cu_seqlens,
+    };
     let run = |saved: Option<&mut attention::Saved>| {
         let mut o = vec![T::default(); tokens * 24];
         attention::attention_forward(&mut o, saved, &input, dims, &options, &Scratch::new(0)).unwrap();

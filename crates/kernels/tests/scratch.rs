@@ -131,7 +131,8 @@ fn attention_of<T: Element>(topk: Option<usize>) {
     let (v, o) = (ones::<T>(tokens * 12), ones::<T>(tokens * 24));
     let keys = vec![0; tokens * topk.unwrap_or(0)];
     let selected = topk.map(|topk| attention::Selected { keys: &keys, topk });
-    let input = attention::Input { q: &q, k: &k, v: &v, sinks: None, selected, cu_seqlens: &[0, tokens] };
+    let input =
+        attention::Input { q: &q, k: &k, v: &v, sinks: None, selected, before: 0, cu_seqlens: &[0, tokens] };
     let forward = |scratch: &Scratch| {
         let mut saved = attention::Saved::default();
         let keep = Some(&mut saved);
@@ -170,7 +171,7 @@ fn indexer() {
     let served = attention::Dims { heads: 2, kv_heads: 1, head_dim: 8, value_dim: 8 };
     let (q, k, w) = (ones::<f32>(tokens * 32), ones::<f32>(tokens * 8), ones::<f32>(tokens * 4));
     let (options, served_options) = (indexer::Options::default(), attention::Options::default());
-    let input = indexer::Input { q: &q, k: &k, w: &w, cu_seqlens: &[0, tokens] };
+    let input = indexer::Input { q: &q, k: &k, w: &w, before: 0, cu_seqlens: &[0, tokens] };
     check("topk", indexer::indexer_topk_scratch::<f32>(dims, tokens), |scratch| {
         let mut selected = vec![0; tokens * 10];
         indexer::indexer_topk(&mut selected, &input, dims, &options, 10, scratch).unwrap();
@@ -181,8 +182,15 @@ fn indexer() {
         indexer::indexer_scores(&mut scores, &input, dims, &options, 0, 0..tokens, scratch).unwrap();
     });
     let query = ones::<f32>(tokens * 16);
-    let attention =
-        attention::Input { q: &query, k: &k, v: &k, sinks: None, selected: None, cu_seqlens: &[0, tokens] };
+    let attention = attention::Input {
+        q: &query,
+        k: &k,
+        v: &k,
+        sinks: None,
+        selected: None,
+        before: 0,
+        cu_seqlens: &[0, tokens],
+    };
     let (mut o, mut saved, scratch) = (query.clone(), attention::Saved::default(), Scratch::new(0));
     let keep = Some(&mut saved);
     attention::attention_forward(&mut o, keep, &attention, served, &served_options, &scratch).unwrap();

@@ -220,10 +220,13 @@ fn resolution(findings: &Findings) -> Option<Answer> {
             if name == product || name == logits {
                 short += &format!("; {name} in bf16: {word}");
             }
-            text += &format!(
-                " {name}: {brief}; the top key changes in up to {} of a layer's rows.",
-                exact_percent(changed(run))
-            );
+            text += &match changed(run) {
+                0.0 => format!(" {name}: {brief}; the top key changes in no row."),
+                share => format!(
+                    " {name}: {brief}; the top key changes in up to {} of a layer's rows.",
+                    exact_percent(share)
+                ),
+            };
         }
     }
     if run(findings, product).is_some() {

@@ -11,7 +11,7 @@ use std::path::Path;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_model::LazyCheckpoint;
 
-use crate::engine::{Gradient, Part, Site};
+use crate::engine::{Gradient, Part, SiteTensor};
 use crate::error::{Error, Result};
 
 /// The files of a dump.
@@ -62,7 +62,7 @@ impl Dump {
     }
 
     /// Reads the tensors of a part of the model.
-    pub fn sites(&self, part: Part) -> Result<Vec<Site>> {
+    pub fn sites(&self, part: Part) -> Result<Vec<SiteTensor>> {
         let belongs = |name: &str| match part {
             Part::Embedding => name == "embed" || name == "per_layer_inputs",
             Part::Layer(index) => name.starts_with(&format!("layers.{index}.")),
@@ -71,7 +71,7 @@ impl Dump {
         let mut sites = Vec::new();
         for name in self.names().filter(|name| belongs(name)) {
             let values = self.tensor(name)?.unwrap_or_default();
-            sites.push(Site { name: name.into(), dtype: "file", values });
+            sites.push(SiteTensor { name: name.into(), dtype: "file", values });
         }
         Ok(sites)
     }

@@ -8,8 +8,8 @@ use std::ops::Range;
 
 use ballast_model::params::{Grads, Params, Spec, Specs, Weight};
 use ballast_model::{
-    Batch, Config, IndexerLoss, IndexerStage, LayerwiseRun, LazyCheckpoint, Model, Precision, Probe,
-    Recompute, Ties,
+    Batch, Config, IndexerLoss, IndexerStage, LayerwiseRun, LazyCheckpoint, LossOptions, Model, Precision,
+    Probe, Recompute, Ties,
 };
 
 use crate::dump::Dump;
@@ -40,9 +40,9 @@ impl Part {
     }
 }
 
-/// A tensor of a run.
+/// The tensor of a named site in a run.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Site {
+pub struct SiteTensor {
     /// Name, such as `layers.3.linear_attn.g`.
     pub name: String,
     /// Storage type.
@@ -97,7 +97,12 @@ impl<'b> Engine<'b> {
     }
 
     /// Runs one part forward: the embedding, then each layer, then the last norm.
-    pub fn forward(&mut self, part: Part, checkpoint: &LazyCheckpoint, values: &Params) -> Result<Vec<Site>> {
+    pub fn forward(
+        &mut self,
+        part: Part,
+        checkpoint: &LazyCheckpoint,
+        values: &Params,
+    ) -> Result<Vec<SiteTensor>> {
         let mut sites = Sites::default();
         match self {
             Engine::Dump(dump) => return dump.sites(part),
@@ -200,8 +205,9 @@ impl<'b> Running<'b> {
                 let recompute = (self.backward != Backward::None).then_some(Recompute::Full);
                 let with_indexers = self.backward == Backward::WithIndexers;
                 let indexer = sparse_loss(&self.model.config).filter(|_| with_indexers);
+                let options = LossOptions { indexer, ..LossOptions::default() };
                 self.pass =
-                    Some(LayerwiseRun::begin(&self.model, self.batch, recompute, indexer, Some(sites))?);
+                    Some(LayerwiseRun::begin(&self.model, self.batch, recompute, options, Some(sites))?);
             }
             Part::Layer(index) => {
                 let (model, pass) = self.begun();
@@ -237,14 +243,16 @@ pub fn sparse_loss(config: &Config) -> Option<IndexerLoss> {
 /// Probe that collects tensors; parameters, attention logits and indexer scores of long inputs are left out.
 #[derive(Default)]
 struct Sites {
-    seen: Vec<Site>,
+    seen: Vec<SiteTensor>,
     /// Collects indexer scores.
     scores: bool,
 }
 
 impl Sites {
     fn shown(&mut self) -> impl FnMut(&str, &[usize], &[f64]) + '_ {
-        |name, _, values| self.seen.push(Site { name: name.into(), dtype: "f64", values: values.to_vec() })
+        |name, _, values| {
+            self.seen.push(SiteTensor { name: name.into(), dtype: "f64", values: values.to_vec() })
+        }
     }
 }
 
@@ -255,7 +263,7 @@ impl Probe for Sites {
     }
 
     fn see(&mut self, site: &str, dtype: &'static str, _: &[usize], values: &[f32]) {
-        self.seen.push(Site { name: site.into(), dtype, values: widen(values) });
+        self.seen.push(SiteTensor { name: site.into(), dtype, values: widen(values) });
     }
 }
 

@@ -5,7 +5,8 @@
 //! checkpoint of any size thus needs the memory of its largest layer and of the residual streams. Gradients,
 //! if wanted, are compared the same way in reverse.
 
-use std::borrow::Cow;
+mod runner;
+
 use std::collections::HashMap;
 
 use ballast_checkpoint::jobs::Observer;
@@ -14,18 +15,16 @@ use ballast_model::params::Params;
 use ballast_model::{Batch, LazyCheckpoint, Precision, Ties, memory};
 
 use crate::choices::Choice;
-use crate::engine::{Engine, Gradient, Part, Site};
-use crate::error::{Error, Result};
-use crate::findings::{
-    Findings, GradientError, Kind, LayerError, NotFinite, PositionError, Reference, Run, SiteError,
-};
+use crate::engine::{Engine, Gradient, Part, SiteTensor};
+use crate::error::Result;
+use crate::findings::{Findings, Reference};
 use crate::measure::attention::{Roundings, Rows, Shape};
 use crate::measure::decay::Decays;
 use crate::measure::indexer::Scores;
 use crate::measure::output::Outputs;
-use crate::measure::position::{self, MeanErrors, Sums};
-use crate::measure::{Together, difference};
+use crate::measure::position;
 use crate::reference::Backward;
+use runner::Runner;
 
 /// Arithmetic of the reference.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,24 +73,6 @@ impl Setup<'_> {
     fn is_backward(&self) -> bool {
         self.backward != Backward::None
     }
-}
-
-/// A run in progress.
-struct Runner<'a> {
-    checkpoint: &'a LazyCheckpoint,
-    engine: Engine<'a>,
-    rounds: Option<Roundings>,
-    /// Largest error that does not count as a difference; `None`: every bit that differs from the f32 run
-    /// counts.
-    tolerance: Option<f64>,
-    found: Run,
-    outputs: Outputs,
-    hidden: Vec<f64>,
-    recurrence: MeanErrors,
-    keys: HashMap<usize, Vec<f64>>,
-    pending: HashMap<String, Vec<f64>>,
-    gradients: Together,
-    indexer_gradients: Together,
 }
 
 /// A run to compare with the reference.
@@ -158,8 +139,8 @@ struct Experiment<'a> {
 
 /// Tensors of a part of the model in the reference and in the f32 run.
 struct Shown {
-    reference: Vec<Site>,
-    control: Vec<Site>,
+    reference: Vec<SiteTensor>,
+    control: Vec<SiteTensor>,
     decays: Option<Decays>,
     rows: Option<Rows>,
 }
@@ -213,7 +194,7 @@ impl<'a> Experiment<'a> {
     }
 
     /// Attention logits of sampled queries in the reference.
-    fn rows(&mut self, index: usize, sites: &[Site]) -> Option<Rows> {
+    fn rows(&mut self, index: usize, sites: &[SiteTensor]) -> Option<Rows> {
         let config = &self.setup.checkpoint.config;
         let shape = Shape::of(index, &config.layers[index].mixer)?;
         // An f32 reference has no rounding sites either.
@@ -283,207 +264,6 @@ impl<'a> Experiment<'a> {
     }
 }
 
-impl<'a> Runner<'a> {
-    fn new(setup: &Setup<'a>, contestant: Contestant<'a>) -> Result<Runner<'a>> {
-        let (engine, checkpoint, rounds, tolerance, found) = match contestant {
-            Contestant::Choice(choice) => {
-                let Setup { checkpoint, batch, ties, backward, .. } = *setup;
-                let engine = Engine::model(checkpoint, batch, ties, choice.precision.clone(), backward)?;
-                let found = Run { name: choice.name, what: choice.what, kind: choice.kind, ..Run::default() };
-                (engine, setup.checkpoint, Some(Roundings::of(&choice.precision)), None, found)
-            }
-            Contestant::Checkpoint { name, checkpoint } => {
-                let what = format!("another checkpoint, in {}", setup.reference.name());
-                let kind = Kind::Checkpoint;
-                let found = Run { name, what, kind, ..Run::default() };
-                (setup.reference.engine(checkpoint, setup)?, checkpoint, None, Some(0.0), found)
-            }
-            Contestant::Dump { name, dump, tolerance } => {
-                let what = "tensors written by another framework".into();
-                let kind = Kind::Dump;
-                let found = Run { name, what, kind, ..Run::default() };
-                (Engine::Dump(Box::new(dump)), setup.checkpoint, None, Some(tolerance), found)
-            }
-        };
-        Ok(Runner {
-            checkpoint,
-            engine,
-            rounds,
-            tolerance,
-            found,
-            outputs: Outputs::default(),
-            hidden: Vec::new(),
-            recurrence: MeanErrors::default(),
-            keys: HashMap::new(),
-            pending: HashMap::new(),
-            gradients: Together::default(),
-            indexer_gradients: Together::default(),
-        })
-    }
-
-    /// Parameters of a part: `values` of the shared checkpoint, or read from the run's own.
-    fn values<'v>(&self, shared: &LazyCheckpoint, part: Part, values: &'v Params) -> Result<Cow<'v, Params>> {
-        if std::ptr::eq(self.checkpoint, shared) {
-            return Ok(Cow::Borrowed(values));
-        }
-        Ok(Cow::Owned(read(self.checkpoint, part)?))
-    }
-
-    fn see_not_finite(&mut self, site: &str, dtype: &str, count: usize) {
-        if count > 0 && self.found.not_finite.is_none() {
-            self.found.not_finite = Some(NotFinite { site: site.into(), count, dtype: dtype.into() });
-        }
-    }
-
-    fn see_logits(&mut self, logits: &[f64], exact: &[f64], control: Option<&[f64]>) {
-        let found = difference(logits, exact);
-        self.see_not_finite("logits", "f32", found.not_finite);
-        let differs = match (self.tolerance, control) {
-            (Some(tolerance), _) => is_beyond(found.error, tolerance),
-            (None, control) => control.is_some_and(|control| !same_bits(control, logits)),
-        };
-        if differs && self.found.first_difference.is_none() {
-            self.found.first_difference = Some("logits".into());
-        }
-    }
-
-    /// Compares every tensor of a part, in the reference's order.
-    fn compare(&mut self, sites: &[Site], shown: &Shown, buckets: &[usize]) -> Result {
-        let own: HashMap<&str, &Site> = sites.iter().map(|site| (site.name.as_str(), site)).collect();
-        let control: HashMap<&str, &Site> =
-            shown.control.iter().map(|site| (site.name.as_str(), site)).collect();
-        for exact in &shown.reference {
-            let Some(site) = own.get(exact.name.as_str()) else { continue };
-            self.same_size(&site.name, &site.values, &exact.values)?;
-            let found = difference(&site.values, &exact.values);
-            self.see_not_finite(&site.name, site.dtype, found.not_finite);
-            let differs = match (self.tolerance, control.get(exact.name.as_str())) {
-                (Some(tolerance), _) => is_beyond(found.error, tolerance),
-                (None, Some(control)) => !same_bits(&control.values, &site.values),
-                (None, None) => false,
-            };
-            if differs && self.found.first_difference.is_none() {
-                self.found.first_difference = Some(site.name.clone());
-            }
-            if exact.name == "norm" {
-                self.hidden = Sums::new(&site.values, &exact.values, buckets).errors();
-            }
-            if exact.name.ends_with("linear_attn.o") {
-                self.recurrence.add(&Sums::new(&site.values, &exact.values, buckets).errors());
-            }
-            self.found.sites.push(SiteError {
-                site: site.name.clone(),
-                dtype: site.dtype.into(),
-                error: found.error,
-                max_abs: found.max_abs,
-                largest: found.largest,
-            });
-        }
-        Ok(())
-    }
-
-    /// Fails if a tensor of a dump has another size.
-    fn same_size(&self, name: &str, own: &[f64], exact: &[f64]) -> Result {
-        if own.len() == exact.len() {
-            return Ok(());
-        }
-        Err(Error::Input(format!(
-            "{}: {name} has {} elements, expected {}; is it of the same model and input?",
-            self.found.name,
-            own.len(),
-            exact.len()
-        )))
-    }
-
-    /// Compares a layer's output, decay, attention logits and chosen keys.
-    fn compare_layer(
-        &mut self,
-        index: usize,
-        sites: &[Site],
-        shown: &Shown,
-        setup: &Setup<'_>,
-        values: &Params,
-    ) {
-        let out = format!("layers.{index}.out");
-        if let Some(site) = self.found.sites.iter().rev().find(|site| site.site == out) {
-            self.found.by_layer.push(LayerError { layer: index, error: site.error });
-        }
-        let own = decays(&self.engine, index, sites, self.checkpoint, values);
-        if let (Some(own), Some(exact)) = (own, &shown.decays) {
-            self.found.decay.extend(own.compare(exact, index));
-        }
-        let mixer = &setup.checkpoint.config.layers[index].mixer;
-        if let (Some(shape), Some(exact)) = (Shape::of(index, mixer), &shown.rows)
-            && let Some(rows) = sampled(&mut self.keys, index, &shape, sites, setup, self.rounds)
-        {
-            self.found.attention.push(rows.compare(exact, index));
-        }
-        if let (Some(own), Some(exact)) =
-            (scores(index, sites, setup), scores(index, &shown.reference, setup))
-        {
-            let found = own.compare(&exact, index);
-            if found.queries > 0 {
-                self.found.indexer.push(found);
-            }
-        }
-    }
-
-    fn compare_gradients(&mut self, found: &[Gradient], exact: &[Gradient]) -> Result {
-        let own: HashMap<&str, &Vec<f64>> =
-            found.iter().map(|(name, values)| (name.as_str(), values)).collect();
-        for (name, exact) in exact {
-            let Some(own) = own.get(name.as_str()) else { continue };
-            let site = format!("grad.{name}");
-            self.same_size(&site, own, exact)?;
-            let found = difference(own, exact);
-            self.see_not_finite(&site, "f32", found.not_finite);
-            let beyond = self.tolerance.is_some_and(|tolerance| is_beyond(found.error, tolerance));
-            if beyond && self.found.first_difference.is_none() {
-                self.found.first_difference = Some(site);
-            }
-            let of_indexer = name.contains(".indexer.");
-            let together = if of_indexer { &mut self.indexer_gradients } else { &mut self.gradients };
-            together.add(&found);
-            self.found.gradients.push(GradientError {
-                tensor: name.clone(),
-                error: found.error,
-                cosine: found.cosine,
-            });
-        }
-        Ok(())
-    }
-
-    fn finish(self, loss: f64, buckets: &[usize]) -> Run {
-        let mut found = self.found;
-        found.loss = self.outputs.loss();
-        found.perplexity = found.loss.exp();
-        found.loss_difference = found.loss - loss;
-        found.kl = self.outputs.spread();
-        found.top1_agreement = self.outputs.agreement();
-        found.gradient_error = self.gradients.error();
-        found.indexer_gradient_error = self.indexer_gradients.error();
-        // A dump may have no logits, or not the last norm.
-        let kl: HashMap<usize, f64> = position::means(&self.outputs.kl, buckets)
-            .into_iter()
-            .map(|(range, kl)| (range.start, kl))
-            .collect();
-        for (bucket, hidden) in self.hidden.into_iter().enumerate() {
-            let range = position::range(bucket);
-            if !buckets.contains(&bucket) {
-                continue;
-            }
-            found.by_position.push(PositionError {
-                from: range.start,
-                to: range.end,
-                hidden,
-                recurrence: self.recurrence.error(bucket),
-                kl: kl.get(&range.start).copied().unwrap_or(f64::NAN),
-            });
-        }
-        found
-    }
-}
-
 fn read(checkpoint: &LazyCheckpoint, part: Part) -> Result<Params> {
     let tied = checkpoint.config.tied;
     Ok(checkpoint.read(|spec| part.has(spec, tied))?)
@@ -513,20 +293,20 @@ fn gradients(
 }
 
 /// Scores of a layer's indexer.
-fn scores<'s>(index: usize, sites: &'s [Site], setup: &'s Setup<'_>) -> Option<Scores<'s>> {
+fn scores<'s>(index: usize, sites: &'s [SiteTensor], setup: &'s Setup<'_>) -> Option<Scores<'s>> {
     let Mixer::Latent(latent) = &setup.checkpoint.config.layers[index].mixer else { return None };
     let values = site(sites, &format!("layers.{index}.self_attn.indexer.scores"))?;
     Some(Scores { values, cu_seqlens: &setup.batch.cu_seqlens, topk: latent.index_topk, ties: setup.ties })
 }
 
-fn site<'s>(sites: &'s [Site], name: &str) -> Option<&'s [f64]> {
+fn site<'s>(sites: &'s [SiteTensor], name: &str) -> Option<&'s [f64]> {
     sites.iter().find(|site| site.name == name).map(|site| &site.values[..])
 }
 
 fn decays(
     engine: &Engine<'_>,
     index: usize,
-    sites: &[Site],
+    sites: &[SiteTensor],
     checkpoint: &LazyCheckpoint,
     values: &Params,
 ) -> Option<Decays> {
@@ -540,7 +320,7 @@ fn sampled(
     keys: &mut HashMap<usize, Vec<f64>>,
     index: usize,
     shape: &Shape,
-    sites: &[Site],
+    sites: &[SiteTensor],
     setup: &Setup<'_>,
     rounds: Option<Roundings>,
 ) -> Option<Rows> {
@@ -557,15 +337,6 @@ fn sampled(
     }
     let k = own.or_else(|| keys.get(&shape.keys_of).map(|k| &k[..]))?;
     Some(Rows::new(q, k, shape, setup.batch, scores(index, sites, setup), rounds))
-}
-
-/// Returns true if an error exceeds the tolerance; NaN does.
-fn is_beyond(error: f64, tolerance: f64) -> bool {
-    error.is_nan() || error > tolerance
-}
-
-fn same_bits(a: &[f64], b: &[f64]) -> bool {
-    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
 }
 
 /// Tokens whose output logits are compared at a time.

@@ -270,7 +270,7 @@ fn packed_sequences_give_what_each_gives_alone() {
 }
 
 #[test]
-fn what_is_asked_in_the_wrong_order_or_without_weights_is_refused() {
+fn parts_in_the_wrong_order_or_without_weights_are_refused() {
     let (model, batch) = (load("gemma2"), batch("gemma2"));
     let parameters = parameters(&model);
     let weights = |name: &str| -> &[f32] { &parameters[name] };

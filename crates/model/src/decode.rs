@@ -164,6 +164,7 @@ impl Model {
             parameters: Parameters::new(&self.specs, &self.params),
             precision: self.precision(),
             batch,
+            context: None,
             tables: &tables,
             scratch,
             ties: self.ties(),

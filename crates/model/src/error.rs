@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use ballast_kernels::KernelError;
+use ballast_report::format::shortage;
 
 /// Result type of this crate.
 pub type Result<T = (), E = Error> = std::result::Result<T, E>;
@@ -51,8 +52,11 @@ pub enum Error {
     /// Invalid arguments of a kernel.
     #[error(transparent)]
     Kernel(#[from] KernelError),
+    /// A message between the ranks that share a batch failed.
+    #[error(transparent)]
+    Cluster(#[from] ballast_cluster::Error),
     /// Not enough memory.
-    #[error("not enough memory for {what}: {needed} bytes of memory needed, {available} available")]
+    #[error("not enough memory for {what}: {}", shortage(*needed, *available))]
     Memory {
         /// Purpose of the memory.
         what: String,

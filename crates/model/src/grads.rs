@@ -37,12 +37,14 @@ pub enum Kind {
 /// A bucket whose gradients are final for the batch.
 #[derive(Debug)]
 pub struct Bucket<'a> {
+    /// Index among all buckets of the gradients.
+    pub index: usize,
     /// The part of the model.
     pub part: Part,
     /// The kind of parameter.
     pub kind: Kind,
-    /// The gradients, end to end.
-    pub values: &'a mut [f32],
+    /// The gradients, end to end. They may be taken away: the next access makes new ones, which are zero.
+    pub values: &'a mut Vec<f32>,
 }
 
 /// Place of a tensor: which bucket, and where in it. An empty range if the tensor is not learned.
@@ -56,7 +58,18 @@ struct Place {
 struct StoredBucket {
     part: Part,
     kind: Kind,
+    /// Number of elements.
+    len: usize,
+    /// Index of the first element of `values`.
+    begin: usize,
+    /// All elements; or a share of them ([`Grads::set_share`]); or nothing, to be allocated when needed.
     values: Vec<f32>,
+}
+
+impl StoredBucket {
+    fn is_whole(&self) -> bool {
+        self.values.len() == self.len
+    }
 }
 
 /// f32 gradients of all parameters of a model; empty for those that are not learned.
@@ -103,9 +116,12 @@ impl Layout {
     }
 
     fn buckets(&self) -> Vec<StoredBucket> {
-        let bucket = |(&(part, kind), &len): (&(Part, Kind), &usize)| {
-            let values = vec![0.0; len];
-            StoredBucket { part, kind, values }
+        let bucket = |(&(part, kind), &len): (&(Part, Kind), &usize)| StoredBucket {
+            part,
+            kind,
+            len,
+            begin: 0,
+            values: Vec::new(),
         };
         self.lengths.iter().map(bucket).collect()
     }
@@ -115,6 +131,14 @@ impl Grads {
     /// Zeros for every parameter that is learned and that `wanted` does not exclude, and for the adapters of
     /// `params`.
     pub fn new(specs: &Specs, params: &Params, wanted: impl Fn(&Spec) -> bool) -> Grads {
+        let mut grads = Grads::outline(specs, params, wanted);
+        grads.buckets.iter_mut().for_each(allocate);
+        grads
+    }
+
+    /// [`Grads::new`] without memory: each bucket is allocated when it is needed. `params` may have adapters
+    /// without values.
+    pub fn outline(specs: &Specs, params: &Params, wanted: impl Fn(&Spec) -> bool) -> Grads {
         let mut layout = Layout::default();
         let len = |spec: &Spec| if spec.trainable && wanted(spec) { spec.len() } else { 0 };
         let mut all = |specs: &[Spec], kind| -> Vec<_> {
@@ -127,7 +151,8 @@ impl Grads {
             .iter()
             .zip(params.adapters())
             .map(|(spec, adapter)| {
-                let lens = adapter.as_ref().map_or([0, 0], |Adapter { a, b, .. }| [a.len(), b.len()]);
+                let len = |low: &Adapter| [low.rank * spec.shape[1], spec.shape[0] * low.rank];
+                let lens = adapter.as_ref().map_or([0, 0], len);
                 lens.map(|len| layout.add(spec.part, Kind::Adapters, len))
             })
             .collect();
@@ -139,11 +164,37 @@ impl Grads {
         }
     }
 
-    /// Sets all gradients to zero.
+    /// Sets all gradients to zero. Buckets of which a share is held are allocated whole when needed.
     pub fn clear(&mut self) {
         for bucket in &mut self.buckets {
-            bucket.values.fill(0.0);
+            match bucket.is_whole() {
+                true => bucket.values.fill(0.0),
+                false => (bucket.begin, bucket.values) = (0, Vec::new()),
+            }
         }
+    }
+
+    /// Frees the memory of all buckets: they are allocated again, with zeros, when they are needed.
+    pub fn release(&mut self) {
+        self.buckets.iter_mut().for_each(|bucket| (bucket.begin, bucket.values) = (0, Vec::new()));
+    }
+
+    /// Replaces the content of a bucket by a share of it: the elements from `begin` on.
+    pub fn set_share(&mut self, bucket: usize, begin: usize, values: Vec<f32>) {
+        let bucket = &mut self.buckets[bucket];
+        (bucket.begin, bucket.values) = (begin, values);
+    }
+
+    /// Part, kind and number of elements of every bucket.
+    pub fn layout(&self) -> impl Iterator<Item = (Part, Kind, usize)> {
+        self.buckets.iter().map(|bucket| (bucket.part, bucket.kind, bucket.len))
+    }
+
+    /// Bucket and range of the gradient of a weight, by its place in [`Specs::weights`]; `None` if it is not
+    /// learned.
+    pub fn weight_place(&self, index: usize) -> Option<(usize, Range<usize>)> {
+        let Place { bucket, range } = self.weights[index].clone();
+        (!range.is_empty()).then_some((bucket, range))
     }
 
     /// Bytes of all gradients.
@@ -151,7 +202,8 @@ impl Grads {
         self.buckets.iter().map(|bucket| size_of_val(&bucket.values[..])).sum()
     }
 
-    /// Gradient of a weight, by its place in [`Specs::weights`].
+    /// Gradient of a weight, by its place in [`Specs::weights`]; of a bucket of which a share is held, the
+    /// elements in the share.
     pub fn weight(&self, index: usize) -> &[f32] {
         self.at(&self.weights[index])
     }
@@ -191,15 +243,18 @@ impl Grads {
 
     /// All buckets, in the order of the forward.
     pub fn buckets(&mut self) -> impl Iterator<Item = Bucket<'_>> {
-        self.buckets.iter_mut().map(|StoredBucket { part, kind, values }| Bucket {
-            part: *part,
-            kind: *kind,
-            values,
+        self.buckets.iter_mut().enumerate().map(|(index, bucket)| Bucket {
+            index,
+            part: bucket.part,
+            kind: bucket.kind,
+            values: &mut bucket.values,
         })
     }
 
     /// Hands the buckets of a part on: its gradients are final for this batch.
-    pub(crate) fn finish(&mut self, part: Part, finished: &mut dyn FnMut(Bucket<'_>)) {
+    pub fn finish(&mut self, part: Part, finished: &mut dyn FnMut(Bucket<'_>)) {
+        // A part without a gradient in this batch has zeros.
+        self.buckets.iter_mut().filter(|bucket| bucket.part == part).for_each(allocate);
         self.buckets().filter(|bucket| bucket.part == part).for_each(finished);
     }
 
@@ -229,6 +284,7 @@ impl Grads {
             // One bucket at most is needed.
             let bucket = if first.range.is_empty() { second.bucket } else { first.bucket };
             let Some(bucket) = self.buckets.get_mut(bucket) else { return [&mut [], &mut []] };
+            allocate(bucket);
             let values = &mut bucket.values[..];
             return if first.range.is_empty() {
                 [&mut [], &mut values[second.range]]
@@ -237,19 +293,33 @@ impl Grads {
             };
         }
         assert_eq!(first.bucket, second.bucket, "gradients of one part");
-        let values = &mut self.buckets[first.bucket].values;
-        values.get_disjoint_mut([first.range, second.range]).expect("tensors have places of their own")
+        let bucket = &mut self.buckets[first.bucket];
+        allocate(bucket);
+        bucket.values.get_disjoint_mut([first.range, second.range]).expect("tensors have places of their own")
     }
 
+    /// The elements of a tensor that are held.
     fn at(&self, place: &Place) -> &[f32] {
-        self.buckets.get(place.bucket).map_or(&[], |bucket| &bucket.values[place.range.clone()])
+        let Some(StoredBucket { begin, values, .. }) = self.buckets.get(place.bucket) else { return &[] };
+        let held = |at: usize| at.clamp(*begin, begin + values.len()) - begin;
+        &values[held(place.range.start)..held(place.range.end)]
     }
 
     fn at_mut(&mut self, place: Place) -> &mut [f32] {
         match self.buckets.get_mut(place.bucket) {
-            Some(bucket) => &mut bucket.values[place.range],
-            None => &mut [],
+            Some(bucket) if !place.range.is_empty() => {
+                allocate(bucket);
+                &mut bucket.values[place.range]
+            }
+            _ => &mut [],
         }
+    }
+}
+
+/// Makes a bucket whole, with zeros, unless it is.
+fn allocate(bucket: &mut StoredBucket) {
+    if !bucket.is_whole() {
+        (bucket.begin, bucket.values) = (0, vec![0.0; bucket.len]);
     }
 }
 

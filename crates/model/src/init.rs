@@ -15,6 +15,7 @@
 //! model's seed, the tensor's name and the block: neither threads nor other tensors nor the storage type
 //! change them.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -25,10 +26,10 @@ use serde_json::{Value, json};
 
 use crate::config::{Config, Mixer};
 use crate::error::Result;
-use crate::load::Source;
+use crate::load::{Source, make_weights};
 use crate::memory;
 use crate::model::Model;
-use crate::params::{Init, Protected, Spec, Weight};
+use crate::params::{Init, Protected, Spec, Specs, Weight};
 use crate::precision::Precision;
 use crate::random::Rng;
 
@@ -73,16 +74,31 @@ impl Model {
         precision: impl FnOnce(&Config) -> Result<Precision>,
         seed: u64,
     ) -> Result<Model> {
+        Model::init_shares(config, precision, seed, |_, _| None)
+    }
+
+    /// [`Model::init`] of a model of which this process holds a share: see [`Model::load_shares`].
+    pub fn init_shares(
+        config: &Value,
+        precision: impl FnOnce(&Config) -> Result<Precision>,
+        seed: u64,
+        shares: impl FnOnce(&Config, &Specs) -> Option<Vec<Range<usize>>>,
+    ) -> Result<Model> {
         let file = Path::new("config.json");
         let parsed = Config::parse(config, file)?;
         let json = text_json(config, &parsed);
         let precision = precision(&parsed)?;
         let layout = layout(&parsed);
         let mut model = Model::build(parsed, precision.clone())?;
-        memory::check("the model's parameters", model.specs.bytes(precision.params) as u64)?;
+        let shares = shares(&model.config, &model.specs);
+        memory::check("the model's parameters", model.share_bytes(precision.params, shares.as_deref()))?;
         let draw = |spec: &Spec| values(spec, &model.config, seed);
-        let weights = model.specs.weights.par_iter();
-        let weights = weights.map(|spec| Weight::F32(draw(spec)).cast(precision.params)).collect();
+        let share = |index: usize| shares.as_ref().map(|shares| shares[index].clone());
+        let weight = |index: usize| {
+            let whole = Weight::F32(draw(&model.specs.weights[index]));
+            Ok(whole.into_share(share(index)).cast(precision.params))
+        };
+        let weights = make_weights(&model.specs, shares.is_some(), weight)?;
         let protected = model.specs.protected.iter().map(|spec| Protected::new(draw(spec))).collect();
         (model.params.weights, model.params.protected) = (weights, protected);
         model.source = Some(Source {

@@ -7,6 +7,8 @@
 //! [`Model::forward_backward`] does all of this in one call. A [`LayerwiseRun`] stops after each step, so
 //! that only the parameters of one layer have to be in memory and several runs can proceed side by side.
 
+use std::cell::RefCell;
+
 use ballast_kernels::elementwise::round;
 use ballast_kernels::embedding::{embedding_backward, embedding_backward_workspace};
 use ballast_kernels::linear_cross_entropy::Loss;
@@ -18,11 +20,11 @@ use half::bf16;
 use crate::batch::Batch;
 use crate::error::{Error, Result};
 use crate::layers::{InputsSaved, Keep, Links, Saved, Stream, narrowed, with_stream};
-use crate::model::{IndexerLoss, LossOptions, Model, Recompute};
+use crate::model::{LossOptions, Model, Recompute};
 use crate::params::Grads;
 use crate::precision::Storage;
 use crate::probe::Probe;
-use crate::run::Run;
+use crate::run::{Balancing, Run};
 use crate::site::Site;
 
 /// Residual stream of a run and the activations saved for backward.
@@ -193,6 +195,33 @@ pub struct LayerwiseRun<'b> {
     scratch: Scratch,
     options: LossOptions,
     flow: Flow,
+    losses: RefCell<Losses>,
+}
+
+/// Losses of single layers, summed from step to step.
+#[derive(Default)]
+struct Losses {
+    /// Sum of the indexers' losses.
+    indexer: f64,
+    /// Sums of the load-balancing loss of the routers, if there is one.
+    balance: Option<Balancing>,
+    /// That loss, once all layers have run.
+    balance_loss: f64,
+}
+
+impl Losses {
+    /// Gives a run the sums so far.
+    fn lend(&mut self, run: &mut Run<'_>) {
+        if self.balance.is_some() {
+            run.balance = self.balance.take();
+        }
+    }
+
+    /// Takes the sums back.
+    fn collect(&mut self, run: Run<'_>) {
+        self.indexer += run.indexer.map_or(0.0, |training| training.sum.get());
+        self.balance = run.balance;
+    }
 }
 
 enum Flow {
@@ -203,33 +232,36 @@ enum Flow {
 /// Evaluates `$body` with `$run` the [`Run`] and `$trail` the [`Trail`] of either type.
 macro_rules! with_flow {
     ($pass:expr, $model:expr, $probe:expr, |$run:ident, $trail:ident| $body:expr) => {{
-        let LayerwiseRun { batch, tables, scratch, options, flow } = $pass;
+        let LayerwiseRun { batch, tables, scratch, options, flow, losses } = $pass;
         let probe = Option::<&mut dyn Probe>::map($probe, |probe| probe as &mut dyn Probe);
-        let $run = &$model.run_on(batch, tables, scratch, probe, options)?;
-        match flow {
+        let mut run = $model.run_on(batch, tables, scratch, probe, options)?;
+        losses.borrow_mut().lend(&mut run);
+        let $run = &run;
+        let result = match flow {
             Flow::F32($trail) => $body,
             Flow::Bf16($trail) => $body,
-        }
+        };
+        losses.borrow_mut().collect(run);
+        result
     }};
 }
 
 impl<'b> LayerwiseRun<'b> {
-    /// Runs the embedding. `recompute` selects what backward recomputes, `None` if there is no backward;
-    /// `indexer` is the loss that trains the indexers, if any.
+    /// Runs the embedding. `recompute` selects what backward recomputes, `None` if there is no backward.
     pub fn begin(
         model: &Model,
         batch: &'b Batch,
         recompute: Option<Recompute>,
-        indexer: Option<IndexerLoss>,
+        options: LossOptions,
         probe: Option<&mut dyn Probe>,
     ) -> Result<LayerwiseRun<'b>> {
         let tables = model.tables(&batch.positions);
         let narrow = model.precision().activations == Storage::Bf16;
-        let (tokens, options) = (batch.tokens(), LossOptions { indexer, ..LossOptions::default() });
+        let sequences = batch.sequences();
         let scratch = Scratch::new(if narrow {
-            model.scratch_len::<bf16>(tokens)
+            model.scratch_len::<bf16>(sequences)
         } else {
-            model.scratch_len::<f32>(tokens)
+            model.scratch_len::<f32>(sequences)
         });
         let flow = {
             let probe = probe.map(|probe| probe as &mut dyn Probe);
@@ -240,7 +272,7 @@ impl<'b> LayerwiseRun<'b> {
                 Flow::F32(model.begin(&run, recompute)?)
             }
         };
-        Ok(LayerwiseRun { batch, tables, scratch, options, flow })
+        Ok(LayerwiseRun { batch, tables, scratch, options, flow, losses: RefCell::default() })
     }
 
     /// Runs the forward of layer `index`.
@@ -263,6 +295,15 @@ impl<'b> LayerwiseRun<'b> {
         })
     }
 
+    /// Computes the loss, without gradients.
+    pub fn loss(&self, model: &Model) -> Result<Loss> {
+        let options = &self.options;
+        with_flow!(self, model, None, |run, trail| {
+            let hidden = model.last_norm_of(run, trail)?;
+            model.loss_of(run, &hidden, options)
+        })
+    }
+
     /// Computes the loss and runs the backward of the head and the final norm.
     pub fn loss_backward(
         &mut self,
@@ -270,8 +311,22 @@ impl<'b> LayerwiseRun<'b> {
         grads: &mut Grads,
         probe: Option<&mut dyn Probe>,
     ) -> Result<Loss> {
-        let options = self.options;
-        with_flow!(self, model, probe, |run, trail| model.loss_backward(run, grads, trail, &options))
+        let (options, mut balance_loss) = (self.options, 0.0);
+        let loss = with_flow!(self, model, probe, |run, trail| {
+            if let Some(balance) = &run.balance {
+                balance_loss = balance.complete(run.context.as_ref())?;
+            }
+            model.loss_backward(run, grads, trail, &options)
+        })?;
+        self.losses.borrow_mut().balance_loss = balance_loss;
+        Ok(loss)
+    }
+
+    /// Sum of the indexers' losses of the layers whose backward has run, and, after
+    /// [`LayerwiseRun::loss_backward`], the load-balancing loss, both with their scales.
+    pub fn layer_losses(&self) -> (f64, f64) {
+        let losses = self.losses.borrow();
+        (losses.indexer, losses.balance_loss)
     }
 
     /// Runs the backward of layer `index`; the last layer comes first.
@@ -292,7 +347,7 @@ impl<'b> LayerwiseRun<'b> {
         grads: &mut Grads,
         probe: Option<&mut dyn Probe>,
     ) -> Result {
-        let LayerwiseRun { batch, tables, scratch, options, flow } = self;
+        let LayerwiseRun { batch, tables, scratch, options, flow, .. } = self;
         let probe = probe.map(|probe| probe as &mut dyn Probe);
         let run = model.run_on(batch, &tables, &scratch, probe, &options)?;
         match flow {

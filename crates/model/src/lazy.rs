@@ -3,13 +3,14 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::layout::{self, Layout};
 use ballast_checkpoint::{Checkpoint, View};
 use ballast_contract::Dtype;
 use rayon::prelude::*;
 
 use crate::config::Config;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::load::{canonical, full_name, open, read_f32, sort};
 use crate::model::Model;
 use crate::params::{Params, Protected, Spec, Specs, Weight};
@@ -80,10 +81,48 @@ impl LazyCheckpoint {
 }
 
 impl Model {
+    /// Builds a model without values, for plans.
+    pub fn outline(config: Config) -> Result<Model> {
+        Model::build(config, Precision::f32())
+    }
+
+    /// Builds the model of a checkpoint without values, for plans. A folder with a config.json alone is enough.
+    pub fn outline_at(path: &Path) -> Result<Model> {
+        if let Some(config) = config_alone(path)? {
+            return Model::outline(config);
+        }
+        let (checkpoint, config, warnings) = open(path)?;
+        let mut model = Model::outline(config)?;
+        let layout = Layout::detect(&checkpoint);
+        let views: Vec<View> = layout::relayout(&checkpoint, &layout, &canonical(&layout))?.concat();
+        let (_, source) = sort(&model, views, checkpoint, layout)?;
+        (model.source, model.warnings) = (Some(source), warnings);
+        Ok(model)
+    }
+
     /// Replaces all parameters by these, converted to the model's precision. For a [`crate::LayerwiseRun`],
     /// which needs the parameters of one layer at a time.
     pub fn hold(&mut self, values: &Params) {
         self.params = values.clone();
         self.set_precision(self.precision().clone());
     }
+}
+
+/// The configuration of a folder that has a config.json, and neither tensors nor folders.
+fn config_alone(folder: &Path) -> Result<Option<Config>> {
+    let file = folder.join("config.json");
+    let (Ok(text), Ok(entries)) = (std::fs::read_to_string(&file), std::fs::read_dir(folder)) else {
+        return Ok(None);
+    };
+    let holds_tensors =
+        |path: &Path| path.is_dir() || path.extension().is_some_and(|end| end == "safetensors");
+    if entries.flatten().any(|entry| holds_tensors(&entry.path())) {
+        return Ok(None);
+    }
+    let json = serde_json::from_str(text_without_mark(&text)).map_err(|error| Error::Config {
+        file: file.clone(),
+        field: "config.json".into(),
+        problem: format!("is not JSON: {error}"),
+    })?;
+    Ok(Some(Config::parse(&json, &file)?))
 }

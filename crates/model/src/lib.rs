@@ -12,6 +12,7 @@
 mod adapters;
 pub mod batch;
 pub mod config;
+mod context;
 mod decode;
 pub mod error;
 mod grads;
@@ -35,7 +36,7 @@ pub mod text;
 
 pub use adapters::AdapterSettings;
 pub use ballast_kernels::indexer::Ties;
-pub use batch::Batch;
+pub use batch::{Batch, Part};
 pub use config::Config;
 pub use decode::{PREFILL_TOKENS, Session};
 pub use error::{Error, Result};
@@ -45,7 +46,7 @@ pub use model::{IndexerLoss, IndexerStage, LossOptions, Model, Recompute, StepLo
 pub use plan::{Plan, Step, Targets};
 pub use precision::Precision;
 pub use probe::Probe;
-pub use save::NamedTensor;
+pub use save::{NamedTensor, SaveOptions};
 pub use site::Site;
 
 /// The examples of README.md, run as tests.

@@ -3,6 +3,7 @@
 //! In memory, parameters have Hugging Face names, split projections and fused experts. The checkpoint's
 //! layout provides views in that form; each view is read once, into its final type.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ use crate::config::Config;
 use crate::error::{Error, Mismatch, Result};
 use crate::memory;
 use crate::model::Model;
-use crate::params::{Protected, Spec, Weight};
+use crate::params::{Protected, Spec, Specs, Weight};
 use crate::precision::{Precision, Storage};
 
 /// Checkpoint that a model was loaded from.
@@ -36,36 +37,107 @@ pub(crate) struct Source {
 impl Model {
     /// Loads a model; `precision` chooses the precision from its configuration.
     pub fn load(path: &Path, precision: impl FnOnce(&Config) -> Result<Precision>) -> Result<Model> {
+        Model::load_shares(path, precision, |_, _| None)
+    }
+
+    /// Loads a model of which this process holds a share: `shares` gives the elements of each weight to keep, by
+    /// the model's specs; `None` keeps all.
+    pub fn load_shares(
+        path: &Path,
+        precision: impl FnOnce(&Config) -> Result<Precision>,
+        shares: impl FnOnce(&Config, &Specs) -> Option<Vec<Range<usize>>>,
+    ) -> Result<Model> {
         let (checkpoint, config, warnings) = open(path)?;
         let precision = precision(&config)?;
         let mut model = Model::build(config, precision.clone())?;
         model.warnings = warnings;
-        memory::check("the model's parameters", model.specs.bytes(precision.params) as u64)?;
-        model.source = Some(model.read_params(checkpoint)?);
+        let shares = shares(&model.config, &model.specs);
+        memory::check("the model's parameters", model.share_bytes(precision.params, shares.as_deref()))?;
+        model.source = Some(model.read_params(checkpoint, shares.as_deref())?);
         model.set_precision(precision);
         Ok(model)
+    }
+
+    /// Bytes of the parameters, of which `shares` are held.
+    pub(crate) fn share_bytes(&self, storage: Storage, shares: Option<&[Range<usize>]>) -> u64 {
+        let left_out = |(spec, share): (&Spec, &Range<usize>)| (spec.len() - share.len()) * storage.bytes();
+        let left_out: usize = self.specs.weights.iter().zip(shares.unwrap_or_default()).map(left_out).sum();
+        (self.specs.bytes(storage) - left_out) as u64
     }
 
     /// Replaces the parameters by those of another checkpoint of the same model and keeps the precision. The
     /// layout for saving and the tensors outside the text model stay those of the first checkpoint.
     pub fn reload(&mut self, path: &Path) -> Result {
-        self.read_params(Arc::new(Checkpoint::open_consistent(path)?))?;
+        self.reload_shares(path, None)
+    }
+
+    /// [`Model::reload`] of the elements `shares` of each weight; `None` for all.
+    pub fn reload_shares(&mut self, path: &Path, shares: Option<&[Range<usize>]>) -> Result {
+        self.read_params(Arc::new(Checkpoint::open_consistent(path)?), shares)?;
         self.set_precision(self.precision().clone());
         Ok(())
     }
 
-    fn read_params(&mut self, checkpoint: Arc<Checkpoint>) -> Result<Source> {
+    fn read_params(
+        &mut self,
+        checkpoint: Arc<Checkpoint>,
+        shares: Option<&[Range<usize>]>,
+    ) -> Result<Source> {
         let source_layout = Layout::detect(&checkpoint);
         let views: Vec<View> =
             layout::relayout(&checkpoint, &source_layout, &canonical(&source_layout))?.concat();
         let (views, source) = sort(self, views, checkpoint, source_layout)?;
         let storage = self.precision().params;
         let (weights, protected) = views.split_at(self.specs.weights.len());
-        self.params.weights =
-            weights.par_iter().map(|view| read_weight(view, storage)).collect::<Result<_>>()?;
+        let share = |index: usize| shares.map(|shares| shares[index].clone());
+        let read = |index: usize| Ok(read_weight(&weights[index], storage)?.into_share(share(index)));
+        self.params.weights = make_weights(&self.specs, shares.is_some(), read)?;
         self.params.protected =
             protected.iter().map(|view| Ok(Protected::new(read_f32(view)?))).collect::<Result<_>>()?;
         Ok(source)
+    }
+}
+
+/// f32 bytes of whole weights that exist at once where a share of each is kept.
+const WHOLE_BYTES: usize = 1 << 30;
+
+/// Ranges of weights that are made at once: all, or where a share of each is kept, as many as fit in
+/// [`WHOLE_BYTES`], at least one.
+fn batches(specs: &Specs, shared: bool) -> Vec<Range<usize>> {
+    let mut batches: Vec<Range<usize>> = Vec::new();
+    let mut bytes = 0;
+    for (index, spec) in specs.weights.iter().enumerate() {
+        bytes += 4 * spec.len();
+        match batches.last_mut() {
+            Some(batch) if !shared || bytes <= WHOLE_BYTES => batch.end = index + 1,
+            _ => {
+                bytes = 4 * spec.len();
+                batches.push(index..index + 1);
+            }
+        }
+    }
+    batches
+}
+
+/// Makes all weights, in parallel. `shared` says that `make` returns a share of the weight that it has whole.
+pub(crate) fn make_weights(
+    specs: &Specs,
+    shared: bool,
+    make: impl Fn(usize) -> Result<Weight> + Sync,
+) -> Result<Vec<Weight>> {
+    let mut weights = Vec::with_capacity(specs.weights.len());
+    for batch in batches(specs, shared) {
+        weights.extend(batch.into_par_iter().map(&make).collect::<Result<Vec<_>>>()?);
+    }
+    Ok(weights)
+}
+
+impl Specs {
+    /// Bytes of whole weights that exist at once while a model is made of which a share is kept.
+    pub fn bytes_at_once(&self) -> usize {
+        let bytes =
+            |batch: Range<usize>| self.weights[batch].iter().map(|spec| 4 * spec.len()).sum::<usize>();
+        batches(self, true).into_iter().map(bytes).max().unwrap_or(0)
     }
 }
 

@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_as_good_as_before_when_freed_pages_are_kept() {
+    fn kept_pages_can_be_allocated_again_and_zeroed() {
         keep_freed();
         for size in [1 << 20, 40 << 20, 3] {
             let mut buffer = vec![0u8; size];
@@ -66,13 +66,13 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_fit_is_refused_with_both_figures() {
+    fn an_allocation_that_cannot_fit_is_refused_with_both_figures() {
         if available().is_none() {
             return;
         }
         assert!(check("nothing", 0).is_ok());
         let error = check("the model", u64::MAX).unwrap_err().to_string();
-        assert!(error.contains("not enough memory for the model: 18446744073709551615 bytes"), "{error}");
+        assert!(error.contains("not enough memory for the model: 16777216.0 TiB needed, "), "{error}");
         assert!(peak().is_some_and(|bytes| bytes > 1 << 20));
     }
 }

@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 
+use ballast_cluster::Group;
 use ballast_kernels::elementwise::{round, scale};
 use ballast_kernels::embedding::embedding_forward;
 use ballast_kernels::indexer::Ties;
@@ -14,8 +15,9 @@ use ballast_kernels::simd;
 use ballast_kernels::{Element, Rounding, Scratch};
 use half::bf16;
 
-use crate::batch::{Batch, IGNORED};
+use crate::batch::{Batch, IGNORED, Sequences};
 use crate::config::{Config, Mixer, Rope};
+use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::layers::{Keep, Layer, Linear, Norm, PerLayerInputs, narrowed};
 use crate::load::Source;
@@ -50,6 +52,8 @@ pub struct Model {
     pub params: Params,
     precision: Precision,
     ties: Ties,
+    /// The ranks that share batches.
+    context: Option<Group>,
     rotaries: Vec<Rotary>,
     pub(crate) embedding: Id<Weight>,
     pub(crate) per_layer_inputs: Option<PerLayerInputs>,
@@ -68,7 +72,8 @@ pub struct LossOptions {
     pub z_loss: f32,
     /// Part of the target's probability that is spread over the vocabulary.
     pub label_smoothing: f32,
-    /// Factor of the gradient of the loss sum; `None`: 1 / tokens with a target.
+    /// Factor of the gradient of the loss sum; `None`: 1 / tokens with a target, of all parts if the batch is
+    /// divided.
     pub scale: Option<f32>,
     /// Loss of the indexers, for models that have them; `None`: they are not trained.
     pub indexer: Option<IndexerLoss>,
@@ -80,7 +85,7 @@ pub struct LossOptions {
 
 impl LossOptions {
     /// Returns true if only the indexers are trained.
-    fn is_warm_up(&self) -> bool {
+    pub(crate) fn is_warm_up(&self) -> bool {
         self.indexer.is_some_and(|loss| loss.stage == IndexerStage::Dense)
     }
 }
@@ -156,6 +161,7 @@ impl Model {
             params: Params::default(),
             precision,
             ties: Ties::default(),
+            context: None,
             rotaries,
             embedding,
             per_layer_inputs,
@@ -192,6 +198,14 @@ impl Model {
     /// Sets the order in which equal indexer scores are selected, to compare with another framework.
     pub fn set_ties(&mut self, ties: Ties) {
         self.ties = ties;
+    }
+
+    /// Sets the ranks that share batches by tokens (context parallelism): with a batch from
+    /// [`Batch::part()`], whose number is the rank in this group, all ranks run forward, loss and backward
+    /// together. Each returns the loss of its own tokens and adds to its gradients; the sums over the ranks
+    /// are those of the whole batch. Batches that are not parts, and decoding, run as without.
+    pub fn set_context(&mut self, group: Option<Group>) {
+        self.context = group;
     }
 
     /// Zero gradients for all trainable parameters and the adapters.
@@ -261,10 +275,11 @@ impl Model {
         self.rotaries.iter().map(|rotary| rotary.table(positions)).collect()
     }
 
-    /// f32 elements of one slot of scratch for `tokens` tokens.
-    pub(crate) fn scratch_len<A: Element>(&self, tokens: usize) -> usize {
+    /// f32 elements of one slot of scratch for these sequences.
+    pub(crate) fn scratch_len<A: Element>(&self, sequences: Sequences<'_>) -> usize {
+        let (tokens, before) = (sequences.tokens(), sequences.before(None));
         let head = linear_cross_entropy_scratch(self.head.dims(), tokens, &loss_kernel::Options::default());
-        let layers = self.layers.iter().map(|layer| layer.scratch::<A>(tokens)).max().unwrap_or(0);
+        let layers = self.layers.iter().map(|layer| layer.scratch::<A>(tokens, before)).max().unwrap_or(0);
         let per_layer_inputs = self.per_layer_inputs.as_ref().map_or(0, |inputs| inputs.scratch(tokens));
         let adapters = self.adapter_scratch(tokens);
         head.max(layers).max(self.norm.scratch(tokens)).max(per_layer_inputs).max(adapters)
@@ -279,7 +294,7 @@ impl Model {
         work: impl FnOnce(&Run<'_>) -> Result<R>,
     ) -> Result<R> {
         let tables = self.tables(&batch.positions);
-        let scratch = Scratch::new(self.scratch_len::<A>(batch.tokens()));
+        let scratch = Scratch::new(self.scratch_len::<A>(batch.sequences()));
         let probe = probe.map(|probe| probe as &mut dyn Probe);
         work(&self.run_on(batch, &tables, &scratch, probe, options)?)
     }
@@ -314,6 +329,7 @@ impl Model {
             parameters: Parameters::new(&self.specs, &self.params),
             precision: &self.precision,
             batch,
+            context: Context::of(batch, self.context.as_ref())?,
             tables,
             scratch,
             ties: self.ties,
@@ -353,22 +369,23 @@ impl Model {
         self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
             let trail = self.forward::<A>(run, None)?;
             let hidden: Vec<A> = self.last_norm(run, &trail.x)?;
-            let options = self.loss_options(options);
-            let mut workspace =
-                zeros(linear_cross_entropy_workspace(self.head.dims(), run.tokens(), &options));
-            with_weight!(run.weight(self.head.weight()), |w| {
-                let (dims, targets) = (self.head.dims(), &batch.targets);
-                Ok(linear_cross_entropy(
-                    None,
-                    &hidden,
-                    w,
-                    targets,
-                    dims,
-                    &options,
-                    &mut workspace,
-                    run.scratch,
-                )?)
-            })
+            self.loss_of(run, &hidden, options)
+        })
+    }
+
+    /// Loss of the hidden states after the final norm.
+    pub(crate) fn loss_of<A: Element>(
+        &self,
+        run: &Run<'_>,
+        hidden: &[A],
+        options: &LossOptions,
+    ) -> Result<Loss> {
+        let options = self.loss_options(options);
+        let mut workspace = zeros(linear_cross_entropy_workspace(self.head.dims(), run.tokens(), &options));
+        with_weight!(run.weight(self.head.weight()), |w| {
+            let (dims, targets) = (self.head.dims(), &run.batch.targets);
+            let (workspace, scratch) = (&mut workspace, run.scratch);
+            Ok(linear_cross_entropy(None, hidden, w, targets, dims, &options, workspace, scratch)?)
         })
     }
 
@@ -432,7 +449,10 @@ impl Model {
     ) -> Result<StepLoss> {
         self.with_run::<A, _>(batch, probe, options, |run| {
             let mut trail = self.forward::<A>(run, Some(recompute))?;
-            let balance = run.balance.as_ref().map_or(0.0, Balancing::complete);
+            let balance = match &run.balance {
+                Some(balance) => balance.complete(run.context.as_ref())?,
+                None => 0.0,
+            };
             let language = self.loss_backward(run, grads, &mut trail, options)?;
             grads.finish(Part::Head, finished);
             for index in (0..self.layers.len()).rev() {
@@ -458,7 +478,7 @@ impl Model {
         let scale = match options.scale {
             _ if options.is_warm_up() => 0.0,
             Some(scale) => scale,
-            None => 1.0 / run.batch.counted().max(1) as f32,
+            None => 1.0 / run.batch.counted_in_whole().max(1) as f32,
         };
         let kernel_options = self.loss_options(options);
         let mut workspace =

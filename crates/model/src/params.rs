@@ -21,7 +21,7 @@
 //! the same order.
 
 use std::marker::PhantomData;
-use std::ops::{Index, IndexMut};
+use std::ops::{Index, IndexMut, Range};
 
 use ballast_kernels::{Element, Rounding};
 use half::bf16;
@@ -87,6 +87,16 @@ impl Weight {
                 Weight::F32(wide)
             }
             (same, _) => same,
+        }
+    }
+
+    /// The elements of a range, all without one.
+    pub fn into_share(self, range: Option<Range<usize>>) -> Weight {
+        match (self, range) {
+            (whole, None) => whole,
+            (whole, Some(range)) if range == (0..whole.len()) => whole,
+            (Weight::F32(values), Some(range)) => Weight::F32(values[range].to_vec()),
+            (Weight::Bf16(values), Some(range)) => Weight::Bf16(values[range].to_vec()),
         }
     }
 

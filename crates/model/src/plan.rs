@@ -1,11 +1,16 @@
 //! Memory plan: the bytes that a training step needs, computed from tensor shapes without running it.
 
+use std::collections::BTreeMap;
+
+use ballast_cluster::Kind;
 use ballast_kernels::Element;
 use ballast_kernels::linear_cross_entropy::linear_cross_entropy_workspace;
 use half::bf16;
 use serde::Serialize;
 
+use crate::batch::{Part, Sequences};
 use crate::config::{Config, Mixer};
+use crate::context::Sent;
 use crate::error::Result;
 use crate::layers::{Keep, Stream};
 use crate::model::{LossOptions, Model, Recompute};
@@ -21,6 +26,8 @@ pub type Targets<'a> = &'a dyn Fn(&str) -> bool;
 pub struct Step<'a> {
     /// Cumulative sequence lengths, as in [`crate::Batch::cu_seqlens`].
     pub cu_seqlens: &'a [usize],
+    /// Part of the batch that this rank has, and the number of parts: see [`crate::Batch::part()`].
+    pub part: Option<(usize, usize)>,
     /// Activations that backward recomputes.
     pub recompute: Recompute,
     /// Losses of the step.
@@ -35,7 +42,17 @@ impl<'a> Step<'a> {
     /// Makes a step with the language loss only, all parameters trained and no adapters.
     pub fn new(cu_seqlens: &'a [usize], recompute: Recompute) -> Step<'a> {
         let loss = LossOptions::default();
-        Step { cu_seqlens, recompute, loss, learned: &|_| true, adapters: None }
+        Step { cu_seqlens, part: None, recompute, loss, learned: &|_| true, adapters: None }
+    }
+
+    /// The part, and the cumulative lengths of its sequences.
+    fn local(&self) -> Result<(Option<Part>, Vec<usize>)> {
+        let part = match self.part {
+            Some((index, of)) if of > 1 => Some(Part::new(self.cu_seqlens, 0, index, of)?),
+            _ => None,
+        };
+        let local = part.as_ref().map_or_else(|| self.cu_seqlens.to_vec(), Part::local);
+        Ok((part, local))
     }
 }
 
@@ -72,12 +89,44 @@ impl Plan {
     pub fn new(config: &Config, precision: &Precision, step: &Step<'_>) -> Result<Plan> {
         let mut model = Model::build(config.clone(), precision.clone())?;
         if let Some((rank, targets)) = step.adapters {
-            model.add_adapters(targets, rank, 1.0, 0)?;
+            model.outline_adapters(targets, rank)?;
         }
+        let (part, local) = step.local()?;
+        let sequences = Sequences { cu_seqlens: &local, part: part.as_ref() };
         Ok(match precision.activations {
-            Storage::F32 => model.plan::<f32>(step),
-            Storage::Bf16 => model.plan::<bf16>(step),
+            Storage::F32 => model.plan::<f32>(step, sequences),
+            Storage::Bf16 => model.plan::<bf16>(step, sequences),
         })
+    }
+
+    /// Computes the bytes that a rank sends in a step to the ranks that share its batch, by kind. The sum of
+    /// the gradients over ranks is not included.
+    pub fn sent(config: &Config, precision: &Precision, step: &Step<'_>) -> Result<BTreeMap<Kind, u64>> {
+        let model = Model::build(config.clone(), precision.clone())?;
+        let (part, local) = step.local()?;
+        let sequences = Sequences { cu_seqlens: &local, part: part.as_ref() };
+        let stage = step.loss.indexer.map(|loss| loss.stage);
+        let forwards = if step.recompute == Recompute::Full { 2 } else { 1 };
+        let mut all = BTreeMap::new();
+        let mut add = |kind, bytes: usize| {
+            if bytes > 0 {
+                *all.entry(kind).or_default() += bytes as u64;
+            }
+        };
+        for layer in model.layers() {
+            let (kind, Sent { forward, backward }) = match precision.activations {
+                Storage::F32 => layer.sent::<f32>(precision, sequences, stage),
+                Storage::Bf16 => layer.sent::<bf16>(precision, sequences, stage),
+            };
+            add(kind, forwards * forward + backward);
+        }
+        let experts = config.layers.iter().find_map(|layer| layer.experts);
+        if let (Some(part), Some(_), Some(experts)) = (&part, step.loss.balance, experts)
+            && !step.loss.is_warm_up()
+        {
+            add(Kind::Scalars, (part.of() - 1) * 8 * (1 + 2 * experts.count));
+        }
+        Ok(all)
     }
 
     /// Returns the bytes of all activations saved for backward.
@@ -103,15 +152,14 @@ impl Recompute {
 }
 
 impl Model {
-    fn plan<A: Element>(&self, step: &Step<'_>) -> Plan {
-        let Step { cu_seqlens, recompute, loss, .. } = *step;
-        let tokens = cu_seqlens.last().copied().unwrap_or(0);
+    fn plan<A: Element>(&self, step: &Step<'_>, sequences: Sequences<'_>) -> Plan {
+        let Step { recompute, loss, .. } = *step;
+        let tokens = sequences.tokens();
         let tensor = tokens * self.config.hidden * size_of::<A>();
         let stream =
             tokens * self.config.hidden * Stream::element_bytes(self.precision().site(Site::Residual));
         let learned = self.specs.all().filter(|spec| spec.trainable && (step.learned)(spec));
-        // The model was built without values; only its adapters have some.
-        let adapters = self.params.bytes();
+        let adapters = self.adapter_bytes();
         let logits = linear_cross_entropy_workspace(self.head.dims(), tokens, &self.loss_options(&loss));
         let mut plan = Plan {
             parameters: self.specs.bytes(self.precision().params),
@@ -121,14 +169,14 @@ impl Model {
             around: stream + 4 * tokens + self.per_layer_inputs_bytes::<A>(tokens),
             logits: 4 * logits,
             transient: 2 * tensor + 4 * logits,
-            scratch: 4 * self.scratch_len::<A>(tokens) * rayon::current_num_threads(),
+            scratch: 4 * self.scratch_len::<A>(sequences) * rayon::current_num_threads(),
             ..Plan::default()
         };
         let stage = loss.indexer.map(|loss| loss.stage);
         for (layer, shape) in self.layers().iter().zip(&self.config.layers) {
-            let saved =
-                |keep| layer.saved_bytes::<A>(&self.config, self.precision(), cu_seqlens, keep, stage);
-            let transient = |keep| layer.transient::<A>(&self.config, self.precision(), tokens, keep, stage);
+            let saved = |keep| layer.saved_bytes::<A>(&self.config, self.precision(), sequences, keep, stage);
+            let transient =
+                |keep| layer.transient::<A>(&self.config, self.precision(), sequences, keep, stage);
             let (kept, alive) = match recompute {
                 Recompute::Full => (stream, saved(Keep::Everything) - stream + transient(Keep::Everything)),
                 _ => (saved(recompute.keep()), transient(recompute.keep())),

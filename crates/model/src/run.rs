@@ -9,8 +9,9 @@ use ballast_kernels::moe::{self, Balance, Routing};
 use ballast_kernels::rotary::Table;
 use ballast_kernels::{Element, Rounding, Scratch};
 
-use crate::batch::Batch;
+use crate::batch::{Batch, Sequences};
 use crate::config::Config;
+use crate::context::Context;
 use crate::error::Result;
 use crate::model::IndexerLoss;
 use crate::params::{Adapter, Id, Params, Protected, Spec, Specs, Weight};
@@ -25,6 +26,8 @@ pub(crate) struct Run<'a> {
     pub(crate) parameters: Parameters<'a>,
     pub(crate) precision: &'a Precision,
     pub(crate) batch: &'a Batch,
+    /// The ranks that share the batch, if it is divided.
+    pub(crate) context: Option<Context<'a>>,
     /// Rotary tables; each layer has an index into them.
     pub(crate) tables: &'a [Table],
     pub(crate) scratch: &'a Scratch,
@@ -79,10 +82,20 @@ impl Balancing {
         Ok(())
     }
 
-    /// Ends the sum; returns the loss, including the coefficient.
-    pub(crate) fn complete(&self) -> f64 {
+    /// Ends the sum, over all ranks of the context; returns the loss, including the coefficient. With a
+    /// context it is the part of the loss that the rank's own tokens contribute.
+    pub(crate) fn complete(&self, context: Option<&Context<'_>>) -> Result<f64> {
         self.complete.set(true);
-        self.coefficient as f64 * self.sums.borrow().loss()
+        let mut sums = self.sums.borrow_mut();
+        let Some(context) = context else { return Ok(self.coefficient as f64 * sums.loss()) };
+        let own = sums.clone();
+        let mut all =
+            context.gather(&own.to_values())?.into_iter().map(|values| Balance::from_values(&values));
+        *sums = all.next().unwrap_or_else(|| Ok(own.clone()))?;
+        for other in all {
+            sums.merge(&other?)?;
+        }
+        Ok(self.coefficient as f64 * sums.loss_of(&own))
     }
 
     pub(crate) fn backward(&self, dlogits: &mut [f32], logits: &[f32]) -> Result {
@@ -97,6 +110,10 @@ impl<'a> Run<'a> {
 
     pub(crate) fn cu_seqlens(&self) -> &[usize] {
         &self.batch.cu_seqlens
+    }
+
+    pub(crate) fn sequences(&self) -> Sequences<'_> {
+        self.batch.sequences()
     }
 
     /// Zeros the gradient of padding tokens: their embedding is not trained.

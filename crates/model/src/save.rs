@@ -32,6 +32,20 @@ pub struct NamedTensor {
     pub values: Vec<f32>,
 }
 
+/// Options of [`Model::save_with`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SaveOptions<'a> {
+    /// config.json to write, which must describe the same model; by default [`Model::config_json`].
+    pub config: Option<&'a Value>,
+    /// Names and contents of more files to write beside the weights, such as the tokenizer's.
+    pub files: &'a [(String, Vec<u8>)],
+    /// Safetensors file with all weights under their [`Model::parameter_name`]s, for a model that holds only its
+    /// share of them.
+    pub weights: Option<&'a Path>,
+    /// Replace an existing checkpoint at the destination.
+    pub force: bool,
+}
+
 impl Model {
     /// Gradients under the names of the checkpoint that the model was loaded from; experts in the given form,
     /// or by default in the checkpoint's.
@@ -83,41 +97,44 @@ impl Model {
     /// Writes the model atomically, in the layout that it was loaded from and with the tensors that
     /// checkpoint carries beside it; a new model in the layout of transformers. Adapters are not written.
     pub fn save(&self, destination: &Path, force: bool, observer: &dyn Observer) -> Result<ConvertReport> {
-        self.save_with_config(&self.config_json()?, destination, force, observer)
+        self.save_with(destination, &SaveOptions { force, ..SaveOptions::default() }, observer)
     }
 
-    /// [`Model::save`] with another config.json, which must describe the same model.
-    pub fn save_with_config(
+    /// [`Model::save`] with another config.json, or with more files. All of them appear together.
+    pub fn save_with(
         &self,
-        config: &Value,
         destination: &Path,
-        force: bool,
+        options: &SaveOptions<'_>,
         observer: &dyn Observer,
     ) -> Result<ConvertReport> {
+        let config = options.config.cloned().map_or_else(|| self.config_json(), Ok)?;
         let file = Path::new("config.json");
-        if Config::parse(config, file)? != self.config {
+        if Config::parse(&config, file)? != self.config {
             let problem = "does not describe the model to be saved".into();
             return Err(Error::Config { file: file.into(), field: "config.json".into(), problem });
         }
         let source = self.source()?;
-        let weights =
-            self.specs.weights.iter().zip(&self.params.weights).map(|(spec, weight)| match weight {
-                Weight::F32(values) => {
-                    self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(values).to_vec())
-                }
-                Weight::Bf16(values) => {
-                    self.memory_tensor(spec, Dtype::Bf16, bytemuck::cast_slice(values).to_vec())
-                }
-            });
+        let held = self.specs.weights.iter().zip(&self.params.weights).filter(|_| options.weights.is_none());
+        let weights = held.map(|(spec, weight)| match weight {
+            Weight::F32(values) => {
+                self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(values).to_vec())
+            }
+            Weight::Bf16(values) => {
+                self.memory_tensor(spec, Dtype::Bf16, bytemuck::cast_slice(values).to_vec())
+            }
+        });
         let protected = self.specs.protected.iter().zip(&self.params.protected).map(|(spec, tensor)| {
             self.memory_tensor(spec, Dtype::F32, bytemuck::cast_slice(tensor.values()).to_vec())
         });
         let carried: Vec<&str> = source.carried.iter().map(|view| view.name.as_str()).collect();
         let memory = weights.chain(protected).collect();
         let mut checkpoint = Checkpoint::in_memory(&source.checkpoint, memory, &carried)?;
-        checkpoint.config = Some(config.clone());
+        if let Some(file) = options.weights {
+            checkpoint.add_tensors_of(file)?;
+        }
+        checkpoint.config = Some(config);
         let checkpoint = Arc::new(checkpoint);
-        let options = ConvertOptions {
+        let convert_options = ConvertOptions {
             layout: LayoutRequest {
                 naming: Some(source.layout.naming),
                 projections: source.layout.projections,
@@ -125,11 +142,12 @@ impl Model {
                 ranks: Some(source.layout.ranks),
                 zero_centered_gamma: Some(source.layout.zero_centered_gamma),
             },
-            force,
+            force: options.force,
+            files: options.files.to_vec(),
             ..ConvertOptions::new(self.precision().policy())
         };
-        let plan = convert::plan(&checkpoint, &options)?;
-        Ok(convert::execute(&checkpoint, plan, destination, &options, observer)?)
+        let plan = convert::plan(&checkpoint, &convert_options)?;
+        Ok(convert::execute(&checkpoint, plan, destination, &convert_options, observer)?)
     }
 
     /// Makes [`Model::save`] write the Hugging Face layout, whatever the model was loaded from.

@@ -175,7 +175,7 @@ fn adapters_survive_writing_and_reading() {
 }
 
 #[test]
-fn what_cannot_carry_an_adapter_is_refused_with_the_reason() {
+fn a_tensor_that_cannot_have_an_adapter_is_refused_with_the_reason() {
     let refused = |name: &str, wanted: &str| {
         let mut model = load(name, "f32");
         let error =

@@ -34,7 +34,7 @@ fn loss_and_gradients_are_those_of_transformers() {
 }
 
 #[test]
-fn what_is_made_anew_is_not_counted_twice() {
+fn recomputed_routing_is_not_counted_twice() {
     for name in ["qwen3_next", "qwen3_5_moe", "gemma4_moe", "deepseek_v32"] {
         for preset in ["f32", "bf16"] {
             let (model, batch) = (load(name, preset), batch(name));

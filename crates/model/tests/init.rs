@@ -9,7 +9,7 @@ use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::jobs::Silent;
 use ballast_model::params::{Init, Spec};
 use ballast_model::precision::Storage;
-use ballast_model::{Model, Precision};
+use ballast_model::{Model, Precision, SaveOptions};
 use common::{MODELS, folder};
 use serde_json::Value;
 
@@ -171,13 +171,38 @@ fn a_config_of_another_model_is_not_written_beside_this_one() {
     let home = tempfile::tempdir().unwrap();
     let mut config = model.config_json().unwrap();
     config["note"] = "ours".into();
-    model.save_with_config(&config, &home.path().join("a"), false, &Silent).unwrap();
+    let save = |name: &str, config: &Value| {
+        let options = SaveOptions { config: Some(config), ..SaveOptions::default() };
+        model.save_with(&home.path().join(name), &options, &Silent)
+    };
+    save("a", &config).unwrap();
     let written = Checkpoint::open(&home.path().join("a")).unwrap().config.unwrap();
     assert_eq!(written["note"], "ours");
     config["rms_norm_eps"] = 0.1.into();
-    let Err(error) = model.save_with_config(&config, &home.path().join("b"), false, &Silent) else {
-        panic!("it was written")
-    };
+    let Err(error) = save("b", &config) else { panic!("it was written") };
     assert!(error.to_string().contains("does not describe the model"), "{error}");
     assert!(!home.path().join("b").exists());
+}
+
+#[test]
+fn more_files_appear_with_the_model_or_neither_does() {
+    let model = new("qwen3_5", "f32", 1);
+    let home = tempfile::tempdir().unwrap();
+    let save = |name: &str, files: &[&str]| {
+        let files: Vec<(String, Vec<u8>)> =
+            files.iter().map(|file| (file.to_string(), b"{}".into())).collect();
+        let options = SaveOptions { files: &files, ..SaveOptions::default() };
+        model
+            .save_with(&home.path().join(name), &options, &Silent)
+            .map(|_| ())
+            .map_err(|error| error.to_string())
+    };
+    save("a", &["tokenizer.json"]).unwrap();
+    assert_eq!(fs::read(home.path().join("a/tokenizer.json")).unwrap(), b"{}");
+    let error = save("b", &["tokenizer.json", "none/vocab.json"]).unwrap_err();
+    assert!(error.contains("b/none/vocab.json: cannot write"), "{error}");
+    let error = save("c.safetensors", &["tokenizer.json"]).unwrap_err();
+    assert!(error.contains("tokenizer.json cannot be written beside the single file"), "{error}");
+    let left: Vec<_> = fs::read_dir(home.path()).unwrap().flatten().map(|entry| entry.file_name()).collect();
+    assert_eq!(left, ["a"]);
 }

@@ -27,7 +27,8 @@ fn check(name: &str, preset: &str) {
     let layers = stored.config.layers.len();
     let mut grads = model.grads();
     thin.hold(&stored.read(is_outside).unwrap());
-    let mut pass = LayerwiseRun::begin(&thin, &batch, Some(Recompute::Full), None, None).unwrap();
+    let mut pass =
+        LayerwiseRun::begin(&thin, &batch, Some(Recompute::Full), LossOptions::default(), None).unwrap();
     for layer in 0..layers {
         thin.hold(&stored.read(|spec| is_in_layer(spec, layer)).unwrap());
         assert!(thin.params.bytes() < model.params.bytes());
@@ -73,7 +74,7 @@ fn a_pass_that_kept_nothing_cannot_go_back() {
     let (stored, batch) = (LazyCheckpoint::open(&folder("gemma2")).unwrap(), batch("gemma2"));
     let mut model = stored.model(Precision::f32()).unwrap();
     model.hold(&stored.read(|_| true).unwrap());
-    let mut pass = LayerwiseRun::begin(&model, &batch, None, None, None).unwrap();
+    let mut pass = LayerwiseRun::begin(&model, &batch, None, LossOptions::default(), None).unwrap();
     pass.forward(&model, 0, None).unwrap();
     let problem = pass.backward(&model, &mut model.grads(), 0, None).unwrap_err().to_string();
     assert!(problem.contains("no saved activations"), "{problem}");

@@ -42,7 +42,7 @@ impl Probe for Blind {
 }
 
 #[test]
-fn what_a_probe_does_not_want_is_not_copied_and_a_step_shows_a_parameter_once() {
+fn a_probe_gets_no_copy_of_unwanted_tensors_and_a_step_shows_a_parameter_once() {
     let (model, batch) = (load("qwen3_5_moe", "bf16"), batch("qwen3_5_moe"));
     model.logits(&batch, Some(&mut Blind)).unwrap();
     let mut recorder = Recorder { pattern: Some("param.*".into()), ..Recorder::default() };

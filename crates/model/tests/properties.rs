@@ -55,7 +55,7 @@ fn packed_sequences_are_the_same_as_one_by_one() {
 }
 
 #[test]
-fn what_is_made_anew_has_the_same_bits() {
+fn recomputed_activations_have_the_same_bits() {
     for name in MODELS {
         for preset in ["f32", "bf16"] {
             let (model, batch) = (load(name, preset), batch(name));
@@ -112,7 +112,7 @@ fn the_plan_is_what_is_kept() {
 }
 
 #[test]
-fn less_is_kept_the_more_is_made_anew() {
+fn recomputing_more_saves_fewer_bytes() {
     for name in MODELS {
         let model = load(name, "bf16");
         let kept = |recompute| model.measure_kept(&batch(name), &LossOptions::default(), recompute).unwrap();

@@ -29,6 +29,20 @@ pub fn bytes(value: u64) -> String {
     if unit == 1.0 { format!("{value} B") } else { format!("{:.1} {name}", value as f64 / unit) }
 }
 
+/// Formats a shortage of memory or disk space: `12.3 GiB needed, 2.9 GiB available`. Two figures that would
+/// read the same are followed by their exact bytes.
+pub fn shortage(needed: u64, available: u64) -> String {
+    let (need, have) = (bytes(needed), bytes(available));
+    if need == have {
+        return format!(
+            "{need} ({} bytes) needed, {have} ({} bytes) available",
+            count(needed),
+            count(available)
+        );
+    }
+    format!("{need} needed, {have} available")
+}
+
 /// Returns the largest binary unit in which a number of bytes, rounded to one decimal, is at least 1.
 pub fn byte_unit(value: u64) -> (f64, &'static str) {
     let mut unit = 1.0;
@@ -200,6 +214,15 @@ mod tests {
         );
         assert_eq!(sentence(&[Some("a is b".into()), None, Some("c".into())]), "A is b; c.");
         assert_eq!(sentence(&[None]), "");
+    }
+
+    #[test]
+    fn a_shortage_shows_exact_bytes_only_where_the_units_hide_it() {
+        assert_eq!(shortage(3 << 30, 1 << 29), "3.0 GiB needed, 512.0 MiB available");
+        assert_eq!(
+            shortage((1 << 30) + 1, 1 << 30),
+            "1.0 GiB (1,073,741,825 bytes) needed, 1.0 GiB (1,073,741,824 bytes) available"
+        );
     }
 
     #[test]

@@ -3,34 +3,120 @@
 //! They find accidents (a flipped bit, another file), not attacks, so the lighter of the two candidates is
 //! enough: unlike blake3, xxh3 has no build script, and it reads at the speed of memory.
 
+use ballast_cluster::Kind;
+use ballast_kernels::adamw::BLOCK;
 use ballast_model::Model;
 use ballast_model::params::Weight;
+use rayon::prelude::*;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use crate::optimizer::Optimizer;
+use crate::cluster::{Ranks, Shards};
+use crate::error::Result;
+use crate::optimizer::{Optimizer, Place};
 
 /// The checksum of the bits of a tensor.
 pub fn checksum(values: &[f32]) -> u64 {
     xxh3_64(bytemuck::cast_slice(values))
 }
 
-/// The checksum of all weights, adapters and protected tensors of a model, in order.
-pub fn weights_checksum(model: &Model) -> String {
-    let mut tensors: Vec<&[u8]> = Vec::new();
-    tensors.extend(model.params.weights().iter().map(|weight| match weight {
-        Weight::F32(values) => bytemuck::cast_slice(values),
-        Weight::Bf16(values) => bytemuck::cast_slice::<_, u8>(values),
+/// A tensor, or the elements of it that this rank has.
+struct Tensor<'a> {
+    /// Index of the weight whose elements the ranks share.
+    shared: Option<usize>,
+    bytes: &'a [u8],
+    /// Bytes of an element.
+    width: usize,
+}
+
+/// All weights, adapters and protected tensors of a model, in order.
+fn tensors_of(model: &Model) -> Vec<Tensor<'_>> {
+    let whole = |bytes| Tensor { shared: None, bytes, width: 4 };
+    let mut tensors: Vec<Tensor<'_>> = Vec::new();
+    tensors.extend(model.params.weights().iter().enumerate().map(|(i, weight)| match weight {
+        Weight::F32(values) => Tensor { shared: Some(i), bytes: bytemuck::cast_slice(values), width: 4 },
+        Weight::Bf16(values) => Tensor { shared: Some(i), bytes: bytemuck::cast_slice(values), width: 2 },
     }));
     let adapters = model.params.adapters().iter().flatten();
-    tensors.extend(adapters.flat_map(|adapter| [&adapter.a, &adapter.b]).map(|x| bytemuck::cast_slice(x)));
+    tensors.extend(
+        adapters.flat_map(|adapter| [&adapter.a, &adapter.b]).map(|x| whole(bytemuck::cast_slice(x))),
+    );
+    let protected = model.params.protected().iter();
+    tensors.extend(protected.map(|tensor| whole(bytemuck::cast_slice(tensor.values()))));
     tensors
-        .extend(model.params.protected().iter().map(|tensor| bytemuck::cast_slice::<_, u8>(tensor.values())));
-    of_all(tensors)
+}
+
+/// All masters and state tensors of an optimizer, in order.
+fn tensors_of_optimizer(optimizer: &Optimizer) -> Vec<Tensor<'_>> {
+    optimizer
+        .slots_and_tensors()
+        .map(|(slot, _, _, values)| {
+            let shared = if let Place::Weight(weight) = slot.place { Some(weight) } else { None };
+            Tensor { shared, bytes: bytemuck::cast_slice(values), width: 4 }
+        })
+        .collect()
+}
+
+/// The checksum of all weights, adapters and protected tensors of a model, in order.
+pub fn weights_checksum(model: &Model) -> String {
+    of_blocks(&tensors_of(model))
+}
+
+/// [`weights_checksum`] of a model whose weights the ranks share.
+pub(crate) fn divided_weights_checksum(model: &Model, ranks: &Ranks, shards: &Shards) -> Result<String> {
+    of_shared(&tensors_of(model), ranks, shards)
 }
 
 /// The checksum of all masters and state tensors of an optimizer, in order.
 pub(crate) fn optimizer_checksum(optimizer: &Optimizer) -> String {
-    of_all(optimizer.tensors().map(|(_, _, values)| bytemuck::cast_slice(values)))
+    of_blocks(&tensors_of_optimizer(optimizer))
+}
+
+/// [`optimizer_checksum`] of an optimizer whose state the ranks share.
+pub(crate) fn divided_optimizer_checksum(
+    optimizer: &Optimizer,
+    ranks: &Ranks,
+    shards: &Shards,
+) -> Result<String> {
+    of_shared(&tensors_of_optimizer(optimizer), ranks, shards)
+}
+
+/// Checksums that hash all bytes in sequence, as in checkpoints of earlier programs.
+pub(crate) mod bytewise {
+    use super::{Model, Optimizer, of_all, tensors_of, tensors_of_optimizer};
+
+    pub(crate) fn weights_checksum(model: &Model) -> String {
+        of_all(tensors_of(model).iter().map(|tensor| tensor.bytes))
+    }
+
+    pub(crate) fn optimizer_checksum(optimizer: &Optimizer) -> String {
+        of_all(tensors_of_optimizer(optimizer).iter().map(|tensor| tensor.bytes))
+    }
+}
+
+/// Checksums of the blocks of a tensor.
+fn blocks(tensor: &Tensor<'_>) -> Vec<u64> {
+    tensor.bytes.par_chunks(BLOCK * tensor.width).map(xxh3_64).collect()
+}
+
+/// The checksum of tensors, from the checksums of their blocks, which several ranks can compute.
+fn of_blocks(tensors: &[Tensor<'_>]) -> String {
+    let sums: Vec<Vec<u64>> = tensors.iter().map(blocks).collect();
+    of_all(sums.iter().map(|sums| bytemuck::cast_slice(sums)))
+}
+
+/// The checksum of tensors of which this rank has some elements.
+fn of_shared(tensors: &[Tensor<'_>], ranks: &Ranks, shards: &Shards) -> Result<String> {
+    let mut sums: Vec<Vec<u64>> = tensors.iter().map(blocks).collect();
+    let shared: Vec<(usize, usize)> =
+        tensors.iter().enumerate().filter_map(|(at, tensor)| Some((at, tensor.shared?))).collect();
+    let own: Vec<u64> = shared.iter().flat_map(|(at, _)| &sums[*at]).copied().collect();
+    let all = ranks.world.all_gather_any(Kind::Setup, bytemuck::cast_slice(&own).to_vec())?;
+    let all = all.iter().map(|bytes| bytemuck::allocation::pod_collect_to_vec(bytes)).collect();
+    let weights: Vec<usize> = shared.iter().map(|(_, weight)| *weight).collect();
+    for ((at, _), whole) in shared.iter().zip(shards.join_blocks(&weights, all)) {
+        sums[*at] = whole;
+    }
+    Ok(of_all(sums.iter().map(|sums| bytemuck::cast_slice(sums))))
 }
 
 /// The checksum of the names and shapes of all learned parameters.

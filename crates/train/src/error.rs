@@ -42,6 +42,9 @@ pub enum Error {
         /// The system's error. Not called `source`, because the message already contains it.
         cause: std::io::Error,
     },
+    /// A rank failed or does not answer.
+    #[error(transparent)]
+    Cluster(#[from] ballast_cluster::Error),
     /// Error of the model: reading, running or writing it.
     #[error(transparent)]
     Model(#[from] ballast_model::Error),

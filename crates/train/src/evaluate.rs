@@ -2,8 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use ballast_cluster::Kind;
+use ballast_kernels::linear_cross_entropy::Loss;
 use ballast_model::text::{Generation, Sampler, Sampling};
-use ballast_model::{Batch, LossOptions, Model};
+use ballast_model::{Batch, Model, memory};
+use serde::{Deserialize, Serialize};
 
 use crate::data::{Cursor, Document, MicroBatch, TextEncoder};
 use crate::error::Result;
@@ -18,13 +21,17 @@ impl Trainer {
         let batches = self.config.evaluation.batches;
         let Some(validation) = self.validation.as_mut().filter(|_| batches > 0) else { return Ok(None) };
         validation.seek(&Cursor::default())?;
-        let mut sources: BTreeMap<String, (f64, usize, usize)> = BTreeMap::new();
-        for _ in 0..batches {
-            for (source, batch) in by_source(&validation.next()?)? {
-                let loss = self.model.loss(&batch, &LossOptions::default(), None)?;
-                let (sum, tokens, right) = sources.entry(source).or_default();
-                (*sum, *tokens, *right) = (*sum + loss.sum, *tokens + loss.tokens, *right + loss.right);
+        let mut own = Vec::new();
+        for number in 0..batches {
+            let batch = validation.next()?;
+            if self.ranks.does(number) {
+                own.extend(by_source(&batch)?.into_iter().map(|(source, batch)| (number, source, batch)));
             }
+        }
+        let mut sources: BTreeMap<String, (f64, usize, usize)> = BTreeMap::new();
+        for Score { source, sum, tokens, right, .. } in self.scores(&own)? {
+            let all = sources.entry(source).or_default();
+            *all = (all.0 + f64::from_bits(sum), all.1 + tokens, all.2 + right);
         }
         sources.retain(|_, (_, tokens, _)| *tokens > 0);
         if sources.is_empty() {
@@ -41,12 +48,69 @@ impl Trainer {
         Ok(Some(Evaluation { step: self.step, loss, accuracy, tokens, by_source }))
     }
 
-    /// The model's answers to held-out documents.
-    pub fn sample(&self) -> Result<Vec<Sample>> {
-        let tokens = self.config.samples.tokens;
-        let sample = |document| sample(&self.model, &self.encoder, document, tokens, self.step);
-        self.sample_documents.iter().map(sample).collect()
+    /// Scores of held-out batches, over all ranks, in the order of the batches.
+    fn scores(&mut self, own: &[(usize, String, Batch)]) -> Result<Vec<Score>> {
+        // Ranks that share the weights take part in every run of the others.
+        let runs = match self.ranks.is_solo() {
+            true => own.len(),
+            false => self.ranks.exchange(Kind::Scalars, &own.len())?.into_iter().max().unwrap_or(0),
+        };
+        let mut scores = Vec::new();
+        for run in 0..runs {
+            let batch = own.get(run);
+            let (mut engine, ..) = self.split();
+            let loss = engine.loss(batch.map(|(_, _, batch)| batch), None)?;
+            // Ranks that share sequences have a part of the score each, or all of the score of a short batch.
+            let (parts, speaks) = (self.ranks.context.size(), self.ranks.speaks());
+            let counts = |batch: &Batch| speaks || batch.tokens() >= parts;
+            if let (Some((number, source, batch)), Some(Loss { sum, tokens, right, .. })) = (batch, loss)
+                && counts(batch)
+            {
+                let (sum, source) = (sum.to_bits(), source.clone());
+                scores.push(Score { batch: *number, source, sum, tokens, right });
+            }
+        }
+        if self.ranks.is_solo() {
+            return Ok(scores);
+        }
+        // The parts of a sequence come from consecutive ranks, so a stable sort leaves them in order.
+        let mut all = self.ranks.exchange(Kind::Scalars, &scores)?.concat();
+        all.sort_by(|a, b| (a.batch, &a.source).cmp(&(b.batch, &b.source)));
+        Ok(all)
     }
+
+    /// The model's answers to held-out documents; none where the whole model does not fit beside the run.
+    pub fn sample(&mut self) -> Result<Vec<Sample>> {
+        let (tokens, step, encoder) = (self.config.samples.tokens, self.step, self.encoder.clone());
+        let documents = std::mem::take(&mut self.sample_documents);
+        let bytes = self.model.specs.bytes(self.model.precision().params) as u64;
+        let (mut engine, ..) = self.split();
+        let fits = engine.shards.is_none() || memory::check("samples", bytes).is_ok();
+        let samples = match documents.is_empty() || engine.ranks.any(!fits)? {
+            true => Ok(Vec::new()),
+            // Only the first rank reports them; the others wait for it in the next step.
+            false => {
+                let is_first = engine.ranks.world.is_first();
+                engine.with_whole_model(|model| {
+                    let documents = documents.iter().filter(|_| is_first);
+                    documents.map(|document| sample(model, &encoder, document, tokens, step)).collect()
+                })
+            }
+        };
+        self.sample_documents = documents;
+        samples
+    }
+}
+
+/// Score of the documents of one source in a batch, or of a rank's part of them.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Score {
+    batch: usize,
+    source: String,
+    /// Bits of the f64: JSON has no NaN.
+    sum: u64,
+    tokens: usize,
+    right: usize,
 }
 
 /// The sequences of a micro-batch, grouped by source.
@@ -54,7 +118,8 @@ fn by_source(batch: &MicroBatch) -> Result<BTreeMap<String, Batch>> {
     let all = &batch.batch;
     let mut sources: BTreeMap<String, Batch> = BTreeMap::new();
     for (ends, origin) in all.cu_seqlens.windows(2).zip(&batch.origins) {
-        let empty = || Batch { ids: vec![], targets: vec![], cu_seqlens: vec![0], positions: vec![] };
+        let empty =
+            || Batch { ids: vec![], targets: vec![], cu_seqlens: vec![0], positions: vec![], part: None };
         let part = sources.entry(origin.source.clone()).or_insert_with(empty);
         part.ids.extend(&all.ids[ends[0]..ends[1]]);
         part.targets.extend(&all.targets[ends[0]..ends[1]]);

@@ -10,12 +10,14 @@ use std::path::Path;
 
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_cluster::Kind;
 use ballast_contract::Dtype;
 use ballast_model::params::{Protected, Spec};
 use ballast_model::{Batch, Model, Precision, Probe};
 use serde::{Deserialize, Serialize};
 
 use crate::checksum::checksum;
+use crate::cluster::Ranks;
 use crate::error::{Error, Result};
 use crate::optimizer::is_rounded;
 
@@ -132,6 +134,19 @@ impl Ledger {
 
     /// Runs a forward over two tokens and compares what the layers read with the checksums.
     pub fn check_live(&mut self, model: &Model, occasion: &str) -> Result {
+        self.check_live_by(&model.specs.protected, occasion, &mut |batch, probe| {
+            model.logits(batch, Some(probe))?;
+            Ok(())
+        })
+    }
+
+    /// [`Ledger::check_live`] with a forward that shows what it reads to a probe.
+    pub(crate) fn check_live_by(
+        &mut self,
+        protected: &[Spec],
+        occasion: &str,
+        forward: &mut dyn FnMut(&Batch, &mut dyn Probe) -> Result,
+    ) -> Result {
         struct Reader(BTreeMap<String, (&'static str, u64)>);
         impl Probe for Reader {
             fn wants(&self, site: &str) -> bool {
@@ -142,8 +157,8 @@ impl Ledger {
             }
         }
         let mut reader = Reader(BTreeMap::new());
-        model.logits(&Batch::packed(vec![0, 0], vec![0, 2])?, Some(&mut reader))?;
-        for (entry, spec) in self.entries.iter_mut().zip(&model.specs.protected) {
+        forward(&Batch::packed(vec![0, 0], vec![0, 2])?, &mut reader)?;
+        for (entry, spec) in self.entries.iter_mut().zip(protected) {
             match reader.0.get(&spec.name) {
                 Some(("F32", sum)) if *sum == entry.last => entry.live += 1,
                 Some((dtype, sum)) => {
@@ -157,6 +172,39 @@ impl Ledger {
             }
         }
         Ok(())
+    }
+
+    /// Compares the checksums of all ranks, and names the rank that differs.
+    pub(crate) fn check_ranks(&self, ranks: &Ranks) -> Result {
+        if ranks.is_solo() {
+            return Ok(());
+        }
+        let own: Vec<u64> = self.entries.iter().map(|entry| entry.last).collect();
+        let digest = xxhash_rust::xxh3::xxh3_64(bytemuck::cast_slice(&own));
+        let bytes = digest.to_le_bytes().to_vec();
+        let all = ranks.world.all_gather(Kind::Scalars, bytes, &vec![8; ranks.size()])?;
+        if all.iter().all(|other| *other == all[0]) {
+            return Ok(());
+        }
+        let all = ranks.exchange(Kind::Scalars, &own)?;
+        let mut problem = String::from("the ranks have different checksums");
+        for (at, entry) in self.entries.iter().enumerate() {
+            let sums: Vec<u64> = all.iter().map(|sums| sums[at]).collect();
+            let votes = |sum: u64| sums.iter().filter(|other| **other == sum).count();
+            // The value of most ranks counts; of two equal halves, that of the first rank.
+            let Some(usual) = sums.iter().copied().rev().max_by_key(|sum| votes(*sum)) else { continue };
+            if let Some(rank) = sums.iter().position(|sum| *sum != usual) {
+                problem = format!(
+                    "{} has the checksum {:016x} on rank {rank}, but {usual:016x} on {} of {} ranks",
+                    entry.name,
+                    sums[rank],
+                    votes(usual),
+                    ranks.size()
+                );
+                break;
+            }
+        }
+        Err(Error::Diverged(format!("protected-tensor check failed after an update: {problem}")))
     }
 
     /// Compares the tensors of a saved model with their checksums.

@@ -6,10 +6,14 @@
 #![allow(clippy::too_many_arguments)]
 
 pub mod checksum;
+pub mod cluster;
+mod compute;
 pub mod config;
 pub mod data;
 pub mod error;
 mod evaluate;
+mod faults;
+mod gradients;
 pub mod ledger;
 pub mod metrics;
 pub mod optimizer;

@@ -59,6 +59,20 @@ pub struct Step {
     pub seconds: f64,
     /// Peak memory of the process in bytes.
     pub peak_memory: u64,
+    /// Use of the ranks, in a run of several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ranks: Option<RankUse>,
+}
+
+/// Use of the ranks in a step.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RankUse {
+    /// Fraction of the step that each rank spent waiting for others.
+    pub waiting: Vec<f64>,
+    /// Peak memory of each rank in bytes.
+    pub peak_memory: Vec<u64>,
+    /// Bytes sent by all ranks, by kind.
+    pub sent: BTreeMap<String, u64>,
 }
 
 /// An evaluation on held-out data.
@@ -384,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_further_runs_append() {
+    fn written_metrics_are_read_and_further_runs_append() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         let records = [step(1), evaluation(1), event(2)];
@@ -405,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_written_and_read() {
+    fn non_finite_metrics_are_written_and_read() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         let record = MetricsEntry::Step(Step {

@@ -7,6 +7,7 @@ use ballast_model::batch::IGNORED;
 
 use crate::data::MicroBatch;
 use crate::error::Result;
+use crate::gradients::Totals;
 use crate::optimizer::is_rounded;
 use crate::trainer::Trainer;
 
@@ -24,7 +25,8 @@ impl Trainer {
         let mut seconds = 0.0;
         for _ in 0..2 {
             let started = Instant::now();
-            self.gradients(batches)?;
+            let totals = Totals::of(batches, &self.ranks)?;
+            self.gradients(batches, totals)?;
             seconds = started.elapsed().as_secs_f64();
         }
         Ok(seconds)

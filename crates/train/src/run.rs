@@ -1,13 +1,14 @@
 //! The training loop: steps, evaluations, samples, checkpoints, and the report, also after an error.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use ballast_checkpoint::jobs::Observer;
-use ballast_model::memory;
+use ballast_model::{SaveOptions, memory};
+use ballast_report::format::count;
 
 use crate::error::{Error, Result};
-use crate::metrics::{self, Evaluation, Event, MetricsEntry, MetricsWriter, ROLLBACK};
+use crate::metrics::{self, Evaluation, Event, MetricsEntry, MetricsWriter, ROLLBACK, RankUse};
 use crate::places;
 use crate::plan::MemoryPlan;
 use crate::report::{self, LedgerRow, PlanRow, Report, Sample};
@@ -56,9 +57,10 @@ pub struct Summary {
     pub peak_memory: u64,
 }
 
-/// Metrics and event files of a run. A failed write does not end the run; the watcher is told.
+/// Metrics and event files of a run. A failed write does not end the run; the watcher is told. Only the first
+/// rank has one; on the others it does nothing.
 struct Journal<'a> {
-    metrics: MetricsWriter,
+    metrics: Option<MetricsWriter>,
     /// Number of entries lost since the last one that was written.
     lost: u64,
     tensorboard: Option<EventWriter>,
@@ -67,6 +69,9 @@ struct Journal<'a> {
 
 impl Journal<'_> {
     fn write(&mut self, record: MetricsEntry) {
+        if self.metrics.is_none() {
+            return;
+        }
         self.watcher.record(&record);
         let step = record.step();
         if let Err(error) = self.write_metrics(&record) {
@@ -87,20 +92,20 @@ impl Journal<'_> {
     }
 
     fn write_metrics(&mut self, record: &MetricsEntry) -> Result {
+        let Some(metrics) = &mut self.metrics else { return Ok(()) };
         if self.lost > 0 {
             let text = format!("{} records before this one could not be written", self.lost);
-            self.metrics.write(&MetricsEntry::Event(Event {
-                step: record.step(),
-                what: "lost".into(),
-                text,
-            }))?;
+            metrics.write(&MetricsEntry::Event(Event { step: record.step(), what: "lost".into(), text }))?;
             self.lost = 0;
         }
-        self.metrics.write(record)
+        metrics.write(record)
     }
 
     /// Tells the watcher alone.
     fn tell(&self, step: u64, what: &str, text: String) {
+        if self.metrics.is_none() {
+            return;
+        }
         self.watcher.record(&MetricsEntry::Event(Event { step, what: what.into(), text }));
     }
 }
@@ -114,6 +119,15 @@ fn write_events(events: &mut EventWriter, record: &MetricsEntry) -> Result {
             events.scalar(step.step, "train/gradient_norm", step.gradient_norm)?;
             events.scalar(step.step, "train/tokens_per_second", speed)?;
             events.scalar(step.step, "memory/peak_bytes", step.peak_memory as f64)?;
+            if let Some(RankUse { waiting, peak_memory, sent }) = &step.ranks {
+                for (rank, (waiting, memory)) in waiting.iter().zip(peak_memory).enumerate() {
+                    events.scalar(step.step, &format!("ranks/waiting/{rank}"), *waiting)?;
+                    events.scalar(step.step, &format!("ranks/peak_bytes/{rank}"), *memory as f64)?;
+                }
+                for (kind, bytes) in sent {
+                    events.scalar(step.step, &format!("ranks/sent_bytes/{kind}"), *bytes as f64)?;
+                }
+            }
             for (group, norm) in &step.group_norms {
                 events.scalar(step.step, &format!("gradient_norm/{group}"), *norm)?;
             }
@@ -145,16 +159,17 @@ struct Ended {
 impl Trainer {
     /// Trains to the last step, or until the watcher asks to stop.
     pub fn run(&mut self, watcher: &dyn Watcher) -> Result<Summary> {
-        let out = self.config.out.clone();
-        state::replace_file(&out.join("config.toml"), self.config.to_toml()?.as_bytes())?;
         let resumed = (self.step > 0).then_some(self.step);
-        let metrics = MetricsWriter::open(&out.join("metrics.jsonl"), resumed.or(Some(0)))?;
-        let mut tensorboard =
-            self.config.tensorboard.then(|| EventWriter::create(&out.join("tensorboard"))).transpose()?;
-        if let (Some(events), Some(step)) = (&mut tensorboard, resumed) {
-            events.resume(step)?;
-        }
-        let mut journal = Journal { metrics, lost: 0, tensorboard, watcher };
+        let opened = match self.ranks.world.is_first() {
+            true => self.open_journal(resumed, watcher),
+            false => Ok(Journal { metrics: None, lost: 0, tensorboard: None, watcher }),
+        };
+        let (opened, failure) = match opened {
+            Ok(journal) => (Some(journal), Ok(())),
+            Err(error) => (None, Err(error)),
+        };
+        self.ranks.all_succeeded(failure)?;
+        let Some(mut journal) = opened else { unreachable!("a failure on this rank was returned") };
         if let Some(step) = resumed {
             let text = format!("resumed from the checkpoint of step {step}");
             journal.write(MetricsEntry::Event(Event { step, what: "resume".into(), text }));
@@ -174,7 +189,10 @@ impl Trainer {
         });
         // Also after an error, when it is wanted most; a failed report hides neither the result nor the
         // error.
-        let report = self.write_report(&samples);
+        let report = match self.ranks.world.is_first() {
+            true => self.write_report(&samples).map(Some),
+            false => Ok(None),
+        };
         if let Err(error) = &report {
             journal.tell(self.step, "report failed", error.to_string());
         }
@@ -188,11 +206,24 @@ impl Trainer {
             model,
             checkpoint: self.store.newest().map(|(step, _)| (step, self.store.path(step))),
             save_failure: ended.save_failure,
-            report: report.ok(),
+            report: report.ok().flatten(),
             seconds,
             tokens_per_second: ended.tokens as f64 / seconds.max(1e-9),
             peak_memory: memory::peak().unwrap_or(0),
         })
+    }
+
+    /// Opens the files of the journal.
+    fn open_journal<'w>(&self, resumed: Option<u64>, watcher: &'w dyn Watcher) -> Result<Journal<'w>> {
+        let out = &self.config.out;
+        state::replace_file(&out.join("config.toml"), self.config.to_toml()?.as_bytes())?;
+        let metrics = MetricsWriter::open(&out.join("metrics.jsonl"), resumed.or(Some(0)))?;
+        let mut tensorboard =
+            self.config.tensorboard.then(|| EventWriter::create(&out.join("tensorboard"))).transpose()?;
+        if let (Some(events), Some(step)) = (&mut tensorboard, resumed) {
+            events.resume(step)?;
+        }
+        Ok(Journal { metrics: Some(metrics), lost: 0, tensorboard, watcher })
     }
 
     fn train(
@@ -204,7 +235,7 @@ impl Trainer {
         let due = |every: u64, step: u64| every > 0 && step.is_multiple_of(every);
         let (mut tokens, mut evaluation, steps) = (0, None, self.config.steps);
         while self.step < steps {
-            if watcher.should_stop() {
+            if self.ranks.any(watcher.should_stop())? {
                 let save_failure = self.checkpoint(journal, watcher)?;
                 return Ok(Ended { tokens, stopped: true, save_failure, evaluation });
             }
@@ -227,7 +258,9 @@ impl Trainer {
             }
             if last || due(self.config.samples.every, self.step) {
                 let new = self.sample()?;
-                watcher.samples(&new);
+                if self.ranks.world.is_first() {
+                    watcher.samples(&new);
+                }
                 samples.extend(new);
             }
             if last || due(self.config.checkpoints.every, self.step) {
@@ -235,7 +268,7 @@ impl Trainer {
             }
         }
         self.ledger.check(&self.model, "end")?;
-        self.ledger.check_live(&self.model, "end")?;
+        self.check_live("end")?;
         if evaluation.is_none() {
             evaluation = self.evaluate()?;
         }
@@ -269,10 +302,17 @@ impl Trainer {
         let mut state = self.state()?;
         let step = self.step;
         let event = |what: &str, text: String| MetricsEntry::Event(Event { step, what: what.into(), text });
-        match self.store.save(&mut state, &self.model, &self.optimizer, &self.sidecars, watcher) {
+        let division = self.division();
+        match self.store.save(&mut state, &self.model, &self.optimizer, &self.sidecars, watcher, &division) {
             Ok(_) => {
-                self.ledger = state.ledger;
+                // The first rank has read the file back.
+                let ledger =
+                    self.ranks.value_of_first(self.ranks.world.is_first().then_some(&state.ledger))?;
+                self.ledger = ledger;
                 let best = self.best.map(|(step, _)| step);
+                if !self.ranks.world.is_first() {
+                    return Ok(None);
+                }
                 if let Err(error) = self.store.prune(&self.config.checkpoints, best) {
                     let text = format!("an old checkpoint could not be removed: {error}");
                     journal.write(event("prune failed", text));
@@ -291,16 +331,35 @@ impl Trainer {
     /// Writes the finished model to `OUT/model`, or the adapters to `OUT/adapter`.
     fn publish(&self, watcher: &dyn Watcher) -> Result<PathBuf> {
         let path = places::result(&self.config);
-        if self.config.lora.is_some() {
-            self.model.write_adapters(&path, path.exists())?;
-            return Ok(path);
+        let shares = self.config.cluster.shard.divides_weights() && !self.ranks.is_solo();
+        let weights =
+            (shares && self.config.lora.is_none()).then(|| self.config.out.join(".weights.safetensors"));
+        if let Some(weights) = &weights {
+            if self.ranks.world.is_first() {
+                // A leftover of a run that was killed.
+                let _ = std::fs::remove_file(weights);
+            }
+            self.division().write_weights(&self.model, weights)?;
         }
-        self.model.save(&path, path.exists(), watcher)?;
-        for (name, bytes) in &self.sidecars {
-            let file = path.join(name);
-            std::fs::write(&file, bytes).map_err(Error::io(&file, "write"))?;
+        let written = match self.ranks.world.is_first() {
+            true => self.publish_model(&path, weights.as_deref(), watcher),
+            false => Ok(()),
+        };
+        if let (true, Some(weights)) = (self.ranks.world.is_first(), &weights) {
+            let _ = std::fs::remove_file(weights);
         }
+        self.ranks.all_succeeded(written)?;
         Ok(path)
+    }
+
+    fn publish_model(&self, path: &Path, weights: Option<&Path>, watcher: &dyn Watcher) -> Result {
+        let force = path.exists();
+        if self.config.lora.is_some() {
+            return Ok(self.model.write_adapters(path, force)?);
+        }
+        let options = SaveOptions { files: &self.sidecars, weights, force, ..SaveOptions::default() };
+        self.model.save_with(path, &options, watcher)?;
+        Ok(())
     }
 
     fn write_report(&self, samples: &[Sample]) -> Result<PathBuf> {
@@ -338,8 +397,9 @@ impl Trainer {
 
     /// Memory plan of a step.
     pub fn memory_plan(&self) -> Result<MemoryPlan> {
-        let mut plan = MemoryPlan::of(&self.config, &self.model, self.model.precision())?;
-        plan.rows.insert(0, ("the program itself, as it started".into(), self.program_bytes));
+        let (rank, ranks) = (self.ranks.world.rank(), self.ranks.size());
+        let mut plan = MemoryPlan::for_rank(&self.config, &self.model, self.model.precision(), rank, ranks)?;
+        plan.rows.insert(0, ("the program at start".into(), self.program_bytes));
         Ok(plan)
     }
 
@@ -349,7 +409,7 @@ impl Trainer {
         let learned: usize = self.optimizer.slots.iter().map(|slot| slot.elements()).sum();
         let mut facts = vec![
             fact("Model", self.model.config.model_type.clone()),
-            fact("Parameters", format!("{parameters}, {learned} of them trained")),
+            fact("Parameters", format!("{}, {} of them trained", count(parameters), count(learned))),
             fact("Precision", self.model.precision().name.clone()),
             fact("Steps", format!("{} of {}", self.step, self.config.steps)),
             fact("Protected tensors", self.ledger.summary()),
@@ -376,7 +436,51 @@ fn is_better(loss: f64, best: Option<(u64, f64)>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use ballast_checkpoint::jobs::Silent;
+
     use super::*;
+    use crate::config::TrainConfig;
+
+    impl Watcher for Silent {
+        fn record(&self, _: &MetricsEntry) {}
+
+        fn samples(&self, _: &[Sample]) {}
+
+        fn should_stop(&self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn a_tokenizer_file_that_cannot_be_written_leaves_the_finished_model_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = TrainConfig { out: folder.path().join("run"), ..TrainConfig::default() };
+        let mut trainer = Trainer::new(config).unwrap();
+        let model = folder.path().join("run/model");
+        let files = || {
+            let mut names: Vec<_> =
+                std::fs::read_dir(&model).unwrap().flatten().map(|entry| entry.file_name()).collect();
+            names.sort();
+            names
+        };
+        let complete = std::mem::take(&mut trainer.sidecars);
+        let mut incomplete = complete.clone();
+        // A file in a folder that does not exist.
+        incomplete.push(("none/vocab.json".into(), Vec::new()));
+        trainer.sidecars = incomplete.clone();
+        let error = trainer.publish(&Silent).unwrap_err().to_string();
+        assert!(error.contains("run/model/none/vocab.json: cannot write"), "{error}");
+        assert!(!model.exists());
+        trainer.sidecars = complete;
+        trainer.publish(&Silent).unwrap();
+        let published = files();
+        for name in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+            assert!(published.iter().any(|found| found == name), "{name}: {published:?}");
+        }
+        trainer.sidecars = incomplete;
+        assert!(trainer.publish(&Silent).is_err());
+        assert_eq!(files(), published);
+    }
 
     #[test]
     fn a_loss_that_is_not_finite_is_never_the_best() {

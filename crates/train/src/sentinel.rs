@@ -13,8 +13,8 @@
 use std::collections::VecDeque;
 use std::fmt;
 
+use ballast_model::Probe;
 use ballast_model::params::Grads;
-use ballast_model::{LossOptions, Model, Probe, Recompute};
 use serde::{Deserialize, Serialize};
 
 use crate::data::MicroBatch;
@@ -39,6 +39,9 @@ pub struct Range {
 pub struct Fault {
     /// Step that was not taken.
     pub step: u64,
+    /// Rank that computed it, in a run of several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank: Option<usize>,
     /// Index of the micro-batch in the step.
     pub micro_batch: usize,
     /// Document of the first such value, if the site has a row per token.
@@ -67,9 +70,10 @@ pub struct Fault {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Fault { step, micro_batch, site, direction, dtype, count, of, nan, .. } = self;
+        let rank = self.rank.map(|rank| format!(", rank {rank}")).unwrap_or_default();
         write!(
             f,
-            "step {step}, micro-batch {micro_batch}: {site} is the first site with non-finite values: "
+            "step {step}{rank}, micro-batch {micro_batch}: {site} is the first site with non-finite values: "
         )?;
         write!(f, "{count} of {of} values ({nan} NaN, {} infinite), {dtype}, {direction}", count - nan)?;
         if let Some(layer) = self.layer {
@@ -117,6 +121,9 @@ impl Probe for Finder<'_> {
     }
 
     fn see(&mut self, site: &str, dtype: &'static str, shape: &[usize], values: &[f32]) {
+        if values.is_empty() {
+            return;
+        }
         let layer = layer_of(site);
         let Some(at) = values.iter().position(|x| !x.is_finite()) else {
             let (min, max) =
@@ -136,6 +143,7 @@ impl Probe for Finder<'_> {
         inputs.reverse();
         self.found = Some(Fault {
             step: 0,
+            rank: None,
             micro_batch: 0,
             document: token.and_then(|token| self.document(token)),
             token,
@@ -156,27 +164,31 @@ fn layer_of(site: &str) -> Option<usize> {
     site.split_once("layers.")?.1.split('.').next()?.parse().ok()
 }
 
+/// Runs forward and backward of a micro-batch with a probe.
+pub(crate) type Replay<'a> = dyn FnMut(&mut Grads, &MicroBatch, &mut dyn Probe) -> Result + 'a;
+
 /// Replays the micro-batches of a step with a non-finite result, and returns the first faulty site. `None` if
-/// the replay is finite throughout: then memory or hardware disturbed the step.
-pub fn find(
-    model: &Model,
+/// the replay is finite throughout: then memory or hardware disturbed the step. `stops_early` leaves out the
+/// micro-batches after the fault.
+pub(crate) fn find(
     optimizer: &Optimizer,
     grads: &mut Grads,
     batches: &[MicroBatch],
-    options: impl Fn(&MicroBatch) -> LossOptions,
-    recompute: Recompute,
-    step: u64,
+    stops_early: bool,
+    replay: &mut Replay<'_>,
 ) -> Result<Option<Fault>> {
+    let mut first = None;
     for (micro_batch, batch) in batches.iter().enumerate() {
+        if first.is_some() && stops_early {
+            break;
+        }
         grads.clear();
         let mut finder = Finder { batch, before: VecDeque::new(), found: None };
-        model.forward_backward(grads, &batch.batch, &options(batch), recompute, Some(&mut finder))?;
+        replay(grads, batch, &mut finder)?;
         let fault = finder.found.or_else(|| faulty_gradient(optimizer, grads));
-        if let Some(fault) = fault {
-            return Ok(Some(Fault { step, micro_batch, ..fault }));
-        }
+        first = first.or(fault.map(|fault| Fault { micro_batch, ..fault }));
     }
-    Ok(None)
+    Ok(first)
 }
 
 /// The first parameter with a non-finite gradient, where all sites are finite.
@@ -186,6 +198,7 @@ fn faulty_gradient(optimizer: &Optimizer, grads: &Grads) -> Option<Fault> {
         let count = values.iter().filter(|x| !x.is_finite()).count();
         (count > 0).then(|| Fault {
             step: 0,
+            rank: None,
             micro_batch: 0,
             document: None,
             token: None,

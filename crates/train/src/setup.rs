@@ -1,11 +1,12 @@
 //! Setup of a run from its configuration: model, tokenizer, documents.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_checkpoint::encoding::text_without_mark;
 use ballast_contract::pattern::wildcard_matches as matches;
-use ballast_model::params::Grads;
+use ballast_model::params::{Grads, Specs};
 use ballast_model::{Config, Model, Precision};
 use serde_json::Value;
 
@@ -44,19 +45,40 @@ pub fn precision(config: &TrainConfig, model: &Config) -> Result<Precision> {
 
 /// The model in f32, loaded or initialized; the caller casts it.
 pub fn model(config: &TrainConfig) -> Result<Model> {
+    model_shares(config, |_, _| None)
+}
+
+/// [`model`] of which this process holds the elements `shares` of each weight; `None` for all.
+pub(crate) fn model_shares(
+    config: &TrainConfig,
+    shares: impl FnOnce(&Config, &Specs) -> Option<Vec<Range<usize>>>,
+) -> Result<Model> {
     match &config.model.checkpoint {
         Some(path) => {
-            let mut model = Model::load(path, |_| Ok(Precision::f32()))?;
+            let mut model = Model::load_shares(path, |_| Ok(Precision::f32()), shares)?;
             model.save_as_hf();
             Ok(model)
         }
         None => {
-            let mut model = Model::init(&architecture(config)?, |_| Ok(Precision::f32()), config.seed)?;
+            let mut model =
+                Model::init_shares(&architecture(config)?, |_| Ok(Precision::f32()), config.seed, shares)?;
             if config.model.time_steps == TimeSteps::Drawn && model.draw_time_steps(config.seed) == 0 {
                 let problem = "`model.time_steps`: no layer of the model has a delta rule; remove the key";
                 return Err(Error::Config(problem.into()));
             }
             Ok(model)
+        }
+    }
+}
+
+/// The model without values, for plans: nothing is drawn, and of a checkpoint the tensors are not read. A folder
+/// with a config.json alone can stand for a checkpoint.
+pub fn outline(config: &TrainConfig) -> Result<Model> {
+    match &config.model.checkpoint {
+        Some(path) => Ok(Model::outline_at(path)?),
+        None => {
+            let file = config.model.config.clone().unwrap_or_else(|| "config.json".into());
+            Ok(Model::outline(Config::parse(&architecture(config)?, &file)?)?)
         }
     }
 }
@@ -157,18 +179,28 @@ fn tokenizer_folder(config: &TrainConfig) -> Result<PathBuf> {
     })
 }
 
-/// The tokenizer. The one of the embedded task is first written to `out`.
-pub fn encoder(config: &TrainConfig, out: &Path) -> Result<TextEncoder> {
-    if uses_task(config) && config.model.checkpoint.is_none() {
-        let folder = out.join("tokenizer");
-        std::fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
-        for (name, bytes) in sidecars(config)? {
-            let path = folder.join(name);
-            std::fs::write(&path, bytes).map_err(Error::io(&path, "write"))?;
-        }
-        return TextEncoder::load(&folder);
+/// Folder of the embedded task's tokenizer, if the run uses it.
+fn embedded_tokenizer(config: &TrainConfig) -> Option<PathBuf> {
+    (uses_task(config) && config.model.checkpoint.is_none()).then(|| config.out.join("tokenizer"))
+}
+
+/// Writes the tokenizer of the embedded task to the folder of the run, if the run uses it.
+pub fn write_tokenizer(config: &TrainConfig) -> Result {
+    let Some(folder) = embedded_tokenizer(config) else { return Ok(()) };
+    std::fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
+    for (name, bytes) in sidecars(config)? {
+        let path = folder.join(name);
+        std::fs::write(&path, bytes).map_err(Error::io(&path, "write"))?;
     }
-    TextEncoder::load(&tokenizer_folder(config)?)
+    Ok(())
+}
+
+/// The tokenizer; that of the embedded task has been written before.
+pub fn encoder(config: &TrainConfig) -> Result<TextEncoder> {
+    match embedded_tokenizer(config) {
+        Some(folder) => TextEncoder::load(&folder),
+        None => TextEncoder::load(&tokenizer_folder(config)?),
+    }
 }
 
 /// The checksum of all tokenizer files.

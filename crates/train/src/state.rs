@@ -16,20 +16,27 @@
 
 use std::fs::{self, File};
 use std::io::Write;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::staging::Staging;
-use ballast_checkpoint::tensor_file::{Named, TensorFile, write_f32};
-use ballast_model::{Config, Model, Site};
+use ballast_checkpoint::tensor_file::{Described, SharedFile, TensorFile};
+use ballast_contract::Dtype;
+use ballast_model::params::Weight;
+use ballast_model::precision::Storage;
+use ballast_model::{Config, Model, SaveOptions, Site};
 use serde::{Deserialize, Serialize};
 
-use crate::checksum::{optimizer_checksum, parameters_checksum};
-use crate::config::CheckpointsConfig;
+use crate::checksum::{
+    bytewise, divided_optimizer_checksum, divided_weights_checksum, optimizer_checksum, parameters_checksum,
+};
+use crate::cluster::{Ranks, Shards};
+use crate::config::{CheckpointsConfig, Shard};
 use crate::data::{Cursor, FileCursor};
 use crate::error::{Error, Result};
 use crate::ledger::Ledger;
-use crate::optimizer::Optimizer;
+use crate::optimizer::{Optimizer, Place};
 use crate::sentinel::Sentinel;
 
 pub use crate::checksum::weights_checksum;
@@ -50,17 +57,23 @@ pub struct State {
     pub step: u64,
     /// Number of optimizer updates; skipped batches make none.
     pub updates: u32,
-    /// Position in the training data.
+    /// Position in the training data, of the first group.
     pub cursor: Cursor,
+    /// Positions of the other groups (`batch.groups`).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub other_cursors: Vec<Cursor>,
     /// Checksums of the protected tensors.
     pub ledger: Ledger,
     /// Fault-detection statistics.
     pub sentinel: Sentinel,
     /// Step and loss of the best evaluation.
     pub best: Option<(u64, f64)>,
-    /// Start positions of batches that a rollback excludes.
+    /// Start positions of steps that a rollback excludes, of the first group.
     #[serde(default)]
     pub left_out: Vec<Cursor>,
+    /// The same of the other groups, by step.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out_others: Vec<Vec<Cursor>>,
     /// The file of held-out documents, if there is one.
     #[serde(default)]
     pub validation: Vec<FileCursor>,
@@ -69,6 +82,9 @@ pub struct State {
     pub tokenizer: Option<u64>,
     /// Resolved configuration (TOML).
     pub config: String,
+    /// Method of the two checksums of tensors.
+    #[serde(default)]
+    pub checksums: ChecksumMethod,
     /// Checksum of names and shapes of all trained parameters.
     pub parameters: String,
     /// Checksum of all weights and protected tensors.
@@ -77,14 +93,27 @@ pub struct State {
     pub optimizer_checksum: String,
 }
 
+/// Method of the checksums of tensors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ChecksumMethod {
+    /// A hash of all bytes in sequence, as before this field existed.
+    #[default]
+    Bytes,
+    /// A hash of the hashes of blocks, which several ranks can compute.
+    Blocks,
+}
+
 impl State {
-    /// The state of a model and optimizer; the caller fills in the other fields.
-    pub fn new(model: &Model, optimizer: &Optimizer) -> State {
-        State {
+    /// The state of a model and optimizer; the caller fills in the other fields. All ranks call this.
+    pub(crate) fn new(model: &Model, optimizer: &Optimizer, division: &Division) -> Result<State> {
+        Ok(State {
             version: VERSION,
             step: 0,
             updates: optimizer.updates,
             cursor: Cursor::default(),
+            other_cursors: Vec::new(),
+            left_out_others: Vec::new(),
             ledger: Ledger::default(),
             sentinel: Sentinel::default(),
             best: None,
@@ -92,10 +121,112 @@ impl State {
             validation: Vec::new(),
             tokenizer: None,
             config: String::new(),
+            checksums: ChecksumMethod::Blocks,
             parameters: parameters_checksum(optimizer),
-            weights_checksum: weights_checksum(model),
-            optimizer_checksum: optimizer_checksum(optimizer),
+            weights_checksum: division.weights_checksum(model)?,
+            optimizer_checksum: division.optimizer_checksum(optimizer)?,
+        })
+    }
+}
+
+/// Division of a run's tensors over its ranks.
+#[derive(Clone, Debug)]
+pub(crate) struct Division {
+    pub(crate) ranks: Ranks,
+    pub(crate) shards: Shards,
+    pub(crate) shard: Shard,
+}
+
+impl Division {
+    fn divides_weights(&self) -> bool {
+        self.shard.divides_weights() && !self.ranks.is_solo()
+    }
+
+    fn divides_updates(&self) -> bool {
+        self.shard.divides_updates() && !self.ranks.is_solo()
+    }
+
+    fn weights_checksum(&self, model: &Model) -> Result<String> {
+        match self.divides_weights() {
+            true => divided_weights_checksum(model, &self.ranks, &self.shards),
+            false => Ok(weights_checksum(model)),
         }
+    }
+
+    fn optimizer_checksum(&self, optimizer: &Optimizer) -> Result<String> {
+        match self.divides_updates() {
+            true => divided_optimizer_checksum(optimizer, &self.ranks, &self.shards),
+            false => Ok(optimizer_checksum(optimizer)),
+        }
+    }
+
+    /// The elements of each weight that this rank holds, if the weights are divided.
+    fn shares(&self, model: &Model) -> Option<Vec<Range<usize>>> {
+        let own = |weight| self.shards.own(weight);
+        self.divides_weights().then(|| (0..model.specs.weights.len()).map(own).collect())
+    }
+
+    /// Writes the weights of a model of which every rank holds its share into one file.
+    pub(crate) fn write_weights(&self, model: &Model, path: &Path) -> Result {
+        let names: Vec<String> = model.specs.weights.iter().map(|spec| model.parameter_name(spec)).collect();
+        let dtype = match model.precision().params {
+            Storage::F32 => Dtype::F32,
+            Storage::Bf16 => Dtype::Bf16,
+        };
+        let tensors: Vec<Described<'_>> = names
+            .iter()
+            .zip(&model.specs.weights)
+            .map(|(name, spec)| (&name[..], dtype, &spec.shape[..]))
+            .collect();
+        self.write_together(path, &tensors, &mut |file| {
+            for (index, weight) in model.params.weights().iter().enumerate() {
+                let begin = (model.precision().params.bytes() * self.shards.own(index).start) as u64;
+                match weight {
+                    Weight::F32(values) => file.write(index, begin, bytemuck::cast_slice(values))?,
+                    Weight::Bf16(values) => file.write(index, begin, bytemuck::cast_slice(values))?,
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Writes masters and optimizer state; every rank writes its share.
+    fn write_optimizer(&self, optimizer: &Optimizer, path: &Path) -> Result {
+        let all: Vec<_> = optimizer.slots_and_tensors().collect();
+        let tensors: Vec<Described<'_>> =
+            all.iter().map(|(_, name, shape, _)| (&name[..], Dtype::F32, *shape)).collect();
+        let is_first = self.ranks.world.is_first();
+        self.write_together(path, &tensors, &mut |file| {
+            for (index, (slot, _, _, values)) in all.iter().enumerate() {
+                // Tensors that every rank has are written by the first.
+                let own = matches!(slot.place, Place::Weight(_)) && self.divides_updates();
+                if own || is_first {
+                    file.write(index, 4 * slot.range.start as u64, bytemuck::cast_slice(values))?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Writes a file of tensors on all ranks: the first creates it, then all fill it in.
+    fn write_together(
+        &self,
+        path: &Path,
+        tensors: &[Described<'_>],
+        fill: &mut dyn FnMut(&SharedFile) -> Result,
+    ) -> Result {
+        let first = self.ranks.world.is_first();
+        let created = if first { SharedFile::create(path, tensors).map(Some) } else { Ok(None) };
+        let (created, failure) = match created {
+            Ok(file) => (file, Ok(())),
+            Err(error) => (None, Err(error.into())),
+        };
+        self.ranks.all_succeeded(failure)?;
+        let written = created
+            .map_or_else(|| SharedFile::open(path, tensors), Ok)
+            .map_err(Error::from)
+            .and_then(|file| fill(&file).and_then(|()| Ok(file.finish()?)));
+        self.ranks.all_succeeded(written)
     }
 }
 
@@ -105,6 +236,19 @@ impl State {
         self.version >= 2
     }
 
+    /// Positions in the training data, of all groups.
+    pub(crate) fn cursors(&self) -> Vec<Cursor> {
+        std::iter::once(&self.cursor).chain(&self.other_cursors).cloned().collect()
+    }
+
+    /// Start positions of steps that a rollback excludes, of all groups.
+    pub(crate) fn all_left_out(&self) -> Vec<Vec<Cursor>> {
+        let others = |step: usize| self.left_out_others.get(step).into_iter().flatten().cloned();
+        let all =
+            |(step, first): (usize, &Cursor)| std::iter::once(first.clone()).chain(others(step)).collect();
+        self.left_out.iter().enumerate().map(all).collect()
+    }
+
     /// Configuration of the run, as a table.
     pub(crate) fn config_table(&self) -> Result<toml::Table, toml::de::Error> {
         config_of_version(self.version, &self.config)
@@ -112,7 +256,8 @@ impl State {
 
     /// The state without checksums of files. Those of tensors stay: they are not compared.
     fn without_checksums(mut self) -> State {
-        let cursors = self.left_out.iter_mut().chain([&mut self.cursor]);
+        let others = self.left_out_others.iter_mut().flatten().chain(&mut self.other_cursors);
+        let cursors = self.left_out.iter_mut().chain([&mut self.cursor]).chain(others);
         let files = cursors.flat_map(|cursor| &mut cursor.files).chain(&mut self.validation);
         files.for_each(|file| file.content = None);
         self.tokenizer = None;
@@ -134,7 +279,8 @@ impl State {
 /// The checkpoints of a run, with a lock against a second run in the same folder.
 pub struct Store {
     folder: PathBuf,
-    _lock: File,
+    /// Held by the process that writes.
+    _lock: Option<File>,
 }
 
 impl Store {
@@ -149,9 +295,14 @@ impl Store {
                 format!("{}: another run is writing there; wait for it or set another `out`", out.display());
             return Err(Error::Config(problem));
         }
-        let store = Store { folder, _lock: lock };
+        let store = Store { folder, _lock: Some(lock) };
         store.clean_up();
         Ok(store)
+    }
+
+    /// The folder of a run that rank 0 has opened, on another rank.
+    pub(crate) fn of_first(out: &Path) -> Store {
+        Store { folder: out.join("checkpoints"), _lock: None }
     }
 
     /// Steps with a checkpoint, ascending.
@@ -174,46 +325,94 @@ impl Store {
 
     /// Writes a checkpoint; `files` go beside the weights. Older checkpoints stay as they are. One of the
     /// same step is replaced once the new one is complete, and kept if both are equivalent.
-    pub fn save(
+    ///
+    /// All ranks call this, and each writes its share; it succeeds on all of them or on none.
+    pub(crate) fn save(
         &self,
         state: &mut State,
         model: &Model,
         optimizer: &Optimizer,
         files: &[(String, Vec<u8>)],
         observer: &dyn Observer,
+        division: &Division,
     ) -> Result<PathBuf> {
         let target = self.path(state.step);
-        let exists = target.exists();
-        if exists && read_state(&target).is_ok_and(|old| old.is_equivalent(state)) {
+        let ranks = &division.ranks;
+        let mut staging = None;
+        let opened = match ranks.world.is_first() {
+            true => self.open_staging(state, &target).map(|opened| staging = opened),
+            false => Ok(()),
+        };
+        ranks.all_succeeded(opened)?;
+        let opened = staging.as_ref().map(|staging| staging.folder().to_string_lossy().into_owned());
+        let Some(folder) = ranks.value_of_first(ranks.world.is_first().then_some(&opened))? else {
             return Ok(target);
+        };
+        let folder = match &staging {
+            Some(staging) => staging.folder().to_path_buf(),
+            None => PathBuf::from(folder),
+        };
+        let weights = folder.join("weights.safetensors");
+        let shared = division.divides_weights() && model.params.adapters().is_empty();
+        if shared {
+            division.write_weights(model, &weights)?;
         }
-        let whole = if exists { self.hidden("new", state.step) } else { target.clone() };
-        let staging = Staging::new(&whole, false, false, &[])?;
-        let folder = staging.folder();
-        if model.params.adapters().is_empty() {
-            let weights = folder.join("model");
-            model.save(&weights, false, observer)?;
-            for (name, bytes) in files {
-                write_file(&weights.join(name), bytes)?;
-            }
-            state.ledger.check_saved(&weights)?;
-        } else {
-            model.write_adapters(&folder.join("adapter"), false)?;
+        // The first rank writes the model while the others already write their share of the optimizer's state.
+        let saved = match ranks.world.is_first() {
+            true => self.save_model(&folder, state, model, files, observer, shared.then_some(&*weights)),
+            false => Ok(()),
+        };
+        let state_written = division.write_optimizer(optimizer, &folder.join("optimizer.safetensors"));
+        ranks.all_succeeded(saved.and(state_written))?;
+        let committed = match staging {
+            Some(staging) => self.commit(staging, state),
+            None => Ok(()),
+        };
+        ranks.all_succeeded(committed)?;
+        Ok(target)
+    }
+
+    /// Begins a checkpoint; `None` if an equivalent one exists.
+    fn open_staging(&self, state: &State, target: &Path) -> Result<Option<Staging>> {
+        let exists = target.exists();
+        if exists && read_state(target).is_ok_and(|old| old.is_equivalent(state)) {
+            return Ok(None);
         }
-        let names: Vec<String> = optimizer.tensors().map(|(name, _, _)| name).collect();
-        let tensors: Vec<Named<'_>> = optimizer
-            .tensors()
-            .zip(&names)
-            .map(|((_, shape, values), name)| (name.as_str(), shape, values))
-            .collect();
-        write_f32(&folder.join("optimizer.safetensors"), &tensors, &[], false)?;
+        let whole = if exists { self.hidden("new", state.step) } else { target.to_path_buf() };
+        Ok(Some(Staging::new(&whole, false, false, &[])?))
+    }
+
+    /// Writes the model or its adapters. `weights` is the file that the ranks have written, if they share the weights.
+    fn save_model(
+        &self,
+        folder: &Path,
+        state: &mut State,
+        model: &Model,
+        files: &[(String, Vec<u8>)],
+        observer: &dyn Observer,
+        weights: Option<&Path>,
+    ) -> Result {
+        if !model.params.adapters().is_empty() {
+            return Ok(model.write_adapters(&folder.join("adapter"), false)?);
+        }
+        let to = folder.join("model");
+        model.save_with(&to, &SaveOptions { files, weights, ..SaveOptions::default() }, observer)?;
+        if let Some(weights) = weights {
+            fs::remove_file(weights).map_err(Error::io(weights, "remove"))?;
+        }
+        state.ledger.check_saved(&to)
+    }
+
+    /// Completes a checkpoint.
+    fn commit(&self, staging: Staging, state: &State) -> Result {
         let json = serde_json::to_vec_pretty(state).map_err(|error| Error::Config(error.to_string()))?;
-        write_file(&folder.join("state.json"), &json)?;
+        write_file(&staging.folder().join("state.json"), &json)?;
+        let exists = self.path(state.step).exists();
         staging.commit()?;
         if exists {
             self.replace(state.step)?;
         }
-        Ok(target)
+        Ok(())
     }
 
     /// Replaces the old checkpoint of a step by the new one.
@@ -347,7 +546,13 @@ pub fn read_state(checkpoint: &Path) -> Result<State> {
 }
 
 /// Restores weights, masters and optimizer state. Returns an error unless they are exactly what was saved.
-pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &mut Optimizer) -> Result {
+pub(crate) fn restore(
+    checkpoint: &Path,
+    state: &State,
+    model: &mut Model,
+    optimizer: &mut Optimizer,
+    division: &Division,
+) -> Result {
     let refuse = |path: PathBuf, problem: &str| Err(Error::Resume { path, problem: problem.into() });
     let compares = state.has_checksums();
     if compares && state.parameters != parameters_checksum(optimizer) {
@@ -356,13 +561,20 @@ pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &
         return refuse(checkpoint.join("state.json"), problem);
     }
     if model.params.adapters().is_empty() {
-        model.reload(&checkpoint.join("model"))?;
+        model.reload_shares(&checkpoint.join("model"), division.shares(model).as_deref())?;
         check_config(&checkpoint.join("model/config.json"), model)?;
     } else {
         model.drop_adapters();
         model.read_adapters(&checkpoint.join("adapter"))?;
     }
-    if compares && state.weights_checksum != weights_checksum(model) {
+    let weights = match state.checksums {
+        _ if !compares => None,
+        // That checksum needs all weights in one process.
+        ChecksumMethod::Bytes if division.divides_weights() => None,
+        ChecksumMethod::Bytes => Some(bytewise::weights_checksum(model)),
+        ChecksumMethod::Blocks => Some(division.weights_checksum(model)?),
+    };
+    if weights.is_some_and(|weights| weights != state.weights_checksum) {
         return refuse(
             checkpoint.join("model"),
             "the weights are not those that were saved (checksum mismatch); go back to an earlier checkpoint",
@@ -377,17 +589,21 @@ pub fn restore(checkpoint: &Path, state: &State, model: &mut Model, optimizer: &
         );
         return refuse(path, &problem);
     }
-    for (name, shape, values) in optimizer.tensors_mut() {
-        let stored = file.f32(&name)?;
-        if stored.shape != shape {
-            return Err(file.error(&name, format!("shape {:?}, expected {shape:?}", stored.shape)).into());
-        }
-        values.copy_from_slice(&stored.values);
+    for (name, shape, range, values) in optimizer.tensors_mut() {
+        // A state tensor of another shape than its parameter is never divided.
+        let range = if values.len() == range.len() { range } else { 0..values.len() };
+        values.copy_from_slice(&file.f32_range(&name, shape, range)?);
     }
     optimizer.updates = state.updates;
     // First the check that names the element.
     optimizer.check().map_err(|error| Error::Resume { path: path.clone(), problem: error.to_string() })?;
-    if compares && state.optimizer_checksum != optimizer_checksum(optimizer) {
+    let saved = match state.checksums {
+        _ if !compares => None,
+        ChecksumMethod::Bytes if division.divides_updates() => None,
+        ChecksumMethod::Bytes => Some(bytewise::optimizer_checksum(optimizer)),
+        ChecksumMethod::Blocks => Some(division.optimizer_checksum(optimizer)?),
+    };
+    if saved.is_some_and(|saved| saved != state.optimizer_checksum) {
         return refuse(
             path,
             "the optimizer state is not what was saved (checksum mismatch); go back to an earlier checkpoint",

@@ -38,18 +38,20 @@ pub struct Task {
     seed: u64,
     split: Split,
     drawn: u64,
+    share: (u64, u64),
 }
 
 impl Task {
     /// The stream of a split; training and validation have different documents.
     pub fn new(split: Split, seed: u64) -> Task {
-        Task { seed, split, drawn: 0 }
+        Task { seed, split, drawn: 0, share: (0, 1) }
     }
 }
 
 impl Documents for Task {
     fn next(&mut self) -> Result<Document> {
-        self.drawn += 1;
+        let (group, groups) = self.share;
+        self.drawn += (group + groups - self.drawn % groups) % groups + 1;
         let mut draws = Draws {
             seed: self.seed,
             stream: 2 * self.drawn + (self.split == Split::Validation) as u64,
@@ -66,6 +68,10 @@ impl Documents for Task {
     fn seek(&mut self, cursor: &Cursor) -> Result {
         self.drawn = cursor.drawn;
         Ok(())
+    }
+
+    fn take_share(&mut self, group: u64, groups: u64) {
+        self.share = (group, groups);
     }
 }
 

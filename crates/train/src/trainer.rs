@@ -11,27 +11,30 @@
 //! ```
 //! Nothing changes before all checks have passed.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use ballast_checkpoint::tensor_file::write_integers;
+use ballast_cluster::{Group, Kind};
 use ballast_kernels::Rounding;
-use ballast_model::params::Grads;
-use ballast_model::{LossOptions, Model, Recompute, Site, memory};
+use ballast_model::params::{Grads, Spec, Specs};
+use ballast_model::{Model, Recompute, Site, memory};
 
-use crate::config::{OnFault, OnSpike, TrainConfig, check_resume};
+use crate::cluster::{Fingerprint, Ranks, Resident, Shards, check_agreement, gather_updates};
+use crate::compute::Engine;
+use crate::config::{OnSpike, TrainConfig, check_resume};
 use crate::data::{Cursor, Document, FileCursor, MicroBatch, Packer, Split, TextEncoder};
 use crate::error::{Error, Result};
+use crate::gradients::Totals;
 use crate::ledger::Ledger;
-use crate::metrics::{Event, ROLLBACK, Step};
-use crate::optimizer::{Norms, Optimizer};
+use crate::metrics::{Event, RankUse, Step};
+use crate::optimizer::{Optimizer, Role, rule_for};
 use crate::places;
 use crate::plan::MemoryPlan;
 use crate::schedule::learning_rate;
-use crate::sentinel::{self, Fault, Sentinel};
+use crate::sentinel::Sentinel;
 use crate::setup;
-use crate::state::{self, State, Store};
+use crate::state::{self, Division, State, Store};
 
 /// A training run: everything that the next step depends on.
 pub struct Trainer {
@@ -59,18 +62,24 @@ pub struct Trainer {
     pub(crate) validation: Option<Packer>,
     /// Held-out documents for samples.
     pub(crate) sample_documents: Vec<Document>,
-    /// Start positions of batches that a rollback excludes.
-    left_out: Vec<Cursor>,
-    /// Start of the current sequence of steps without trained tokens.
-    untrained_since: Option<Cursor>,
+    /// Start positions of steps that a rollback excludes, in the streams of all groups.
+    pub(crate) left_out: Vec<Vec<Cursor>>,
+    /// Start of the current sequence of steps without trained tokens, in the own streams.
+    untrained_since: Option<Vec<Cursor>>,
     /// Checksum of the tokenizer files.
     tokenizer: u64,
     /// Remarks about the resumed checkpoint, for the start of the run.
     pub(crate) notices: Vec<String>,
     /// Memory of the process before the model was made, in bytes.
     pub(crate) program_bytes: u64,
-    train: Packer,
-    grads: Grads,
+    /// Training data of the own groups.
+    streams: Vec<Packer>,
+    pub(crate) grads: Grads,
+    /// The processes of the run.
+    pub ranks: Ranks,
+    /// Division of the weights over the ranks.
+    pub(crate) shards: Shards,
+    pub(crate) resident: Resident,
 }
 
 /// Outcome of an attempt at a step.
@@ -82,46 +91,24 @@ pub enum Attempt {
     NotTaken,
 }
 
-/// Losses of a step, per token.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Losses {
-    language: f64,
-    indexer: f64,
-    balance: f64,
-}
-
-impl Losses {
-    fn is_finite(&self) -> bool {
-        self.language.is_finite() && self.indexer.is_finite() && self.balance.is_finite()
-    }
-}
-
-/// The reason that a step cannot be taken.
-enum Trouble {
-    /// A site has non-finite values.
-    Site(Box<Fault>),
-    /// Loss or gradients were non-finite, but finite when the step was repeated.
-    Disturbed(String),
-    /// The update would make a parameter or its optimizer state non-finite.
-    Update(String),
-}
-
 impl Trainer {
-    /// Starts a new run.
-    pub fn new(mut config: TrainConfig) -> Result<Trainer> {
+    /// Starts a new run in one process.
+    pub fn new(config: TrainConfig) -> Result<Trainer> {
+        Trainer::new_on(config, Group::solo())
+    }
+
+    /// Starts a new run on all ranks of `world`, which call this with the same configuration.
+    pub fn new_on(mut config: TrainConfig, mut world: Group) -> Result<Trainer> {
         config.check()?;
-        places::check_new(&config)?;
+        world.set_timeout(Duration::from_secs(config.cluster.timeout));
+        let ranks = Ranks::new(world, &config)?;
+        check_agreement(&ranks, &Fingerprint::of_program(&config)?)?;
         // Fixed now, so that a resumed run with more steps has the same warm-up.
         config.schedule.warmup = config.schedule.warmup.min(config.steps);
-        let store = Store::open(&config.out)?;
-        if !store.steps().is_empty() {
-            let problem =
-                format!("{} has checkpoints of a run; resume it or set another `out`", config.out.display());
-            return Err(Error::Config(problem));
-        }
+        let opened = if ranks.world.is_first() { open_new(&config).map(Some) } else { Ok(None) };
+        let store = opened_by_first(opened, &ranks, &config.out)?;
         let program = memory::current().unwrap_or(0);
-        let model = setup::model(&config)?;
-        Trainer::build(config, store, model, program)
+        Trainer::build(config, store, ranks, program)
     }
 
     /// Resumes the run in `out` from its last checkpoint. `settings` change its configuration where
@@ -129,6 +116,11 @@ impl Trainer {
     ///
     /// [`on_resume`]: crate::config::on_resume
     pub fn resume(out: &Path, settings: &[String]) -> Result<Trainer> {
+        Trainer::resume_on(out, settings, Group::solo())
+    }
+
+    /// [`Trainer::resume`] on all ranks of `world`; their number may be another than before.
+    pub fn resume_on(out: &Path, settings: &[String], mut world: Group) -> Result<Trainer> {
         let none = || {
             let problem = "no checkpoint to resume from; start the run without --resume".into();
             Error::Resume { path: out.into(), problem }
@@ -136,8 +128,11 @@ impl Trainer {
         if !out.join("checkpoints").is_dir() {
             return Err(none());
         }
-        let store = Store::open(out)?;
-        let step = store.steps().pop().ok_or_else(none)?;
+        let all = Ranks::equal(world.clone());
+        let opened = if world.is_first() { Store::open(out).map(Some) } else { Ok(None) };
+        let store = opened_by_first(opened, &all, out)?;
+        let newest = world.is_first().then(|| store.steps().pop());
+        let step = all.value_of_first(newest.as_ref())?.ok_or_else(none)?;
         let checkpoint = store.path(step);
         let state = state::read_state(&checkpoint)?;
         let table = state.config_table().map_err(|error| Error::Resume {
@@ -156,11 +151,13 @@ impl Trainer {
         }
         let config = TrainConfig { out: out.to_path_buf(), ..config };
         places::check_resumed(&config)?;
+        world.set_timeout(Duration::from_secs(config.cluster.timeout));
+        let ranks = Ranks::new(world, &config)?;
+        check_agreement(&ranks, &Fingerprint::of_program(&config)?)?;
         // Built from the original source, not from a training checkpoint: those may be removed while the run
         // still reads tensors that the model carries along.
         let program = memory::current().unwrap_or(0);
-        let model = setup::model(&config)?;
-        let mut trainer = Trainer::build(config, store, model, program)?;
+        let mut trainer = Trainer::build(config, store, ranks, program)?;
         trainer.check_same_text(&checkpoint, &state)?;
         trainer.restore(&checkpoint, state)?;
         trainer.best = trainer.best.filter(|_| comparable);
@@ -191,13 +188,23 @@ impl Trainer {
         files.into_iter().map(|file| FileCursor { taken: 0, ..file }).collect()
     }
 
-    /// Builds a run from a model in f32.
-    fn build(config: TrainConfig, store: Store, mut model: Model, program_bytes: u64) -> Result<Trainer> {
+    /// Builds the model in f32, casts it, and opens the data.
+    fn build(config: TrainConfig, store: Store, ranks: Ranks, program_bytes: u64) -> Result<Trainer> {
+        let (rank, size, shard) = (ranks.world.rank(), ranks.size(), config.cluster.shard);
+        let divided = shard.divides_weights() && !ranks.is_solo();
+        let mut model = setup::model_shares(&config, |config_of_model, specs| {
+            let shards = shards_of(&config, config_of_model, specs, rank, size);
+            divided.then(|| (0..specs.weights.len()).map(|weight| shards.own(weight)).collect())
+        })?;
+        let shards = shards_of(&config, &model.config, &model.specs, rank, size);
+        if ranks.context.size() > 1 {
+            model.set_context(Some(ranks.context.clone()));
+        }
         refuse_impossible(&model)?;
         let mut ledger = Ledger::new(&model, model.precision());
         ledger.check(&model, "build")?;
         let precision = setup::precision(&config, &model.config)?;
-        let plan = MemoryPlan::of(&config, &model, &precision)?;
+        let plan = MemoryPlan::for_rank(&config, &model, &precision, rank, size)?;
         memory::check("this run", plan.total().saturating_sub(model.params.bytes() as u64))?;
         if let Some(lora) = &config.lora {
             model.add_adapters(
@@ -207,17 +214,26 @@ impl Trainer {
                 config.seed,
             )?;
         }
-        let grads = setup::grads(&config, &model)?;
-        let optimizer = Optimizer::new(&model, &grads, &config.optimizer, &precision);
+        let mut grads = setup::grads(&config, &model)?;
+        let own = (shard.divides_updates() && !ranks.is_solo()).then_some(&shards);
+        let optimizer = Optimizer::divided(&model, &grads, &config.optimizer, &precision, own);
+        if shard.divides_gradients() && !ranks.is_solo() {
+            grads.release();
+        }
         model.set_precision(precision);
         ledger.cast(&model);
         ledger.check(&model, "cast")?;
-        ledger.check_live(&model, "cast")?;
-        let encoder = Arc::new(setup::encoder(&config, &config.out)?);
-        let Some(documents) = setup::documents(&config, Split::Train, &encoder)? else {
-            return Err(Error::Config("`data` has no documents to train on".into()));
-        };
-        let train = setup::packer(&config, documents);
+        let written = if ranks.world.is_first() { setup::write_tokenizer(&config) } else { Ok(()) };
+        ranks.all_succeeded(written)?;
+        let encoder = Arc::new(setup::encoder(&config)?);
+        let mut streams = Vec::new();
+        for group in ranks.own_groups() {
+            let Some(mut documents) = setup::documents(&config, Split::Train, &encoder)? else {
+                return Err(Error::Config("`data` has no documents to train on".into()));
+            };
+            documents.take_share(group as u64, config.batch.groups as u64);
+            streams.push(setup::packer(&config, documents));
+        }
         let held_out = || setup::documents(&config, Split::Validation, &encoder);
         let validation = held_out()?.map(|documents| setup::packer(&config, documents));
         let sample_documents = match held_out()? {
@@ -225,7 +241,7 @@ impl Trainer {
             None => Vec::new(),
         };
         optimizer.check()?;
-        Ok(Trainer {
+        let mut trainer = Trainer {
             sidecars: setup::sidecars(&config)?,
             tokenizer: setup::tokenizer_checksum(&encoder)?,
             untrained_since: None,
@@ -243,21 +259,79 @@ impl Trainer {
             sample_documents,
             left_out: Vec::new(),
             program_bytes,
-            train,
+            streams,
             grads,
+            ranks,
+            shards,
+            resident: Resident::default(),
+        };
+        trainer.check_live("cast")?;
+        trainer.check_same_input()?;
+        Ok(trainer)
+    }
+
+    /// Returns an error unless all ranks have the same data, tokenizer and protected tensors.
+    fn check_same_input(&self) -> Result {
+        if self.ranks.is_solo() {
+            return Ok(());
+        }
+        let mut own = Fingerprint::default();
+        own.add("the tokenizer", format!("checksum {:016x}", self.tokenizer));
+        let files = self.streams.first().map(|stream| stream.cursor().files).unwrap_or_default();
+        for (kind, files) in [("data.files", files), ("data.validation", self.validation_file())] {
+            for (number, file) in files.iter().enumerate() {
+                let content =
+                    format!("{} bytes, checksum {:016x}", file.bytes, file.content.unwrap_or_default());
+                own.add(&format!("file {number} of `{kind}`"), content);
+            }
+        }
+        for entry in &self.ledger.entries {
+            own.add(&entry.name, format!("checksum {:016x}", entry.last));
+        }
+        check_agreement(&self.ranks, &own)
+    }
+
+    /// The model with everything that it takes to run it, the gradients, and other parts of the run that are
+    /// needed beside it.
+    pub(crate) fn split(&mut self) -> (Engine<'_>, &mut Grads, &Optimizer, &mut Ledger) {
+        let divided = self.config.cluster.shard.divides_weights() && !self.ranks.is_solo();
+        let recompute = self.recompute();
+        let Trainer { model, resident, ranks, shards, grads, optimizer, ledger, .. } = self;
+        let engine = Engine { model, resident, ranks, shards: divided.then_some(shards), recompute };
+        (engine, grads, optimizer, ledger)
+    }
+
+    /// Compares the protected tensors that a forward reads with their checksums.
+    pub(crate) fn check_live(&mut self, occasion: &str) -> Result {
+        let protected = self.model.specs.protected.clone();
+        let (mut engine, _, _, ledger) = self.split();
+        ledger.check_live_by(&protected, occasion, &mut |batch, probe| {
+            engine.loss(Some(batch), Some(probe)).map(drop)
         })
     }
 
     /// Restores a checkpoint of this run.
-    fn restore(&mut self, checkpoint: &Path, state: State) -> Result {
-        state::restore(checkpoint, &state, &mut self.model, &mut self.optimizer)?;
-        self.train.seek(&state.cursor)?;
-        let has_checksums = state.has_checksums();
-        let State { step, mut ledger, sentinel, best, mut left_out, .. } = state;
+    pub(crate) fn restore(&mut self, checkpoint: &Path, state: State) -> Result {
+        let division = self.division();
+        state::restore(checkpoint, &state, &mut self.model, &mut self.optimizer, &division)?;
+        let cursors = state.cursors();
+        if cursors.len() != self.config.batch.groups {
+            let problem = format!(
+                "it has the positions of {} groups, expected {}",
+                cursors.len(),
+                self.config.batch.groups
+            );
+            return Err(Error::Resume { path: checkpoint.join("state.json"), problem });
+        }
+        for (stream, group) in self.streams.iter_mut().zip(self.ranks.own_groups()) {
+            stream.seek(&cursors[group])?;
+        }
+        let (has_checksums, mut left_out) = (state.has_checksums(), state.all_left_out());
+        let State { step, mut ledger, sentinel, best, .. } = state;
         if !has_checksums {
             ledger.replace_checksums(&self.ledger, &self.model);
-            let files = self.train.cursor().files;
-            for cursor in &mut left_out {
+            let files = self.streams.first().map(|stream| stream.cursor().files).unwrap_or_default();
+            for cursor in left_out.iter_mut().flatten() {
                 cursor.files.iter_mut().zip(&files).for_each(|(old, now)| old.content = now.content);
             }
             self.notices.push(format!(
@@ -271,23 +345,53 @@ impl Trainer {
             self.raise(site.parse()?);
         }
         self.ledger.check(&self.model, "load")?;
-        self.ledger.check_live(&self.model, "load")
+        self.check_live("load")
+    }
+
+    /// The division of the run's tensors over the ranks, for checkpoints.
+    pub(crate) fn division(&self) -> Division {
+        Division { ranks: self.ranks.clone(), shards: self.shards.clone(), shard: self.config.cluster.shard }
     }
 
     /// The present state without tensors.
     pub(crate) fn state(&self) -> Result<State> {
+        let mut cursors = self.all_cursors(self.cursors())?;
+        let (cursor, other_cursors) = (cursors.remove(0), cursors);
+        let first = |cursors: &Vec<Cursor>| cursors[0].clone();
+        let others = |cursors: &Vec<Cursor>| cursors[1..].to_vec();
         Ok(State {
             step: self.step,
-            cursor: self.train.cursor(),
+            cursor,
+            other_cursors,
             ledger: self.ledger.clone(),
             sentinel: self.sentinel.clone(),
             best: self.best,
-            left_out: self.left_out.clone(),
+            left_out: self.left_out.iter().map(first).collect(),
+            left_out_others: self.left_out.iter().map(others).filter(|others| !others.is_empty()).collect(),
             validation: self.validation_file(),
             tokenizer: Some(self.tokenizer),
             config: self.config.to_toml()?,
-            ..State::new(&self.model, &self.optimizer)
+            ..State::new(&self.model, &self.optimizer, &self.division())?
         })
+    }
+
+    /// Positions in the own streams.
+    fn cursors(&self) -> Vec<Cursor> {
+        self.streams.iter().map(Packer::cursor).collect()
+    }
+
+    /// Positions in the streams of all groups, from those in the own ones.
+    pub(crate) fn all_cursors(&self, own: Vec<Cursor>) -> Result<Vec<Cursor>> {
+        if self.ranks.is_solo() {
+            return Ok(own);
+        }
+        let own: Vec<(usize, Cursor)> = match self.ranks.speaks() {
+            true => self.ranks.own_groups().zip(own).collect(),
+            false => Vec::new(),
+        };
+        let mut all: Vec<(usize, Cursor)> = self.ranks.exchange(Kind::Setup, &own)?.concat();
+        all.sort_by_key(|(group, _)| *group);
+        Ok(all.into_iter().map(|(_, cursor)| cursor).collect())
     }
 
     /// Bytes of masters, optimizer state and gradients.
@@ -299,31 +403,52 @@ impl Trainer {
         self.config.precision.recompute.into()
     }
 
-    /// Start position and micro-batches of the next step.
-    pub(crate) fn next_batches(&mut self) -> Result<(Cursor, Vec<MicroBatch>)> {
+    /// Start positions and own micro-batches of the next step, group by group.
+    pub(crate) fn next_batches(&mut self) -> Result<(Vec<Cursor>, Vec<MicroBatch>)> {
+        let per_group = self.config.batch.accumulation / self.config.batch.groups;
+        let own: Vec<usize> = self.ranks.own_groups().collect();
         loop {
-            let cursor = self.train.cursor();
-            let batches: Vec<MicroBatch> =
-                (0..self.config.batch.accumulation).map(|_| self.train.next()).collect::<Result<_>>()?;
-            if !self.left_out.contains(&cursor) {
-                return Ok((cursor, batches));
+            let begin = self.cursors();
+            let mut batches = Vec::with_capacity(own.len() * per_group);
+            for stream in &mut self.streams {
+                for _ in 0..per_group {
+                    batches.push(stream.next()?);
+                }
+            }
+            let is_begin = |left_out: &Vec<Cursor>| {
+                own.iter().zip(&begin).all(|(group, begin)| left_out[*group] == *begin)
+            };
+            if !self.left_out.iter().any(is_begin) {
+                return Ok((begin, batches));
             }
         }
+    }
+
+    /// Index in the step of an own micro-batch.
+    pub(crate) fn micro_batch_index(&self, own: usize) -> usize {
+        let per_group = self.config.batch.accumulation / self.config.batch.groups;
+        let group = self.ranks.own_groups().nth(own / per_group).unwrap_or(0);
+        group * per_group + own % per_group
     }
 
     /// Attempts a step; `tell` receives notices.
     pub fn attempt(&mut self, tell: &mut dyn FnMut(Event)) -> Result<Attempt> {
         let started = Instant::now();
-        self.ledger.check(&self.model, "step")?;
+        let (sent, waited) = (self.sent(), self.ranks.world.traffic().waited());
+        let checked = self.ledger.check(&self.model, "step");
+        self.ranks.all_succeeded(checked)?;
         let (begin, batches) = self.next_batches()?;
-        if batches.iter().all(|batch| batch.batch.counted() == 0) {
-            return self.skip_untrained(begin, &batches, tell);
+        let totals = Totals::of(&batches, &self.ranks)?;
+        if totals.counted == 0 {
+            return self.skip_untrained(begin, &batches, totals, tell);
         }
         self.untrained_since = None;
         let lr = self.next_learning_rate();
         let (losses, norms) = loop {
-            let (losses, norms) = self.gradients(&batches)?;
-            let Some(trouble) = self.trouble(&batches, &losses, &norms, lr)? else { break (losses, norms) };
+            let (losses, norms) = self.gradients(&batches, totals)?;
+            let Some(trouble) = self.trouble(&batches, totals, &losses, &norms, lr)? else {
+                break (losses, norms);
+            };
             if !self.handle_trouble(&batches, &begin, trouble, tell)? {
                 return Ok(Attempt::NotTaken);
             }
@@ -337,13 +462,17 @@ impl Trainer {
         }
         self.sentinel.spikes = 0;
         self.optimizer.apply(&mut self.model, &self.grads, norms.global, lr)?;
+        self.gather_weights()?;
         self.step += 1;
         self.ledger.note(&self.model);
+        self.ledger.check_ranks(&self.ranks)?;
         let every = self.config.ledger.every;
         if every > 0 && self.step.is_multiple_of(every) {
-            self.ledger.check_live(&self.model, "step")?;
+            self.check_live("step")?;
         }
-        let sum = |count: fn(&MicroBatch) -> usize| batches.iter().map(count).sum::<usize>() as u64;
+        let seconds = started.elapsed().as_secs_f64();
+        let waited = (self.ranks.world.traffic().waited() - waited).as_secs_f64();
+        let ranks = self.rank_use(waited / seconds.max(1e-9), sent)?;
         Ok(Attempt::Taken(Box::new(Step {
             step: self.step,
             loss: losses.language,
@@ -352,11 +481,52 @@ impl Trainer {
             learning_rate: lr,
             gradient_norm: norms.global,
             group_norms: norms.groups,
-            tokens: sum(|batch| batch.batch.tokens()),
-            trained_tokens: sum(|batch| batch.batch.counted()),
-            seconds: started.elapsed().as_secs_f64(),
+            tokens: totals.tokens,
+            trained_tokens: totals.counted,
+            seconds,
             peak_memory: memory::peak().unwrap_or(0),
+            ranks,
         })))
+    }
+
+    /// Gathers the updated weights, where each rank has updated its share of weights that all hold.
+    fn gather_weights(&mut self) -> Result {
+        let shard = self.config.cluster.shard;
+        if self.ranks.is_solo() || !shard.divides_updates() || shard.divides_weights() {
+            return Ok(());
+        }
+        let grads = &self.grads;
+        gather_updates(
+            &mut self.model,
+            &|weight| grads.weight_place(weight).is_some(),
+            &self.ranks,
+            &self.shards,
+        )
+    }
+
+    /// Bytes sent so far, by kind.
+    fn sent(&self) -> Vec<u64> {
+        let sent = self.ranks.world.traffic().sent();
+        Kind::COUNTED.iter().map(|kind| sent.get(kind).copied().unwrap_or(0)).collect()
+    }
+
+    /// Share of the step spent waiting and peak memory by rank, and bytes sent by all ranks since `sent`; `None` for one rank.
+    fn rank_use(&self, waited: f64, sent: Vec<u64>) -> Result<Option<RankUse>> {
+        if self.ranks.is_solo() {
+            return Ok(None);
+        }
+        let mut own = vec![waited, memory::peak().unwrap_or(0) as f64];
+        own.extend(self.sent().iter().zip(&sent).map(|(now, before)| (now - before) as f64));
+        let all = self.ranks.world.all_gather_f64(Kind::Scalars, &own)?;
+        let total = |at: usize| all.iter().map(|values| values[at]).sum::<f64>() as u64;
+        Ok(Some(RankUse {
+            waiting: all.iter().map(|values| values[0]).collect(),
+            peak_memory: all.iter().map(|values| values[1] as u64).collect(),
+            sent: (Kind::COUNTED.iter().enumerate())
+                .map(|(at, kind)| (kind.name().to_string(), total(2 + at)))
+                .filter(|(_, bytes)| *bytes > 0)
+                .collect(),
+        }))
     }
 
     fn next_learning_rate(&self) -> f64 {
@@ -368,16 +538,18 @@ impl Trainer {
     /// Skips a step without trained tokens. Returns an error once all documents have passed that way.
     fn skip_untrained(
         &mut self,
-        begin: Cursor,
+        begin: Vec<Cursor>,
         batches: &[MicroBatch],
+        totals: Totals,
         tell: &mut dyn FnMut(Event),
     ) -> Result<Attempt> {
         self.sentinel.untrained += 1;
-        let tokens: usize = batches.iter().map(|batch| batch.batch.tokens()).sum();
+        let tokens = totals.tokens;
         let text = format!("none of the step's {tokens} tokens is trained on; the step is skipped");
         tell(Event { step: self.step + 1, what: "skip".into(), text });
         let since = self.untrained_since.get_or_insert(begin);
-        if self.train.epochs_since(since) < 2 {
+        let has_more = self.streams.iter().zip(since).any(|(stream, since)| stream.epochs_since(since) < 2);
+        if self.ranks.any(has_more)? {
             return Ok(Attempt::NotTaken);
         }
         let origin = batches.iter().flat_map(|batch| &batch.origins).next();
@@ -390,6 +562,12 @@ impl Trainer {
                 self.config.data.sequence_length
             ),
         })
+    }
+
+    pub(crate) fn raise(&mut self, site: Site) {
+        let mut precision = self.model.precision().clone();
+        precision.set(site, Rounding::F32);
+        self.model.set_precision(precision);
     }
 
     fn skip_spike(&mut self, text: &str) -> Result<Attempt> {
@@ -406,214 +584,40 @@ impl Trainer {
         }
         Ok(Attempt::NotTaken)
     }
-
-    /// The reason that these gradients must not be applied, if there is one. Changes nothing but the
-    /// gradients.
-    fn trouble(
-        &mut self,
-        batches: &[MicroBatch],
-        losses: &Losses,
-        norms: &Norms,
-        lr: f64,
-    ) -> Result<Option<Trouble>> {
-        let step = self.step + 1;
-        if losses.is_finite() && norms.faulty.is_empty() && norms.global.is_finite() {
-            let bad = self.optimizer.bad_update(&self.model, &self.grads, norms.global, lr)?;
-            return Ok(bad.map(|bad| Trouble::Update(format!("step {step}: {bad}"))));
-        }
-        let fault = sentinel::find(
-            &self.model,
-            &self.optimizer,
-            &mut self.grads,
-            batches,
-            step_options(&self.config, batches),
-            self.config.precision.recompute.into(),
-            step,
-        )?;
-        Ok(Some(match fault {
-            Some(fault) => Trouble::Site(Box::new(fault)),
-            None => Trouble::Disturbed(format!(
-                "step {step}: loss {}, gradient norm {}, but a repeat of the step is finite: memory or hardware \
-                 changed a value",
-                losses.language, norms.global
-            )),
-        }))
-    }
-
-    /// Losses and gradient norms of a step's micro-batches. Changes nothing but the gradients.
-    pub(crate) fn gradients(&mut self, batches: &[MicroBatch]) -> Result<(Losses, Norms)> {
-        self.grads.clear();
-        let mut losses = Losses::default();
-        let options = step_options(&self.config, batches);
-        let counted: usize = batches.iter().map(|batch| batch.batch.counted()).sum();
-        let recompute = self.recompute();
-        for batch in batches {
-            let loss = self.model.forward_backward(
-                &mut self.grads,
-                &batch.batch,
-                &options(batch),
-                recompute,
-                None,
-            )?;
-            losses.language += loss.language.sum / counted.max(1) as f64;
-            losses.indexer += loss.indexer;
-            losses.balance += loss.balance;
-        }
-        Ok((losses, self.optimizer.norms(&self.grads)))
-    }
-
-    /// Reports and handles trouble. Returns true if the step must be tried again.
-    fn handle_trouble(
-        &mut self,
-        batches: &[MicroBatch],
-        begin: &Cursor,
-        trouble: Trouble,
-        tell: &mut dyn FnMut(Event),
-    ) -> Result<bool> {
-        let step = self.step + 1;
-        self.sentinel.faults += 1;
-        let (found, fault) = match &trouble {
-            Trouble::Site(fault) => (fault.to_string(), Some(&**fault)),
-            Trouble::Disturbed(text) | Trouble::Update(text) => (text.clone(), None),
-        };
-        // A full disk must not hide the fault.
-        let saved = match self.save_batch(batches, fault, step) {
-            Ok((path, micro_batch)) => format!(
-                "Micro-batch {micro_batch} was saved to {}; `ballast trace` shows every tensor",
-                path.display()
-            ),
-            Err(error) => format!("The micro-batch could not be saved: {error}"),
-        };
-        let text = format!("{found}. The update was not applied. {saved}");
-        tell(Event { step, what: "fault".into(), text: text.clone() });
-        if self.sentinel.faults > self.config.sentinel.fault_limit {
-            let limit = self.config.sentinel.fault_limit;
-            return Err(Error::Diverged(format!("{text}. Fault limit ({limit}) exceeded")));
-        }
-        let event = |what: &str, text: String| Event { step, what: what.into(), text };
-        match self.config.sentinel.on_fault {
-            OnFault::Abort => {
-                Err(Error::Diverged(format!("{text}. The last checkpoint is intact{}", self.last_words())))
-            }
-            OnFault::Skip => {
-                self.sentinel.skipped += 1;
-                tell(event("skip", "the batch is skipped".into()));
-                Ok(false)
-            }
-            OnFault::Rollback => {
-                let Some(last) = self.store.steps().pop() else {
-                    return Err(Error::Diverged(format!("{text}. There is no checkpoint to roll back to")));
-                };
-                self.roll_back(last, begin.clone())?;
-                let text = format!("from step {step} back to step {last}; the batch will be skipped");
-                tell(Event { step: last, what: ROLLBACK.into(), text });
-                Ok(false)
-            }
-            OnFault::Escalate => {
-                let raised = match &trouble {
-                    Trouble::Site(fault) => self.escalate(fault, step),
-                    Trouble::Disturbed(_) => return Ok(true),
-                    Trouble::Update(_) => Vec::new(),
-                };
-                if raised.is_empty() {
-                    return Err(Error::Diverged(format!(
-                        "{text}. No site in lower precision leads there, so none can be escalated to f32"
-                    )));
-                }
-                tell(event("escalate", format!("{} in f32 from now on", raised.join(", "))));
-                Ok(true)
-            }
-        }
-    }
-
-    fn last_words(&self) -> String {
-        match self.store.steps().last() {
-            Some(step) => format!(": {}", self.store.path(*step).display()),
-            None => " (none was due yet)".into(),
-        }
-    }
-
-    /// Escalates the sites that lead to a fault to f32. Returns their names.
-    fn escalate(&mut self, fault: &Fault, step: u64) -> Vec<String> {
-        let mut raised = Vec::new();
-        for site in Site::behind(&fault.site) {
-            if self.model.precision().site(site) != Rounding::F32 {
-                self.raise(site);
-                self.ledger.escalations.push((step, site.name().into()));
-                raised.push(site.name().into());
-            }
-        }
-        raised
-    }
-
-    fn raise(&mut self, site: Site) {
-        let mut precision = self.model.precision().clone();
-        precision.set(site, Rounding::F32);
-        self.model.set_precision(precision);
-    }
-
-    fn roll_back(&mut self, step: u64, leave_out: Cursor) -> Result {
-        let checkpoint = self.store.path(step);
-        let (sentinel, mut left_out) = (self.sentinel.clone(), self.left_out.clone());
-        left_out.push(leave_out);
-        let state = state::read_state(&checkpoint)?;
-        self.restore(&checkpoint, state)?;
-        self.left_out = left_out;
-        self.sentinel.faults = sentinel.faults;
-        Ok(())
-    }
-
-    /// Writes the micro-batch of a fault (or the first) in the format of `ballast trace --ids`.
-    fn save_batch(
-        &self,
-        batches: &[MicroBatch],
-        fault: Option<&Fault>,
-        step: u64,
-    ) -> Result<(PathBuf, usize)> {
-        let micro_batch = fault.map_or(0, |fault| fault.micro_batch);
-        let batch = &batches[micro_batch].batch;
-        let folder = self.config.out.join("faults");
-        std::fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
-        let path = folder.join(format!("step-{step:08}.safetensors"));
-        let ids: Vec<i64> = batch.ids.iter().map(|id| *id as i64).collect();
-        // A label stands at the position of its id: one after the token that predicts it.
-        let mut labels = vec![ballast_model::batch::IGNORED; ids.len()];
-        for (t, target) in batch.targets.iter().enumerate().filter(|(t, _)| t + 1 < ids.len()) {
-            if *target != ballast_model::batch::IGNORED {
-                labels[t + 1] = *target;
-            }
-        }
-        let ends: Vec<i64> = batch.cu_seqlens.iter().map(|end| *end as i64).collect();
-        let row = [1, ids.len()];
-        let _ = std::fs::remove_file(&path);
-        write_integers(
-            &path,
-            &[("input_ids", &row, &ids), ("labels", &row, &labels), ("cu_seqlens", &[ends.len()], &ends)],
-        )?;
-        Ok((path, micro_batch))
-    }
 }
 
-/// Loss options of each micro-batch, weighted so that the step is one mean over its tokens.
-fn step_options<'a>(
-    config: &'a TrainConfig,
-    batches: &[MicroBatch],
-) -> impl Fn(&MicroBatch) -> LossOptions + use<'a> {
-    let counted: usize = batches.iter().map(|batch| batch.batch.counted()).sum();
-    let tokens: usize = batches.iter().map(|batch| batch.batch.tokens()).sum();
-    let loss = &config.loss;
-    move |batch| {
-        let mut options = loss.options();
-        options.scale = Some(1.0 / counted.max(1) as f32);
-        let share = batch.batch.tokens() as f32 / tokens.max(1) as f32;
-        if let Some(indexer) = &mut options.indexer {
-            indexer.scale *= share;
-        }
-        if let Some(balance) = &mut options.balance {
-            *balance *= share;
-        }
-        options
+/// Opens the folder of a new run.
+fn open_new(config: &TrainConfig) -> Result<Store> {
+    places::check_new(config)?;
+    let store = Store::open(&config.out)?;
+    if !store.steps().is_empty() {
+        let problem =
+            format!("{} has checkpoints of a run; resume it or set another `out`", config.out.display());
+        return Err(Error::Config(problem));
     }
+    Ok(store)
+}
+
+/// The store that rank 0 has opened; the other ranks use it without the lock.
+fn opened_by_first(opened: Result<Option<Store>>, ranks: &Ranks, out: &Path) -> Result<Store> {
+    let (store, failure) = match opened {
+        Ok(store) => (store, Ok(())),
+        Err(error) => (None, Err(error)),
+    };
+    ranks.all_succeeded(failure)?;
+    Ok(store.unwrap_or_else(|| Store::of_first(out)))
+}
+
+/// The division of a model's weights. Tensors are cut where their optimizer allows it.
+pub(crate) fn shards_of(
+    config: &TrainConfig,
+    model: &ballast_model::Config,
+    specs: &Specs,
+    rank: usize,
+    ranks: usize,
+) -> Shards {
+    let divisible = |spec: &Spec| rule_for(&config.optimizer, model, spec, Role::Weight).is_divisible();
+    Shards::new(specs, divisible, rank, ranks)
 }
 
 /// Returns an error for a non-finite protected tensor. A decay rate of 0 or infinity is a dead head, and

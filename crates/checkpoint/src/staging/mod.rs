@@ -42,6 +42,16 @@ pub struct Staging {
     _created: CreatedFolders,
 }
 
+/// Returns an error about `target` if the disk of a folder has no room for `bytes` more.
+pub(crate) fn check_space(folder: &Path, target: &Path, bytes: u64) -> Result<()> {
+    let stat = rustix::fs::statvfs(folder).map_err(|e| Error::io(folder, "look at")(e.into()))?;
+    let available = stat.f_bavail.saturating_mul(stat.f_frsize);
+    if bytes > available {
+        return Err(Error::NoSpace { path: target.into(), needed: bytes, available });
+    }
+    Ok(())
+}
+
 /// The state of the destination when the work starts.
 enum Before {
     Nothing,
@@ -117,13 +127,7 @@ impl Staging {
 
     /// Returns an error if the disk has no room for `bytes` more.
     pub fn check_space(&self, bytes: u64) -> Result<()> {
-        let folder = &self.hidden.path;
-        let stat = rustix::fs::statvfs(folder).map_err(|e| Error::io(folder, "look at")(e.into()))?;
-        let available = stat.f_bavail.saturating_mul(stat.f_frsize);
-        if bytes > available {
-            return Err(Error::NoSpace { path: self.target.clone(), needed: bytes, available });
-        }
-        Ok(())
+        check_space(&self.hidden.path, &self.target, bytes)
     }
 
     /// Flushes folders and renames into place; files must be flushed already. Returns an error if the

@@ -110,10 +110,10 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
             DtypeArg::F16 => Some(Dtype::F16),
             DtypeArg::F32 => Some(Dtype::F32),
         },
-        policy: args.policy.load_for(&source)?,
         narrow_f64: args.narrow_f64,
         max_shard_bytes: args.max_shard_size.unwrap_or(DEFAULT_SHARD_BYTES),
         force: args.force,
+        ..ConvertOptions::new(args.policy.load_for(&source)?)
     };
     let plan = plan(&source, &options)?;
     if args.dry_run {

@@ -15,6 +15,7 @@ mod oracle;
 mod repair;
 mod trace;
 mod train;
+mod train_plan;
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -29,6 +30,7 @@ use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
 use crate::exit::Outcome;
+use crate::launcher::{cores, launch};
 use crate::output;
 use crate::progress::Progress;
 use crate::warnings::Warnings;
@@ -55,7 +57,7 @@ pub(crate) struct Global {
     /// Show no progress.
     #[arg(long, short, global = true)]
     pub(crate) quiet: bool,
-    /// Number of threads [default: all cores].
+    /// Number of threads [default: all cores, or each rank's share of them].
     #[arg(long, global = true, value_name = "N")]
     pub(crate) threads: Option<usize>,
     #[arg(skip)]
@@ -95,8 +97,14 @@ enum Command {
 impl Cli {
     /// Runs the command. Returns how it ended, and what printing that needs.
     pub(crate) fn run(self) -> (anyhow::Result<Outcome>, Global) {
-        let result = self.global.start_threads().and_then(|()| self.command.run(&self.global));
+        let on_all_ranks = self.runs_on_all_ranks();
+        let result = self.global.start_threads(on_all_ranks).and_then(|()| self.command.run(&self.global));
         (result, self.global)
+    }
+
+    /// Returns true if all ranks of a cluster run the command together; otherwise the first runs it.
+    pub(crate) fn runs_on_all_ranks(&self) -> bool {
+        matches!(&self.command, Command::Train(args) if args.trains())
     }
 }
 
@@ -122,8 +130,16 @@ impl Command {
 }
 
 impl Global {
-    fn start_threads(&self) -> anyhow::Result<()> {
-        let Some(threads) = self.threads() else { return Ok(()) };
+    fn start_threads(&self, on_all_ranks: bool) -> anyhow::Result<()> {
+        let share = || launch().filter(|_| on_all_ranks).map(|launch| launch.threads());
+        let Some(threads) = self.threads().or_else(share) else { return Ok(()) };
+        if launch().is_some() && threads > cores() {
+            self.warnings.add(&format!(
+                "{threads} threads on {}: the launcher binds each rank to its cores; with Open MPI use \
+                 `--bind-to none` or `--map-by slot:PE={threads}`",
+                output::plural(cores(), "core")
+            ));
+        }
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
         pool.build_global().context("cannot start the threads")
     }
@@ -139,7 +155,7 @@ impl Global {
         const PER_CORE: usize = 16;
         let variable = || std::env::var("RAYON_NUM_THREADS").ok()?.parse().ok();
         let asked: usize = self.threads.or_else(variable)?;
-        let most = PER_CORE * std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        let most = PER_CORE * cores();
         if asked > most {
             self.warnings.add(&format!("--threads {asked} is too many; using {most} ({PER_CORE} per core)"));
         }

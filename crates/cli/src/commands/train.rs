@@ -1,15 +1,18 @@
 //! `ballast train`
 
 use std::cell::RefCell;
+use std::ffi::OsString;
 use std::io::IsTerminal;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ballast_checkpoint::jobs::Observer;
+use ballast_cluster::Kind;
 use ballast_report::format::{duration, estimate, percent};
 use ballast_train::config::KEYS;
-use ballast_train::metrics::{Evaluation, MetricsEntry, Step};
+use ballast_train::metrics::{Evaluation, MetricsEntry, RankUse, Step};
 use ballast_train::report::Sample;
 use ballast_train::setup::PRESETS;
 use ballast_train::{Summary, TrainConfig, Trainer, Watcher};
@@ -18,7 +21,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use toml::{Table, Value};
 
-use super::Global;
+use super::{Global, train_plan};
+use crate::cluster;
 use crate::exit::{self, Outcome, Usage};
 use crate::output::{self, bytes, clean, count, table};
 use crate::progress::Progress;
@@ -68,6 +72,8 @@ pub(crate) struct TrainArgs {
     /// Show samples, dtypes, memory and the time of a step; train and write nothing.
     #[arg(long, conflicts_with = "resume")]
     dry_run: bool,
+    #[command(flatten)]
+    plan: train_plan::PlanArgs,
     /// Print the resolved configuration and exit.
     #[arg(long, conflicts_with = "resume")]
     print_config: bool,
@@ -118,6 +124,11 @@ impl TrainArgs {
         })
     }
 
+    /// Returns true if a run is started or resumed, on all ranks; the rest is for one.
+    pub(crate) fn trains(&self) -> bool {
+        !(self.keys || self.print_config || self.dry_run)
+    }
+
     fn names_out(&self) -> bool {
         self.out.is_some() || self.config.is_some() || self.settings.iter().any(|s| s.starts_with("out="))
     }
@@ -140,12 +151,15 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
     }
     let _signals = Progress::new(true);
     let mut trainer = match &args.resume {
-        Some(out) => Trainer::resume(out, &args.settings()?)?,
+        Some(out) => Trainer::resume_on(out, &args.settings()?, cluster::start(START_TIMEOUT)?)?,
         None => {
             let mut config = args.load()?;
             if args.print_config {
                 output::print(&config.to_toml()?);
                 return Ok(Outcome::Ok);
+            }
+            if let Some(ranks) = args.plan.ranks {
+                return train_plan::run(&config, &args.plan, ranks, global);
             }
             if !args.names_out() {
                 config.out = free_name(&config.out);
@@ -153,7 +167,13 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
             if args.dry_run {
                 return dry_run(config, global);
             }
-            Trainer::new(config)?
+            let world = cluster::start(START_TIMEOUT)?;
+            if !args.names_out() {
+                // The first rank chooses: it may create the folder before another looks.
+                let out = config.out.as_os_str().as_bytes().to_vec();
+                config.out = OsString::from_vec(world.broadcast(Kind::Setup, 0, out)?).into();
+            }
+            Trainer::new_on(config, world)?
         }
     };
     global.warnings.add_all(&trainer.model.warnings);
@@ -165,7 +185,9 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
     let summary = trainer.run(&terminal);
     terminal.finish();
     let summary = summary?;
-    if global.json {
+    if !trainer.ranks.world.is_first() {
+        // The first rank reports for all.
+    } else if global.json {
         print_json(&trainer, &summary, global);
     } else {
         conclude(&trainer, &summary);
@@ -176,6 +198,9 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
         (None, false) => Outcome::Ok,
     })
 }
+
+/// Time limit for other ranks before the configuration is known.
+const START_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// `runs/default`, `runs/default-2`, ...
 pub(super) fn free_name(out: &Path) -> PathBuf {
@@ -207,8 +232,17 @@ fn introduce(trainer: &Trainer) -> anyhow::Result<()> {
         n => format!("{n} files"),
     };
     let tokens = config.batch.sequences * config.batch.accumulation * config.data.sequence_length;
+    let ranks = match trainer.ranks.size() {
+        1 => String::new(),
+        ranks => format!(
+            "{ranks} ranks of {}, shard {}, context {}\n",
+            output::plural(rayon::current_num_threads(), "thread"),
+            format!("{:?}", config.cluster.shard).to_lowercase(),
+            config.cluster.context
+        ),
+    };
     output::note(&format!(
-        "{}: {} parameters, {}, {} protected tensors in f32\n{} steps of up to {} tokens on {data}\nplanned memory {}, output in {}\n",
+        "{}: {} parameters, {}, {} protected tensors in f32\n{} steps of up to {} tokens on {data}\n{ranks}planned memory {}, output in {}\n",
         model.config.model_type,
         count(parameters as u64),
         model.precision().name,
@@ -428,7 +462,7 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 
 impl Terminal {
     fn new(global: &Global, trainer: &Trainer) -> Terminal {
-        let quiet = global.quiet;
+        let quiet = global.quiet || !trainer.ranks.world.is_first();
         let drawn = !quiet && std::io::stderr().is_terminal();
         let bar = drawn.then(|| {
             let style =
@@ -465,13 +499,20 @@ impl Terminal {
         let held_out = shown.evaluation.as_ref().map_or(String::new(), |e| {
             format!(", held-out {:.4} (accuracy {})", e.loss, percent(e.accuracy))
         });
+        let memory = match &step.ranks {
+            None => bytes(step.peak_memory),
+            Some(RankUse { waiting, peak_memory, .. }) => {
+                let most = peak_memory.iter().max().copied().unwrap_or(0);
+                let waiting = waiting.iter().sum::<f64>() / waiting.len().max(1) as f64;
+                format!("{} in the largest rank, {} waiting", bytes(most), percent(waiting))
+            }
+        };
         let figures = format!(
-            "loss {:.4}{held_out}, {} tokens/s, learning rate {:.2e}, gradient norm {:.3}, {}",
+            "loss {:.4}{held_out}, {} tokens/s, learning rate {:.2e}, gradient norm {:.3}, {memory}",
             step.loss,
             count(speed as u64),
             step.learning_rate,
             step.gradient_norm,
-            bytes(step.peak_memory)
         );
         if let Some(bar) = &self.bar {
             bar.set_position(step.step);

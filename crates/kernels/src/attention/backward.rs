@@ -15,14 +15,15 @@ use crate::shared::Shared;
 use crate::simd::{axpy, dot, exp_f32, simd_fn};
 use crate::{Element, Rounding, Scratch};
 
-/// Gradients; `dsinks` is a parameter's and is added to, the others are written.
-pub struct Grads<'a, T> {
+/// Gradients; `dsinks` is a parameter's and is added to, the others are written. Those of k and v may be f32
+/// whatever the storage, for a caller that adds more to them.
+pub struct Grads<'a, T, K = T> {
     /// [tokens, heads, hd]
     pub dq: &'a mut [T],
-    /// [tokens, kv_heads, hd]
-    pub dk: &'a mut [T],
-    /// [tokens, kv_heads, vd]
-    pub dv: &'a mut [T],
+    /// [before + tokens, kv_heads, hd]
+    pub dk: &'a mut [K],
+    /// [before + tokens, kv_heads, vd]
+    pub dv: &'a mut [K],
     /// `[heads]`; required if and only if there are sinks
     pub dsinks: Option<&'a mut [f32]>,
 }
@@ -38,7 +39,7 @@ pub fn attention_backward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -
 }
 
 /// Number of f32 of the workspace of [`attention_backward`]: D [tokens, heads]; if storage is not f32, also
-/// the sums of dq, dk and dv of one kv head.
+/// the sums of dq, dk and dv of one kv head. `tokens` is the number of keys.
 pub fn attention_backward_workspace<T: Element>(dims: Dims, tokens: usize) -> usize {
     let sums = if T::as_f32(&[]).is_some() {
         0
@@ -50,8 +51,8 @@ pub fn attention_backward_workspace<T: Element>(dims: Dims, tokens: usize) -> us
 
 /// All gradients from `d_o` [tokens, heads, vd], and `o` and `saved` of forward.
 #[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
-pub fn attention_backward<T: Element>(
-    grads: Grads<'_, T>,
+pub fn attention_backward<T: Element, K: Element>(
+    grads: Grads<'_, T, K>,
     d_o: &[T],
     o: &[T],
     input: &Input<'_, T>,
@@ -63,8 +64,9 @@ pub fn attention_backward<T: Element>(
 ) -> Result {
     let tokens = check_input(dims, options, input)?;
     check_shape("dq", grads.dq, [tokens, dims.heads, dims.head_dim])?;
-    check_shape("dk", grads.dk, [tokens, dims.kv_heads, dims.head_dim])?;
-    check_shape("dv", grads.dv, [tokens, dims.kv_heads, dims.value_dim])?;
+    let keys = input.before + tokens;
+    check_shape("dk", grads.dk, [keys, dims.kv_heads, dims.head_dim])?;
+    check_shape("dv", grads.dv, [keys, dims.kv_heads, dims.value_dim])?;
     check_shape("do", d_o, [tokens, dims.heads, dims.value_dim])?;
     check_shape("o", o, [tokens, dims.heads, dims.value_dim])?;
     check_shape("saved.lse", &saved.lse, [tokens, dims.heads])?;
@@ -73,7 +75,7 @@ pub fn attention_backward<T: Element>(
     check(grads.dsinks.is_some() == input.sinks.is_some(), || {
         "dsinks must be given if and only if there are sinks".into()
     })?;
-    check_workspace(workspace, attention_backward_workspace::<T>(dims, tokens))?;
+    check_workspace(workspace, attention_backward_workspace::<T>(dims, keys))?;
     let (d, sums) = workspace.split_at_mut(tokens * dims.heads);
     d.par_iter_mut().enumerate().with_min_len(64).for_each(|(row, d)| {
         let row = row * dims.value_dim..(row + 1) * dims.value_dim;
@@ -84,9 +86,9 @@ pub fn attention_backward<T: Element>(
         sinks_backward(dsinks, sinks, d, saved, options);
     }
     let pass = Pass { problem: Problem::new(input, dims, options), d_o, d, saved, scratch };
-    let spans = spans(input.cu_seqlens);
+    let spans = spans(input.cu_seqlens, input.before);
     if let (Some(dq), Some(dk), Some(dv)) =
-        (T::as_f32_mut(&mut *grads.dq), T::as_f32_mut(&mut *grads.dk), T::as_f32_mut(&mut *grads.dv))
+        (T::as_f32_mut(&mut *grads.dq), K::as_f32_mut(&mut *grads.dk), K::as_f32_mut(&mut *grads.dv))
     {
         let Dims { heads, kv_heads, head_dim, value_dim } = dims;
         let targets = Targets {
@@ -101,8 +103,8 @@ pub fn attention_backward<T: Element>(
     for kv_head in 0..dims.kv_heads {
         let mut rest = &mut *sums;
         let sum_q = take(&mut rest, tokens * dims.group() * dims.head_dim);
-        let sum_k = take(&mut rest, tokens * dims.head_dim);
-        let sum_v = take(&mut rest, tokens * dims.value_dim);
+        let sum_k = take(&mut rest, keys * dims.head_dim);
+        let sum_v = take(&mut rest, keys * dims.value_dim);
         let targets = Targets {
             dq: Sums::new(sum_q, dims.group() * dims.head_dim, 0),
             dk: Sums::new(sum_k, dims.head_dim, 0),
@@ -222,25 +224,51 @@ impl<T: Element> Pass<'_, T> {
             });
             return;
         }
-        let blocks = |span: &Span| span.queries.div_ceil(KEYS);
-        for diagonal in 0..spans.iter().map(blocks).max().unwrap_or(0) {
+        // Blocks between a query block and the last key block that it sees.
+        let shift = |span: &Span| span.offset.div_ceil(KEYS);
+        let diagonals = |span: &Span| shift(span) + span.queries.div_ceil(KEYS);
+        for span in spans.iter().filter(|span| span.offset > 0) {
+            self.begin(targets, *span, kv_heads.clone());
+        }
+        for diagonal in 0..spans.iter().map(diagonals).max().unwrap_or(0) {
             let mut tasks = Vec::new();
             for span in spans {
-                for block in diagonal..blocks(span) {
-                    let (first, key) = (block * KEYS, (block - diagonal) * KEYS);
-                    // The first diagonal covers every block and sets the sums; later ones may be outside the
-                    // window.
-                    if diagonal == 0 || self.problem.block_keys(*span, first, 1).start < key + KEYS {
-                        tasks.extend(kv_heads.clone().map(|kv_head| (*span, first, key, kv_head)));
+                for block in diagonal.saturating_sub(shift(span))..span.queries.div_ceil(KEYS) {
+                    let (first, key) = (block * KEYS, (block + shift(span) - diagonal) * KEYS);
+                    // The first diagonal covers every block and sets the sums, unless there are keys before
+                    // the queries; later ones may be outside the window.
+                    let set = diagonal == 0 && span.offset == 0;
+                    let seen =
+                        key < span.keys() && self.problem.block_keys(*span, first, 1).start < key + KEYS;
+                    if set || seen {
+                        tasks.extend(kv_heads.clone().map(|kv_head| (*span, first, key, kv_head, !set)));
                     }
                 }
             }
-            tasks.par_iter().with_max_len(1).for_each(|&(span, first, key, kv_head)| {
+            tasks.par_iter().with_max_len(1).for_each(|&(span, first, key, kv_head, add)| {
                 self.scratch.with(len, |slot| {
                     Work::take::<T>(slot, self.problem.dims, None)
-                        .pair(self, targets, span, first, key, kv_head);
+                        .pair(self, targets, span, first, key, kv_head, add);
                 });
             });
+        }
+    }
+
+    /// Sets the sums of a span to zero.
+    fn begin(&self, targets: &Targets<'_>, span: Span, kv_heads: std::ops::Range<usize>) {
+        let Dims { head_dim, value_dim, .. } = self.problem.dims;
+        let width = self.problem.dims.group() * head_dim;
+        for kv_head in kv_heads {
+            // SAFETY: no task runs yet, and each row is used by itself.
+            unsafe {
+                for i in 0..span.queries {
+                    targets.dq.row(span.query + i, kv_head, width).fill(0.0);
+                }
+                for i in 0..span.keys() {
+                    targets.dk.row(span.key + i, kv_head, head_dim).fill(0.0);
+                    targets.dv.row(span.key + i, kv_head, value_dim).fill(0.0);
+                }
+            }
         }
     }
 }
@@ -296,7 +324,9 @@ impl<'s> Work<'s> {
         load_rows(self.d_o, pass.d_o, span.query + first, tokens, kv_head, dims, dims.value_dim);
     }
 
-    /// One pair: [`KEYS`] queries from `first` on and [`KEYS`] keys from `key` on.
+    /// One pair: [`KEYS`] queries from `first` on and [`KEYS`] keys from `key` on. With `add` its results are
+    /// added to the sums, else they set them.
+    #[allow(clippy::too_many_arguments)]
     fn pair<T: Element>(
         &mut self,
         pass: &Pass<'_, T>,
@@ -305,11 +335,11 @@ impl<'s> Work<'s> {
         first: usize,
         key: usize,
         kv_head: usize,
+        add: bool,
     ) {
         let Dims { head_dim, value_dim, .. } = pass.problem.dims;
         let width = pass.problem.dims.group() * head_dim;
-        let add = first != key;
-        let count = KEYS.min(span.queries - key);
+        let count = KEYS.min(span.keys() - key);
         self.dk[..count * head_dim].fill(0.0);
         self.dv[..count * value_dim].fill(0.0);
         let end = span.queries.min(first + KEYS);
@@ -357,7 +387,7 @@ impl<'s> Work<'s> {
         let width = pass.problem.dims.group() * head_dim;
         self.dk.fill(0.0);
         self.dv.fill(0.0);
-        for i in 0..span.queries {
+        for i in 0..span.keys() {
             // SAFETY: a key of this sequence and this kv head belong to this task alone.
             unsafe {
                 targets.dk.put(span.key + i, kv_head, &self.dk[..head_dim], false);

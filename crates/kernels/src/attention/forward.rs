@@ -36,7 +36,7 @@ pub fn attention_forward<T: Element>(
         saved.lse.resize(tokens * dims.heads, 0.0);
         saved.max_sum.resize(max_sum, 0.0);
     }
-    run(o, saved, &Problem::new(input, dims, options), &spans(input.cu_seqlens), scratch);
+    run(o, saved, &Problem::new(input, dims, options), &spans(input.cu_seqlens, input.before), scratch);
     Ok(())
 }
 

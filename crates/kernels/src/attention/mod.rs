@@ -12,7 +12,8 @@
 //! ```
 //! A query sees the keys j <= i of its own sequence; with a window W only i - W < j <= i; with `selected`
 //! only those of them that are listed for it. Other keys are left out of the loops, not masked with -inf. A
-//! query without keys has an output and gradients of zero; its lse is the sink, or -inf without one.
+//! query without keys has an output and gradients of zero; its lse is the sink, or -inf without one. Keys may
+//! precede the first query of the first sequence ([`Input::before`]): the sequence then began elsewhere.
 //!
 //! With `logits` = f32 the softmax is online: maximum and sum are updated tile by tile. With `logits` = bf16
 //! or f16 that would make the result depend on the tiles, so the maximum is found in a first pass. Then x_j -
@@ -32,7 +33,8 @@
 //! Forward runs blocks of queries in parallel. Backward divides a sequence into equal blocks of queries and
 //! keys and goes through the pairs (query block a, key block b) diagonal by diagonal, a - b = 0, 1, 2, ... No
 //! two pairs of a diagonal share a block, so they run in parallel, each row of dq, dk and dv has one writer,
-//! and sums are in the order of the diagonals for any number of threads.
+//! and sums are in the order of the diagonals for any number of threads. With keys before the first query the
+//! diagonals begin with the last key block that the first query block sees, and the sums begin with zero.
 //!
 //! # Example
 //! ```
@@ -42,8 +44,8 @@
 //! let (options, tokens) = (attention::Options::default(), 2);
 //! // A query of zero gives all its keys the same weight.
 //! let (q, k, v) = ([0.0f32, 0.0], [1.0, -1.0], [2.0, 4.0]);
-//! let input =
-//!     attention::Input { q: &q, k: &k, v: &v, sinks: None, selected: None, cu_seqlens: &[0, tokens] };
+//! let (sinks, selected, before) = (None, None, 0);
+//! let input = attention::Input { q: &q, k: &k, v: &v, sinks, selected, before, cu_seqlens: &[0, tokens] };
 //! let forward = attention::attention_forward_scratch::<f32>(dims, None);
 //! let scratch = Scratch::new(forward.max(attention::attention_backward_scratch::<f32>(dims, None)));
 //!
@@ -78,7 +80,7 @@ pub use logits::attention_logits;
 
 use crate::Rounding;
 use crate::error::{Result, check, check_len, check_shape};
-use crate::packing::check_cu_seqlens;
+use crate::packing::{check_before, check_cu_seqlens};
 
 /// Number and width of heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -145,14 +147,16 @@ pub struct Selected<'a> {
 pub struct Input<'a, T> {
     /// [tokens, heads, hd]
     pub q: &'a [T],
-    /// [tokens, kv_heads, hd]
+    /// [before + tokens, kv_heads, hd]
     pub k: &'a [T],
-    /// [tokens, kv_heads, vd]
+    /// [before + tokens, kv_heads, vd]
     pub v: &'a [T],
     /// `[heads]`: attention sinks, one extra logit per head
     pub sinks: Option<&'a [f32]>,
     /// Selected keys; `None` for all keys that mask and window allow
     pub selected: Option<Selected<'a>>,
+    /// Number of keys of the first sequence that precede its first query: its query i has position before + i
+    pub before: usize,
     /// Offsets of the sequences: starts with 0, never decreases.
     pub cu_seqlens: &'a [usize],
 }
@@ -203,9 +207,10 @@ fn check_extras(dims: Dims, sinks: Option<&[f32]>, selected: Option<Selected<'_>
 pub(crate) fn check_input<T>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result<usize> {
     check_dims(dims, options)?;
     let tokens = check_cu_seqlens(input.cu_seqlens)?;
+    let keys = check_before(input.before, input.cu_seqlens)?;
     check_shape("q", input.q, [tokens, dims.heads, dims.head_dim])?;
-    check_shape("k", input.k, [tokens, dims.kv_heads, dims.head_dim])?;
-    check_shape("v", input.v, [tokens, dims.kv_heads, dims.value_dim])?;
+    check_shape("k", input.k, [keys, dims.kv_heads, dims.head_dim])?;
+    check_shape("v", input.v, [keys, dims.kv_heads, dims.value_dim])?;
     check_extras(dims, input.sinks, input.selected, tokens)?;
     Ok(tokens)
 }

@@ -37,9 +37,20 @@ pub(crate) struct Span {
     pub(crate) offset: usize,
 }
 
-/// Spans of the packed sequences.
-pub(crate) fn spans(cu_seqlens: &[usize]) -> Vec<Span> {
-    cu_seqlens.windows(2).map(|w| Span { query: w[0], queries: w[1] - w[0], key: w[0], offset: 0 }).collect()
+impl Span {
+    /// Number of keys.
+    pub(crate) fn keys(&self) -> usize {
+        self.offset + self.queries
+    }
+}
+
+/// Spans of the packed sequences, the first of which has `before` keys before its first query.
+pub(crate) fn spans(cu_seqlens: &[usize], before: usize) -> Vec<Span> {
+    let span = |(number, w): (usize, &[usize])| match number {
+        0 => Span { query: 0, queries: w[1], key: 0, offset: before },
+        _ => Span { query: w[0], queries: w[1] - w[0], key: before + w[0], offset: 0 },
+    };
+    cu_seqlens.windows(2).enumerate().map(span).collect()
 }
 
 /// Positions within a span.

@@ -76,7 +76,7 @@ pub fn gated_delta_rule_backward<T: Element>(
     let (dq, dk, dv) = (Shared::new(grads.dq), Shared::new(grads.dk), Shared::new(grads.dv));
     let dh0 = grads.dh0.map(Shared::new);
     let tasks: Vec<(usize, usize)> =
-        (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
+        (0..sequences).flat_map(|s| options.heads(dims).map(move |h| (s, h))).collect();
     grads.gates.with(&input.gates, sequences, |gates| {
         let targets = Targets { dq, dk, dv, gates, dh0 };
         let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };

@@ -71,7 +71,7 @@ pub fn gated_delta_rule_forward<T: Element>(
         save,
     };
     let tasks: Vec<(usize, usize)> =
-        (0..sequences).flat_map(|s| (0..dims.key_heads).map(move |h| (s, h))).collect();
+        (0..sequences).flat_map(|s| options.heads(dims).map(move |h| (s, h))).collect();
     tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
         scratch.with(gated_delta_rule_forward_scratch(dims, options), |slot| {
             run(&targets, input, q, k, dims, options, sequence, key_head, first_kept[sequence], slot);

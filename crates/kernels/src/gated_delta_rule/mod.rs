@@ -139,11 +139,28 @@ pub struct Options {
     pub states_every: usize,
     /// Rounding of the state after each chunk or step. For comparison; rounding has derivative 1.
     pub state: Rounding,
+    /// Key heads to compute: the first one and their number; `None` for all. Results of other heads are left
+    /// as they are, so a caller can hand on the states of some heads while others are computed.
+    pub heads: Option<(usize, usize)>,
+}
+
+impl Options {
+    /// Key heads to compute.
+    fn heads(&self, dims: Dims) -> std::ops::Range<usize> {
+        self.heads.map_or(0..dims.key_heads, |(first, count)| first..first + count)
+    }
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { scale: None, l2norm: L2Norm::Inside, chunk: 32, states_every: 4, state: Rounding::F32 }
+        Options {
+            scale: None,
+            l2norm: L2Norm::Inside,
+            chunk: 32,
+            states_every: 4,
+            state: Rounding::F32,
+            heads: None,
+        }
     }
 }
 
@@ -219,6 +236,11 @@ fn check_input<T: Element>(dims: Dims, options: &Options, input: &Input<'_, T>) 
     check(key_dim > 0 && value_dim > 0, || "key_dim and value_dim must be above 0".into())?;
     check((1..=256).contains(&options.chunk), || format!("chunk must be 1 to 256, got {}", options.chunk))?;
     check(options.states_every > 0, || "states_every must be 1 or more, got 0".into())?;
+    if let Some((first, count)) = options.heads {
+        check(first.checked_add(count).is_some_and(|end| end <= key_heads), || {
+            format!("heads {first} + {count} are outside the {key_heads} key heads")
+        })?;
+    }
     let tokens = check_cu_seqlens(input.cu_seqlens)?;
     check_shape("q", input.q, [tokens, key_heads, key_dim])?;
     check_shape("k", input.k, [tokens, key_heads, key_dim])?;

@@ -697,3 +697,49 @@ fn gradients_of_another_kind_than_the_gates_are_an_error() {
     let error = gated_delta_rule_backward(grads, &x, None, &input, &saved, dims, &options, &scratch);
     assert!(error.unwrap_err().to_string().contains("both be Given or both be Raw"));
 }
+
+#[test]
+fn heads_computed_in_parts_have_the_same_bits() {
+    let dims = Dims { key_heads: 5, value_heads: 10, key_dim: 9, value_dim: 6 };
+    let p = Problem {
+        dims,
+        lengths: vec![70, 3, 33],
+        chunk: 16,
+        states_every: 2,
+        l2norm: true,
+        decay: 0.3,
+        seed: 4,
+    };
+    let (r, d_o, dht) = p.build();
+    let narrow = |x: &[f64]| -> Vec<f32> { x.iter().map(|x| *x as f32).collect() };
+    let (q, k, v, d_o, dht) = (narrow(&r.q), narrow(&r.k), narrow(&r.v), narrow(&d_o), narrow(&dht));
+    let (g, beta, h0) = (narrow(&r.g), narrow(&r.beta), narrow(&r.h0));
+    let gates = Gates::Given { g: &g, beta: &beta };
+    let input = Input { q: &q, k: &k, v: &v, gates, h0: Some(&h0), cu_seqlens: &r.cu_seqlens };
+    let scratch = Scratch::new(0);
+    let run = |parts: &[Option<(usize, usize)>]| {
+        let nan = |n: usize| vec![f32::NAN; n];
+        let (mut o, mut ht, mut saved) = (nan(v.len()), nan(h0.len()), Saved::default());
+        let (mut dq, mut dk, mut dv) = (nan(q.len()), nan(k.len()), nan(v.len()));
+        let (mut dg, mut dbeta, mut dh0) = (nan(g.len()), nan(g.len()), nan(h0.len()));
+        for heads in parts {
+            let options = Options { heads: *heads, ..p.options() };
+            let output = Output { o: &mut o, ht: Some(&mut ht) };
+            gated_delta_rule_forward(output, Some(&mut saved), &input, dims, &options, &scratch).unwrap();
+        }
+        for heads in parts.iter().rev() {
+            let options = Options { heads: *heads, ..p.options() };
+            let gates = GateGrads::Given { dg: &mut dg, dbeta: &mut dbeta };
+            let grads = Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, gates, dh0: Some(&mut dh0) };
+            gated_delta_rule_backward(grads, &d_o, Some(&dht), &input, &saved, dims, &options, &scratch)
+                .unwrap();
+        }
+        [o, ht, dq, dk, dv, dg, dbeta, dh0].map(|x| x.iter().map(|x| x.to_bits()).collect::<Vec<u32>>())
+    };
+    let whole = run(&[None]);
+    assert_eq!(whole, run(&[Some((0, 2)), Some((2, 1)), Some((3, 2))]));
+    let outside = Options { heads: Some((4, 2)), ..p.options() };
+    let output = Output { o: &mut vec![0.0; v.len()], ht: None };
+    let error = gated_delta_rule_forward(output, None, &input, dims, &outside, &scratch).unwrap_err();
+    assert!(error.to_string().contains("heads 4 + 2 are outside the 5 key heads"), "{error}");
+}

@@ -33,13 +33,13 @@ pub struct Target<'a, T> {
 }
 
 impl<T: Element> Target<'_, T> {
-    fn check(&self, cu_seqlens: &[usize]) -> Result {
+    fn check(&self, cu_seqlens: &[usize], before: usize) -> Result {
         let tokens = cu_seqlens[cu_seqlens.len() - 1];
-        check(self.input.cu_seqlens == cu_seqlens, || {
-            "cu_seqlens of the indexer and its attention must be equal".into()
+        check(self.input.cu_seqlens == cu_seqlens && self.input.before == before, || {
+            "cu_seqlens and before of the indexer and its attention must be equal".into()
         })?;
         check_shape("attention q", self.input.q, [tokens, self.dims.heads, self.dims.head_dim])?;
-        check_shape("attention k", self.input.k, [tokens, self.dims.kv_heads, self.dims.head_dim])?;
+        check_shape("attention k", self.input.k, [before + tokens, self.dims.kv_heads, self.dims.head_dim])?;
         check_shape("attention saved.lse", &self.saved.lse, [tokens, self.dims.heads])?;
         if let Some(selected) = self.input.selected {
             check_shape("selected", selected.keys, [tokens, selected.topk])?;
@@ -52,12 +52,12 @@ impl<T: Element> Target<'_, T> {
     }
 }
 
-/// Gradients; all are written.
-pub struct Grads<'a, T> {
+/// Gradients; all are written. That of k may be f32 whatever the storage, for a caller that adds more to it.
+pub struct Grads<'a, T, K = T> {
     /// [tokens, heads, d]
     pub dq: &'a mut [T],
-    /// [tokens, d]
-    pub dk: &'a mut [T],
+    /// [before + tokens, d]
+    pub dk: &'a mut [K],
     /// [tokens, heads]
     pub dw: &'a mut [f32],
 }
@@ -67,8 +67,8 @@ fn row_len(longest: usize, topk: Option<usize>) -> usize {
     topk.unwrap_or(longest)
 }
 
-/// Number of f32 of one scratch slot of [`indexer_loss`]; `longest` is the length of the longest sequence,
-/// `topk` that of `selected`.
+/// Number of f32 of one scratch slot of [`indexer_loss`]; `longest` is the largest number of keys
+/// of a sequence, `topk` that of `selected`.
 pub fn indexer_loss_scratch<T: Element>(
     dims: Dims,
     attention: attention::Dims,
@@ -85,7 +85,7 @@ pub fn indexer_loss_scratch<T: Element>(
 }
 
 /// Number of f32 of the workspace of [`indexer_loss`] with gradients: the partial sums of dk. Without
-/// gradients it needs none.
+/// gradients it needs none. `tokens` is the number of keys.
 pub fn indexer_loss_workspace(dims: Dims, tokens: usize) -> usize {
     LANES * tokens * dims.dim
 }
@@ -100,7 +100,7 @@ pub fn indexer_loss_workspace(dims: Dims, tokens: usize) -> usize {
 /// let served_options = attention::Options::default();
 /// let (x, zero, cu_seqlens) = ([1.0f32, 3.0], [0.0; 2], [0, 2]);
 /// let attended = attention::Input {
-///     q: &zero, k: &x, v: &x, sinks: None, selected: None, cu_seqlens: &cu_seqlens,
+///     q: &zero, k: &x, v: &x, sinks: None, selected: None, before: 0, cu_seqlens: &cu_seqlens,
 /// };
 /// let (mut o, mut saved, scratch) = ([0.0; 2], attention::Saved::default(), Scratch::new(0));
 /// attention::attention_forward(&mut o, Some(&mut saved), &attended, served, &served_options, &scratch)?;
@@ -108,7 +108,8 @@ pub fn indexer_loss_workspace(dims: Dims, tokens: usize) -> usize {
 /// // The indexer prefers the second key, so its loss is above zero.
 /// let dims = indexer::Dims { heads: 1, dim: 1 };
 /// let options = indexer::Options { loss_scale: 1.0, ..indexer::Options::default() };
-/// let input = indexer::Input { q: &[1.0, 1.0], k: &x, w: &[1.0, 1.0], cu_seqlens: &cu_seqlens };
+/// let (q, w) = ([1.0, 1.0], [1.0, 1.0]);
+/// let input = indexer::Input { q: &q, k: &x, w: &w, before: 0, cu_seqlens: &cu_seqlens };
 /// let target =
 ///     indexer::Target { input: &attended, saved: &saved, dims: served, options: &served_options };
 /// let (mut dq, mut dk, mut dw) = ([0.0; 2], [0.0; 2], [0.0; 2]);
@@ -120,8 +121,8 @@ pub fn indexer_loss_workspace(dims: Dims, tokens: usize) -> usize {
 /// # Ok::<(), ballast_kernels::KernelError>(())
 /// ```
 #[allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
-pub fn indexer_loss<T: Element>(
-    grads: Option<Grads<'_, T>>,
+pub fn indexer_loss<T: Element, K: Element>(
+    grads: Option<Grads<'_, T, K>>,
     input: &Input<'_, T>,
     target: &Target<'_, T>,
     dims: Dims,
@@ -130,18 +131,22 @@ pub fn indexer_loss<T: Element>(
     scratch: &Scratch,
 ) -> Result<f32> {
     let tokens = check_input(dims, input)?;
-    target.check(input.cu_seqlens)?;
+    target.check(input.cu_seqlens, input.before)?;
+    let keys = input.before + tokens;
     if let Some(grads) = &grads {
         check_len("dq", grads.dq, input.q.len())?;
         check_len("dk", grads.dk, input.k.len())?;
         check_len("dw", grads.dw, input.w.len())?;
-        check_workspace(workspace, indexer_loss_workspace(dims, tokens))?;
+        check_workspace(workspace, indexer_loss_workspace(dims, keys))?;
     }
     if tokens == 0 {
+        if let Some(grads) = grads {
+            grads.dk.fill(K::default());
+        }
         return Ok(0.0);
     }
-    let all = spans(input.cu_seqlens);
-    let longest = all.iter().map(|s| s.queries).max().unwrap_or(0);
+    let all = spans(input.cu_seqlens, input.before);
+    let longest = all.iter().map(Span::keys).max().unwrap_or(0);
     let lanes = |span: &Span| LANES.min(span.queries.div_ceil(block_tokens(dims)));
     let tasks: Vec<(Span, usize)> = all.iter().flat_map(|s| (0..lanes(s)).map(|lane| (*s, lane))).collect();
     let (mut dk, targets) = match grads {
@@ -151,7 +156,7 @@ pub fn indexer_loss<T: Element>(
         ),
         None => (None, None),
     };
-    let job = Job { input, target, dims, options, longest, tokens, targets: targets.as_ref() };
+    let job = Job { input, target, dims, options, longest, tokens, keys, targets: targets.as_ref() };
     let len = indexer_loss_scratch::<T>(dims, target.dims, longest, target.topk());
     // Collected in the order of the tasks, for a fixed order of summation.
     let sums: Vec<f64> = tasks
@@ -161,7 +166,7 @@ pub fn indexer_loss<T: Element>(
         .collect();
     if let Some(dk) = &mut dk {
         for span in &all {
-            sum_lanes_of_dk(dk, workspace, *span, lanes(span), tokens, dims.dim);
+            sum_lanes_of_dk(dk, workspace, *span, lanes(span), keys, dims.dim);
         }
     }
     Ok((options.loss_scale as f64 * sums.iter().sum::<f64>() / tokens as f64) as f32)
@@ -172,12 +177,15 @@ fn sum_lanes_of_dk<T: Element>(
     workspace: &mut [f32],
     span: Span,
     lanes: usize,
-    tokens: usize,
+    keys: usize,
     dim: usize,
 ) {
-    let rows = span.query * dim..(span.query + span.queries) * dim;
-    let (sum, rest) = workspace.split_at_mut(tokens * dim);
-    for lane in rest.chunks_exact(tokens * dim).take(lanes.saturating_sub(1)) {
+    let rows = span.key * dim..(span.key + span.keys()) * dim;
+    if lanes == 0 {
+        return dk[rows].fill(T::default());
+    }
+    let (sum, rest) = workspace.split_at_mut(keys * dim);
+    for lane in rest.chunks_exact(keys * dim).take(lanes.saturating_sub(1)) {
         axpy(&mut sum[rows.clone()], 1.0, &lane[rows.clone()]);
     }
     T::store(&mut dk[rows.clone()], &sum[rows]);
@@ -200,8 +208,8 @@ pub fn attention_distribution<T: Element>(
     tokens: Range<usize>,
     scratch: &Scratch,
 ) -> Result {
-    target.check(target.input.cu_seqlens)?;
-    let all = spans(target.input.cu_seqlens);
+    target.check(target.input.cu_seqlens, 0)?;
+    let all = spans(target.input.cu_seqlens, 0);
     check(target.input.selected.is_none(), || {
         "attention_distribution needs an attention without selected keys".into()
     })?;
@@ -310,6 +318,8 @@ struct Job<'a, T> {
     options: &'a Options,
     longest: usize,
     tokens: usize,
+    /// Number of keys of all sequences.
+    keys: usize,
     targets: Option<&'a Targets<'a, T>>,
 }
 
@@ -340,9 +350,9 @@ impl<T: Element> Job<'_, T> {
         let list: &mut [u32] = bytemuck::cast_slice_mut(take(slot, topk.unwrap_or(0)));
         let dk = match self.targets {
             Some(targets) => {
-                let at = (lane * self.tokens + span.query) * dims.dim;
+                let at = (lane * self.keys + span.key) * dims.dim;
                 // SAFETY: this sequence's rows of this lane belong to this task alone.
-                unsafe { targets.lanes.part(at, span.queries * dims.dim) }
+                unsafe { targets.lanes.part(at, span.keys() * dims.dim) }
             }
             None => &mut [],
         };

@@ -40,7 +40,7 @@
 //! let (options, topk) = (indexer::Options::default(), 2);
 //! // The scores of the last query are 1, 3 and 2: it keeps the keys 1 and 2.
 //! let (q, k, w) = ([1.0f32, 1.0, 1.0], [1.0, 3.0, 2.0], [1.0, 1.0, 1.0]);
-//! let input = indexer::Input { q: &q, k: &k, w: &w, cu_seqlens: &[0, 3] };
+//! let input = indexer::Input { q: &q, k: &k, w: &w, before: 0, cu_seqlens: &[0, 3] };
 //! let scratch = Scratch::new(indexer::indexer_topk_scratch::<f32>(dims, 3));
 //! let mut selected = [0; 6];
 //! indexer::indexer_topk(&mut selected, &input, dims, &options, topk, &scratch)?;
@@ -68,7 +68,7 @@ pub use score::{
 
 use crate::Rounding;
 use crate::error::{Result, check, check_shape};
-use crate::packing::check_cu_seqlens;
+use crate::packing::{check_before, check_cu_seqlens};
 
 /// Epsilon of the logarithms and of the normalization of p.
 pub const EPS: f64 = 1e-8;
@@ -101,10 +101,12 @@ pub struct Options {
 pub struct Input<'a, T> {
     /// [tokens, heads, d]
     pub q: &'a [T],
-    /// [tokens, d]
+    /// [before + tokens, d]
     pub k: &'a [T],
     /// [tokens, heads]
     pub w: &'a [f32],
+    /// Number of keys of the first sequence that precede its first query: its query i has position before + i
+    pub before: usize,
     /// Offsets of the sequences: starts with 0, never decreases.
     pub cu_seqlens: &'a [usize],
 }
@@ -116,8 +118,9 @@ fn check_dims(dims: Dims) -> Result {
 fn check_input<T>(dims: Dims, input: &Input<'_, T>) -> Result<usize> {
     check_dims(dims)?;
     let tokens = check_cu_seqlens(input.cu_seqlens)?;
+    let keys = check_before(input.before, input.cu_seqlens)?;
     check_shape("q", input.q, [tokens, dims.heads, dims.dim])?;
-    check_shape("k", input.k, [tokens, dims.dim])?;
+    check_shape("k", input.k, [keys, dims.dim])?;
     check_shape("w", input.w, [tokens, dims.heads])?;
     Ok(tokens)
 }

@@ -131,7 +131,7 @@ pub fn indexer_scores_scratch<T: Element>(dims: Dims) -> usize {
     Scorer::len::<T>(dims, false)
 }
 
-/// scores [tokens.len(), tokens.end] of some queries of one sequence, counted from its start, with the keys
+/// scores [tokens.len(), tokens.end] of some queries of one sequence, given by their positions, with the keys
 /// up to the last of them. Columns beyond a query's own position are the scores of future keys.
 pub fn indexer_scores<T: Element>(
     scores: &mut [f32],
@@ -143,21 +143,23 @@ pub fn indexer_scores<T: Element>(
     scratch: &Scratch,
 ) -> Result {
     check_input(dims, input)?;
-    let all = spans(input.cu_seqlens);
-    check(sequence < all.len() && tokens.end <= all[sequence].queries, || {
-        format!("tokens {tokens:?} are outside sequence {sequence}")
-    })?;
+    let all = spans(input.cu_seqlens, input.before);
+    check(
+        sequence < all.len() && tokens.start >= all[sequence].offset && tokens.end <= all[sequence].keys(),
+        || format!("tokens {tokens:?} are outside sequence {sequence}"),
+    )?;
     check_shape("scores", scores, [tokens.len(), tokens.end])?;
     let (span, stride) = (all[sequence], tokens.end);
     scratch.with(indexer_scores_scratch::<T>(dims), |mut slot| {
         let mut scorer = Scorer::take::<T>(&mut slot, dims, options, false);
         for first in tokens.clone().step_by(block_tokens(dims)) {
             let count = block_tokens(dims).min(tokens.end - first);
-            scorer.load(input, span.query + first, count);
+            let row = span.query + first - span.offset;
+            scorer.load(input, row, count);
             let rows = &mut scores[(first - tokens.start) * stride..];
             for at in (0..stride).step_by(KEYS) {
                 let keys = Keys::Range { first: at, count: KEYS.min(stride - at) };
-                scorer.scores(rows, stride, at, input, keys, span, span.query + first, count);
+                scorer.scores(rows, stride, at, input, keys, span, row, count);
             }
         }
     });
@@ -174,8 +176,8 @@ pub fn indexer_topk<T: Element>(
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_input(dims, input)?;
-    check_choice(selected, tokens, tokens, topk)?;
-    choose_all(selected, input, &spans(input.cu_seqlens), dims, options, topk, scratch);
+    check_choice(selected, tokens, input.before + tokens, topk)?;
+    choose_all(selected, input, &spans(input.cu_seqlens, input.before), dims, options, topk, scratch);
     Ok(())
 }
 
@@ -203,7 +205,7 @@ pub fn indexer_topk_decode<T: Element>(
     check(len <= capacity, || format!("cache length must be at most its capacity of {capacity}, got {len}"))?;
     check_choice(selected, queries, len, topk)?;
     let span = Span { query: 0, queries, key: 0, offset: len - queries };
-    let input = Input { q, k, w, cu_seqlens: &[] };
+    let input = Input { q, k, w, before: 0, cu_seqlens: &[] };
     choose_all(selected, &input, &[span], dims, options, topk, scratch);
     Ok(())
 }
@@ -224,7 +226,7 @@ fn choose_all<T: Element>(
     topk: usize,
     scratch: &Scratch,
 ) {
-    let longest = spans.iter().map(|s| s.offset + s.queries).max().unwrap_or(0);
+    let longest = spans.iter().map(Span::keys).max().unwrap_or(0);
     let mut tasks = Vec::new();
     for span in spans {
         tasks.extend((0..span.queries).step_by(block_tokens(dims)).rev().map(|first| (*span, first)));
@@ -236,7 +238,7 @@ fn choose_all<T: Element>(
         let rows = unsafe { selected.part((span.query + first) * topk, count * topk) };
         // Keys of the block's first query.
         let seen = span.offset + first + 1;
-        if span.offset + span.queries <= topk {
+        if span.keys() <= topk {
             for (i, row) in rows.chunks_exact_mut(topk).enumerate() {
                 row.fill(UNUSED);
                 row[..seen + i].iter_mut().zip(0..).for_each(|(slot, key)| *slot = key);
@@ -254,7 +256,7 @@ fn choose_all<T: Element>(
                 scorer.scores(scores, stride, at, input, keys, span, span.query + first, count);
             }
             for (i, row) in rows.chunks_exact_mut(topk).enumerate() {
-                let order = &mut order[..span.offset + span.queries];
+                let order = &mut order[..span.keys()];
                 choose(order, &scores[i * stride..i * stride + seen + i], topk, options.ties);
                 write_keys(row, &order[..topk.min(seen + i)]);
             }

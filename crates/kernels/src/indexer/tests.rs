@@ -60,7 +60,7 @@ fn build_attention(dims: attention::Dims, lengths: &[usize], seed: u64) -> atten
 
 fn topk<T: Element>(r: &Reference, dims: Dims, options: &Options, topk: usize) -> Vec<u32> {
     let (q, k, w) = (cast::<T>(&r.q), cast::<T>(&r.k), cast::<f32>(&r.w));
-    let input = Input { q: &q, k: &k, w: &w, cu_seqlens: &r.cu_seqlens };
+    let input = Input { q: &q, k: &k, w: &w, before: 0, cu_seqlens: &r.cu_seqlens };
     let longest = r.cu_seqlens.windows(2).map(|w| w[1] - w[0]).max().unwrap();
     let scratch = Scratch::new(indexer_topk_scratch::<T>(dims, longest));
     let planned = scratch.bytes();
@@ -80,7 +80,7 @@ fn kernel<T: Element>(
     attention_options: &attention::Options,
 ) -> Results {
     let (q, k, w) = (cast::<T>(&r.q), cast::<T>(&r.k), cast::<f32>(&r.w));
-    let input = Input { q: &q, k: &k, w: &w, cu_seqlens: &r.cu_seqlens };
+    let input = Input { q: &q, k: &k, w: &w, before: 0, cu_seqlens: &r.cu_seqlens };
     let (aq, ak, av) = (cast::<T>(&a.q), cast::<T>(&a.k), cast::<T>(&a.v));
     let sinks: Option<Vec<f32>> = a.sinks.as_deref().map(cast);
     let top = a.selected.as_ref().map(|s| s.1);
@@ -90,6 +90,7 @@ fn kernel<T: Element>(
         v: &av,
         sinks: sinks.as_deref(),
         selected: a.selected.as_ref().map(|(keys, topk)| Selected { keys, topk: *topk }),
+        before: 0,
         cu_seqlens: &a.cu_seqlens,
     };
     let tokens = *r.cu_seqlens.last().unwrap();
@@ -109,7 +110,8 @@ fn kernel<T: Element>(
     let grads = Grads { dq: &mut dq, dk: &mut dk, dw: &mut dw };
     let loss =
         indexer_loss(Some(grads), &input, &target, dims, options, &mut buffer, &scratch).unwrap() as f64;
-    let alone = indexer_loss(None, &input, &target, dims, options, &mut [], &scratch).unwrap();
+    let alone =
+        indexer_loss(None::<Grads<'_, T>>, &input, &target, dims, options, &mut [], &scratch).unwrap();
     assert_eq!(
         (alone as f64).to_bits(),
         loss.to_bits(),
@@ -141,7 +143,7 @@ fn scores_agree_with_the_plain_twin() {
     for (dims, lengths) in [(DIMS, vec![300, 20]), (Dims { heads: 64, dim: 128 }, vec![3, 40])] {
         let r = build(dims, &lengths, 1);
         let (q, k, w) = (cast::<f32>(&r.q), cast::<f32>(&r.k), cast::<f32>(&r.w));
-        let input = Input { q: &q, k: &k, w: &w, cu_seqlens: &r.cu_seqlens };
+        let input = Input { q: &q, k: &k, w: &w, before: 0, cu_seqlens: &r.cu_seqlens };
         for (sequence, begin) in r.cu_seqlens[..2].iter().enumerate() {
             let end = lengths[sequence];
             let tokens = end / 3..end;
@@ -306,7 +308,7 @@ fn lowered_logits_are_rounded_before_the_relu_and_nothing_else_is() {
     let lowered = Options { logits: Rounding::Bf16, ..LOSS };
     let run = |r: &Reference, options: &Options| {
         let (q, k, w) = (cast::<f32>(&r.q), cast::<f32>(&r.k), cast::<f32>(&r.w));
-        let input = Input { q: &q, k: &k, w: &w, cu_seqlens: &r.cu_seqlens };
+        let input = Input { q: &q, k: &k, w: &w, before: 0, cu_seqlens: &r.cu_seqlens };
         let mut scores = vec![0.0; 100 * 100];
         let scratch = Scratch::new(indexer_scores_scratch::<f32>(DIMS));
         indexer_scores(&mut scores, &input, DIMS, options, 0, 0..100, &scratch).unwrap();
@@ -409,6 +411,7 @@ fn the_distribution_of_a_block_sums_to_one_and_agrees_with_the_plain_twin() {
         v: &v,
         sinks: Some(&sinks),
         selected: None,
+        before: 0,
         cu_seqlens: &a.cu_seqlens,
     };
     let mut o = vec![0.0; 300 * 12];
@@ -431,7 +434,7 @@ fn bad_shapes_are_errors_that_name_the_argument() {
     let scratch = Scratch::new(0);
     let run = |q: usize, topk: usize, selected: usize, cu: &[usize]| {
         let (q, k, w) = (vec![0f32; q], vec![0f32; 16], vec![0f32; 8]);
-        let input = Input { q: &q, k: &k, w: &w, cu_seqlens: cu };
+        let input = Input { q: &q, k: &k, w: &w, before: 0, cu_seqlens: cu };
         let mut selected = vec![0; selected];
         indexer_topk(&mut selected, &input, DIMS, &LOSS, topk, &scratch).map_err(|e| e.to_string())
     };
@@ -447,4 +450,81 @@ fn bad_shapes_are_errors_that_name_the_argument() {
     assert_eq!(decode(64, 16, 1).unwrap_err(), "the cache must include the 2 new tokens, but has only 1");
     assert_eq!(decode(64, 16, 3).unwrap_err(), "cache length must be at most its capacity of 2, got 3");
     assert_eq!(decode(64, 16, 2), Ok(()));
+}
+
+/// The later queries of the first sequence, with all its keys, against the reference of the whole one.
+fn check_before(lengths: &[usize], before: usize, top: Option<usize>, seed: u64) {
+    let dims = Dims { heads: 3, dim: 7 };
+    let served = attention::Dims { heads: 4, kv_heads: 2, head_dim: 5, value_dim: 3 };
+    let (options, served_options) =
+        (Options { loss_scale: 0.7, ..Options::default() }, attention::Options::default());
+    let (r, mut a) = (build(dims, lengths, seed), build_attention(served, lengths, seed));
+    let cu_seqlens: Vec<usize> = r.cu_seqlens.iter().map(|end| end.saturating_sub(before)).collect();
+    let (q, k, w) = (cast::<f32>(&r.q), cast::<f32>(&r.k), cast::<f32>(&r.w));
+    let input = Input {
+        q: &q[before * dims.heads * dims.dim..],
+        k: &k,
+        w: &w[before * dims.heads..],
+        before,
+        cu_seqlens: &cu_seqlens,
+    };
+    let (keys, queries) = (*r.cu_seqlens.last().unwrap(), *cu_seqlens.last().unwrap());
+    let scratch = Scratch::new(0);
+    if let Some(top) = top {
+        let mut selected = vec![7; queries * top];
+        indexer_topk(&mut selected, &input, dims, &options, top, &scratch).unwrap();
+        let whole = r.topk(dims, &options, top);
+        assert_eq!(selected, whole[before * top..], "{lengths:?} from {before}");
+        a.selected = Some((whole, top));
+    }
+    // Queries before have no distribution: they add nothing.
+    let mut targets = distributions(&a, served, &served_options);
+    targets[..before].iter_mut().for_each(Vec::clear);
+    let mut expected = r.run(dims, &options, &targets);
+    let share = keys as f64 / queries.max(1) as f64;
+    expected.loss *= share;
+    for x in [&mut expected.dq, &mut expected.dk, &mut expected.dw] {
+        x.iter_mut().for_each(|x| *x *= share);
+    }
+    let (aq, ak) = (cast::<f32>(&a.q), cast::<f32>(&a.k));
+    let av = cast::<f32>(&a.v);
+    let attended = attention::Input {
+        q: &aq[before * served.heads * served.head_dim..],
+        k: &ak,
+        v: &av,
+        sinks: None,
+        selected: a
+            .selected
+            .as_ref()
+            .map(|(keys, topk)| Selected { keys: &keys[before * topk..], topk: *topk }),
+        before,
+        cu_seqlens: &cu_seqlens,
+    };
+    let (mut o, mut saved) =
+        (vec![0.0; queries * served.heads * served.value_dim], attention::Saved::default());
+    attention_forward(&mut o, Some(&mut saved), &attended, served, &served_options, &scratch).unwrap();
+    let target = Target { input: &attended, saved: &saved, dims: served, options: &served_options };
+    let nan = |n: usize| vec![f32::NAN; n];
+    let (mut dq, mut dk, mut dw) = (nan(input.q.len()), nan(k.len()), nan(input.w.len()));
+    let grads = Grads { dq: &mut dq, dk: &mut dk, dw: &mut dw };
+    let mut buffer = nan(indexer_loss_workspace(dims, keys));
+    let loss = indexer_loss(Some(grads), &input, &target, dims, &options, &mut buffer, &scratch).unwrap();
+    let pad = |x: &[f32], width: usize| [vec![0.0; before * width], wide(x)].concat();
+    let got = Results {
+        loss: loss as f64,
+        dq: pad(&dq, dims.heads * dims.dim),
+        dk: wide(&dk),
+        dw: pad(&dw, dims.heads),
+    };
+    compare(&got, &expected, 1e-5, &format!("{lengths:?} from {before}, {top:?}"));
+}
+
+#[test]
+fn later_queries_with_earlier_keys_agree_with_the_plain_twin() {
+    for top in [None, Some(5), Some(40)] {
+        for before in [0, 1, 31, 32, 33, 60] {
+            check_before(&[61, 3, 1], before, top, 11);
+        }
+        check_before(&[600], 299, top, 12);
+    }
 }

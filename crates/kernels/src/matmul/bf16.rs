@@ -312,7 +312,7 @@ mod x86 {
     /// `ROWS` rows from row i on, strip by strip; returns `ROWS`.
     ///
     /// # Safety
-    /// As for [`strips`]; the tile has these rows.
+    /// The caller's guarantee is that of [`strips`]; the tile has these rows.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn across<const BY_ROW: bool, const ROWS: usize>(
@@ -342,7 +342,7 @@ mod x86 {
     /// `ROWS` rows of `WIDE` vectors, the last of which may be partly outside.
     ///
     /// # Safety
-    /// As for [`strips`].
+    /// The caller's guarantee is that of [`strips`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn registers<const BY_ROW: bool, const ROWS: usize, const WIDE: usize>(
@@ -513,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_reaches_its_row_and_its_column_alone() {
+    fn non_finite_values_reach_only_their_row_and_column() {
         for (value, layout) in
             [(f32::INFINITY, true), (f32::NAN, true), (f32::NEG_INFINITY, false), (f32::NAN, false)]
         {

@@ -186,7 +186,7 @@ impl Tile<'_> {
     /// `M` rows of all the columns; returns `M`.
     ///
     /// # Safety
-    /// As for [`blocks`].
+    /// The caller's guarantee is that of [`blocks`].
     #[inline(always)]
     unsafe fn across<V: Lanes, const M: usize>(&self, columns: usize) -> usize {
         let mut j = 0;
@@ -212,7 +212,7 @@ impl Tile<'_> {
     /// `M` rows of `W` vectors at column j; a single vector that is not `FULL` has `width` lanes.
     ///
     /// # Safety
-    /// As for [`blocks`].
+    /// The caller's guarantee is that of [`blocks`].
     #[inline(always)]
     unsafe fn fill<V: Lanes, const M: usize, const W: usize, const FULL: bool>(
         &self,

@@ -41,10 +41,41 @@ impl Balance {
         Ok(())
     }
 
+    /// Adds other sums over the same experts, such as those of another part of the batch.
+    pub fn merge(&mut self, other: &Balance) -> Result {
+        check(other.chosen.len() == self.chosen.len(), || {
+            format!("sums must be over {} experts, got {}", self.chosen.len(), other.chosen.len())
+        })?;
+        self.rows += other.rows;
+        self.chosen.iter_mut().zip(&other.chosen).for_each(|(sum, chosen)| *sum += chosen);
+        self.probability.iter_mut().zip(&other.probability).for_each(|(sum, p)| *sum += p);
+        Ok(())
+    }
+
+    /// All sums as numbers, for [`Balance::from_values`]: 1 + 2 E of them.
+    pub fn to_values(&self) -> Vec<f64> {
+        let chosen = self.chosen.iter().map(|count| *count as f64);
+        std::iter::once(self.rows as f64).chain(chosen).chain(self.probability.iter().copied()).collect()
+    }
+
+    /// Sums from the numbers of [`Balance::to_values`]; counts below 2^53 are exact.
+    pub fn from_values(values: &[f64]) -> Result<Balance> {
+        check(values.len() % 2 == 1, || format!("number of values must be odd, got {}", values.len()))?;
+        let (chosen, probability) = values[1..].split_at(values.len() / 2);
+        let chosen = chosen.iter().map(|count| *count as u64).collect();
+        Ok(Balance { rows: values[0] as usize, chosen, probability: probability.to_vec() })
+    }
+
     /// Loss E sum_e f_e P_e; 0 without tokens.
     pub fn loss(&self) -> f64 {
+        self.loss_of(self)
+    }
+
+    /// Part of the loss that the tokens of `part` contribute, which are among those of these sums: f_e is
+    /// that of all tokens, P_e the part's share of the mean. The parts of a batch add up to its loss.
+    pub fn loss_of(&self, part: &Balance) -> f64 {
         let rows = self.rows.max(1) as f64;
-        let products = self.chosen.iter().zip(&self.probability).map(|(f, p)| *f as f64 / rows * p / rows);
+        let products = self.chosen.iter().zip(&part.probability).map(|(f, p)| *f as f64 / rows * p / rows);
         self.chosen.len() as f64 * products.sum::<f64>()
     }
 

@@ -356,6 +356,28 @@ fn routes_weights_and_their_gradients_are_those_of_transformers() {
 }
 
 #[test]
+fn the_balance_of_parts_is_that_of_all_tokens() {
+    let dims = Dims { experts: 5, top_k: 2, hidden: 1, intermediate: 1 };
+    let logits: Vec<f32> = (0..9 * 5).map(|i| ((i * 37) % 23) as f32 * 0.2 - 2.0).collect();
+    let routing =
+        |logits: &[f32]| route_forward(logits, None, &Router::Softmax { normalize: true }, dims).unwrap();
+    let sums = |logits: &[f32]| {
+        let mut sums = Balance::new(5);
+        sums.add(logits, &routing(logits), dims).unwrap();
+        sums
+    };
+    let whole = sums(&logits);
+    let parts = [sums(&logits[..4 * 5]), sums(&logits[4 * 5..])];
+    let mut merged = Balance::from_values(&parts[0].to_values()).unwrap();
+    assert_eq!(merged, parts[0]);
+    merged.merge(&parts[1]).unwrap();
+    let close = |a: f64, b: f64| (a - b).abs() < 1e-12 * b.abs();
+    assert!(close(merged.loss(), whole.loss()));
+    assert!(close(merged.loss_of(&parts[0]) + merged.loss_of(&parts[1]), whole.loss()));
+    assert!(merged.merge(&Balance::new(4)).is_err() && Balance::from_values(&[]).is_err());
+}
+
+#[test]
 fn the_balance_of_two_layers_and_its_gradient_are_those_of_transformers() {
     let (tensor, settings) = golden("balance");
     let dims = Dims { experts: 16, top_k: settings["top_k"].parse().unwrap(), hidden: 1, intermediate: 1 };

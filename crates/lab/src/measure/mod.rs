@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_counted_and_not_lost() {
+    fn non_finite_values_are_counted() {
         let found = difference(&[1.0, f64::NAN, 3.0], &[1.0, 2.0, 3.0]);
         assert_eq!(found.not_finite, 1);
         assert!(found.max_abs.is_nan() && found.error.is_nan());

@@ -118,7 +118,7 @@ fn caption(drawn: &[&Run], floor: Option<&Run>, left_out: usize, measure: &Measu
     let (up, down) = (number(|ratio| ratio > GROWS), number(|ratio| ratio < 1.0 / GROWS));
     let all = (grown.len() > 1).then(|| {
         let drawn = grown.len();
-        format!("{up} of {drawn} curves rise by more than half, {down} fall by more than a third")
+        format!("of {drawn} curves, {up} grew by more than half and {down} shrank by more than a third")
     });
     let left_out =
         (left_out > 0).then(|| format!("{} with smaller errors not drawn", plural(left_out, "more run")));

@@ -32,7 +32,7 @@ fn every_section_is_there_in_its_order() {
 }
 
 #[test]
-fn what_was_not_measured_has_no_section() {
+fn a_page_has_no_section_without_measurements() {
     let empty = html(&Findings::default());
     assert!(!body(&empty).contains("<h2") && empty.contains("No policy was run"));
     let bare = Run { name: "bf16".into(), ..Run::default() };

@@ -65,6 +65,24 @@ impl Model {
         Ok(self.params.adapters.iter().flatten().count())
     }
 
+    /// Gives every module that `targets` selects an adapter without values, for plans. Fails like
+    /// [`Model::add_adapters`].
+    pub fn outline_adapters(&mut self, targets: &dyn Fn(&str) -> bool, rank: usize) -> Result {
+        self.check_targets(targets)?;
+        let adapter = || Adapter { a: Vec::new(), b: Vec::new(), rank, scale: 1.0 };
+        let wanted = |spec: &Spec| self.refusal(spec).is_none() && targets(&self.module(spec));
+        self.params.adapters = self.specs.weights.iter().map(|spec| wanted(spec).then(adapter)).collect();
+        Ok(())
+    }
+
+    /// Bytes of the values of all adapters, also of those without values.
+    pub fn adapter_bytes(&self) -> usize {
+        let one = |(low, spec): (&Option<Adapter>, &Spec)| {
+            low.as_ref().map_or(0, |low| 4 * low.rank * (spec.shape[0] + spec.shape[1]))
+        };
+        self.params.adapters.iter().zip(&self.specs.weights).map(one).sum()
+    }
+
     /// Removes the adapters without merging them.
     pub fn drop_adapters(&mut self) {
         self.params.adapters.clear();

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_peft_writes_for_plain_lora_is_read() {
+    fn plain_lora_settings_of_peft_are_read() {
         // LoraConfig().to_dict() of PEFT 0.21.
         let written = json!({
             "task_type": "CAUSAL_LM", "peft_type": "LORA", "auto_mapping": null, "peft_version": "0.21.2",

@@ -6,9 +6,15 @@
 //! ```
 //! A layer may use the k and v of an earlier layer; their gradients are then added to those of that layer,
 //! whose backward runs later.
+//!
+//! If the batch is divided over ranks, the queries see the keys and values of their sequence on earlier ranks
+//! too. With a sliding window those inside it are gathered for the kernel and dropped after it; backward
+//! gathers them again and returns their gradients. Without one the ranks divide the heads (heads.rs).
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
+use ballast_cluster::Kind;
 use ballast_kernels::Element;
 use ballast_kernels::attention::{self as kernel, Cache as KernelCache};
 use ballast_kernels::elementwise::{accumulate, convert};
@@ -16,9 +22,12 @@ use ballast_kernels::glu::{Activation, glu_backward, glu_forward};
 use ballast_kernels::norm::Saved as NormSaved;
 use ballast_kernels::rotary::{Heads, rotary_backward, rotary_forward};
 
+use super::heads::{self, Inputs};
 use super::layer::Links;
 use super::{Keep, Linear, Norm, bytes_of};
+use crate::batch::Sequences;
 use crate::config::{Attention as Shape, Config, Values};
+use crate::context::{Context, Rows, Sent};
 use crate::error::Result;
 use crate::params::{Grads, Specs};
 use crate::precision::Precision;
@@ -51,6 +60,15 @@ struct KeyValueLayers {
 pub(crate) struct KeyValues<A> {
     pub(crate) k: Arc<Vec<A>>,
     pub(crate) v: Arc<Vec<A>>,
+}
+
+/// Keys and values that the queries of a rank see: those of earlier ranks, then its own.
+struct Visible<'a, A: Element> {
+    /// [before + tokens, kv_heads, hd]
+    k: Cow<'a, [A]>,
+    /// [before + tokens, kv_heads, hd]
+    v: Cow<'a, [A]>,
+    before: usize,
 }
 
 /// Activations that forward saves, in addition to x.
@@ -160,11 +178,17 @@ impl Attention {
                     links.kv[self.layer] = Some(kv.clone());
                 }
                 let kv = kv.as_ref().unwrap_or_else(|| links.source(self.shape.shared_from));
-                let input = self.input(run, &q, kv);
-                self.see_logits(run, &input)?;
                 let options = self.options(run.precision);
                 let to = keep.any().then_some(&mut saved.attention);
-                kernel::attention_forward(&mut o, to, &input, self.dims(), &options, run.scratch)?;
+                if let Some(context) = self.divides_heads(run) {
+                    let inputs = Inputs { q: &q, k: &kv.k, v: &kv.v };
+                    heads::forward(run, context, &mut o, to, inputs, self.dims(), &options)?;
+                } else {
+                    let visible = self.visible(run, kv)?;
+                    let input = self.input(run, &q, &visible);
+                    self.see_logits(run, &input)?;
+                    kernel::attention_forward(&mut o, to, &input, self.dims(), &options, run.scratch)?;
+                }
             }
         }
         run.see(layer, "self_attn.o", &o);
@@ -214,24 +238,26 @@ impl Attention {
         };
         run.see_gradient(layer, "self_attn.o", &d_o);
         let kv = saved.kv.as_ref().unwrap_or_else(|| links.source(self.shape.shared_from));
-        let (mut dq, mut dk, mut dv) = (zeros(saved.q.len()), zeros::<A>(kv.k.len()), zeros::<A>(kv.v.len()));
-        {
-            let input = self.input(run, &saved.q, kv);
-            let (dims, options) = (self.dims(), self.options(run.precision));
-            let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, run.tokens())];
-            let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
-            kernel::attention_backward(
-                to,
-                &d_o,
-                &saved.o,
-                &input,
-                &saved.attention,
-                dims,
-                &options,
-                &mut workspace,
-                run.scratch,
-            )?;
-        }
+        let (mut dq, dk, dv) = match &run.context {
+            None => self.attend_backward(run, &d_o, kv, &saved)?,
+            Some(context) if self.divides_heads(run).is_some() => {
+                let inputs = Inputs { q: &saved.q, k: &kv.k, v: &kv.v };
+                let (dims, options) = (self.dims(), self.options(run.precision));
+                heads::backward(run, context, &d_o, &saved.o, inputs, &saved.attention, dims, &options)?
+            }
+            Some(context) => {
+                let (dq, dk, dv) = self.attend_backward::<A, f32>(run, &d_o, kv, &saved)?;
+                let (width, limit) = (self.shape.kv_heads * self.shape.head_dim, self.earlier_keys());
+                let own = |mut all: Vec<f32>| -> Result<Vec<A>> {
+                    let (earlier, own) = all.split_at_mut(run.sequences().before(limit) * width);
+                    context.give_back(Kind::Attention, own, earlier, width, limit)?;
+                    let mut rounded = zeros(own.len());
+                    convert(&mut rounded, own)?;
+                    Ok(rounded)
+                };
+                (dq, own(dk)?, own(dv)?)
+            }
+        };
         drop(d_o);
         run.see_gradient(layer, "self_attn.q", &dq);
         run.see_gradient(layer, "self_attn.k", &dk);
@@ -264,8 +290,66 @@ impl Attention {
         }
     }
 
-    fn input<'a, A>(&self, run: &'a Run<'_>, q: &'a [A], kv: &'a KeyValues<A>) -> kernel::Input<'a, A> {
-        kernel::Input { q, k: &kv.k, v: &kv.v, sinks: None, selected: None, cu_seqlens: run.cu_seqlens() }
+    fn input<'a, A: Element>(
+        &self,
+        run: &'a Run<'_>,
+        q: &'a [A],
+        visible: &'a Visible<'_, A>,
+    ) -> kernel::Input<'a, A> {
+        let Visible { k, v, before } = visible;
+        kernel::Input { q, k, v, sinks: None, selected: None, before: *before, cu_seqlens: run.cu_seqlens() }
+    }
+
+    /// Returns the context if its ranks divide the heads.
+    fn divides_heads<'a>(&self, run: &'a Run<'_>) -> Option<&'a Context<'a>> {
+        run.context.as_ref().filter(|_| self.shape.window.is_none())
+    }
+
+    /// Most keys before the part that its queries see.
+    fn earlier_keys(&self) -> Option<usize> {
+        self.shape.window.map(|window| window.saturating_sub(1))
+    }
+
+    /// Adds the keys and values of earlier ranks.
+    fn visible<'a, A: Element>(&self, run: &Run<'_>, kv: &'a KeyValues<A>) -> Result<Visible<'a, A>> {
+        let Some(context) = &run.context else {
+            return Ok(Visible { k: Cow::Borrowed(&kv.k), v: Cow::Borrowed(&kv.v), before: 0 });
+        };
+        let (width, limit) = (self.shape.kv_heads * self.shape.head_dim, self.earlier_keys());
+        Ok(Visible {
+            k: context.with_earlier(Kind::Attention, &kv.k, width, limit)?,
+            v: context.with_earlier(Kind::Attention, &kv.v, width, limit)?,
+            before: run.sequences().before(limit),
+        })
+    }
+
+    /// Gradients of q, and of all visible keys and values.
+    fn attend_backward<A: Element, K: Element>(
+        &self,
+        run: &Run<'_>,
+        d_o: &[A],
+        kv: &KeyValues<A>,
+        saved: &Saved<A>,
+    ) -> Result<(Vec<A>, Vec<K>, Vec<K>)> {
+        let visible = self.visible(run, kv)?;
+        let (mut dq, mut dk, mut dv) = (zeros(saved.q.len()), zeros(visible.k.len()), zeros(visible.v.len()));
+        let input = self.input(run, &saved.q, &visible);
+        let (dims, options) = (self.dims(), self.options(run.precision));
+        let keys = visible.before + run.tokens();
+        let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, keys)];
+        let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
+        kernel::attention_backward(
+            to,
+            d_o,
+            &saved.o,
+            &input,
+            &saved.attention,
+            dims,
+            &options,
+            &mut workspace,
+            run.scratch,
+        )?;
+        Ok((dq, dk, dv))
     }
 
     fn heads(&self, heads: usize) -> Heads {
@@ -497,14 +581,37 @@ impl Attention {
     }
 
     /// Returns the temporary bytes of backward: gradients of o, the gate, q, k and v, the kernel's buffer,
-    /// and recomputed activations.
-    pub(crate) fn transient<A: Element>(&self, tokens: usize, keep: Keep) -> usize {
+    /// recomputed activations, and the keys and values of earlier ranks.
+    pub(crate) fn transient<A: Element>(&self, sequences: Sequences<'_>, keep: Keep) -> usize {
+        let tokens = sequences.tokens();
         let shape = &self.shape;
         let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let gated = if shape.gated { q } else { 0 };
         let recomputed = if keep == Keep::Everything || !shape.qk_norm { 0 } else { q + gated + 2 * kv };
-        let buffer = 4 * kernel::attention_backward_workspace::<A>(self.dims(), tokens);
-        buffer + tokens * (recomputed + gated + 2 * q + 2 * kv) * size_of::<A>()
+        let plain = tokens * (recomputed + gated + 2 * q + 2 * kv) * size_of::<A>();
+        if shape.window.is_none() && sequences.part.is_some() {
+            let local = 4 * kernel::attention_backward_workspace::<A>(self.dims(), tokens);
+            return plain + local.max(heads::transient::<A>(sequences, self.dims()));
+        }
+        let before = sequences.before(self.earlier_keys());
+        let keys = before + tokens;
+        let buffer = 4 * kernel::attention_backward_workspace::<A>(self.dims(), keys);
+        let gathered = if before > 0 { 2 * kv * keys * size_of::<A>() } else { 0 };
+        // The gradients of all keys in f32, if they are exchanged, beside the rounded ones.
+        let exchanged = if sequences.part.is_some() { 4 * 2 * kv * keys } else { 0 };
+        buffer + gathered + exchanged + plain
+    }
+
+    /// Returns the bytes that a rank sends.
+    pub(crate) fn sent<A: Element>(&self, sequences: Sequences<'_>, precision: &Precision) -> Sent {
+        let Some(part) = sequences.part else { return Sent::default() };
+        if self.shape.window.is_none() {
+            return heads::sent::<A>(sequences, self.dims(), &self.options(precision));
+        }
+        let (rows, row) =
+            (Rows::new(part, self.earlier_keys()), 2 * self.shape.kv_heads * self.shape.head_dim);
+        let forward = rows.later * row * size_of::<A>();
+        Sent { forward, backward: forward + 4 * rows.earlier * row }
     }
 
     pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {

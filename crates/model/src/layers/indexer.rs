@@ -5,10 +5,15 @@
 //! w = heads^-1/2 W_w x         in f32, W_w protected
 //! ```
 //! Scores, selection and loss are in the kernel [`ballast_kernels::indexer`]. The inputs are detached: the
-//! indexer sends no gradient to x or q_resid, and is trained only by its own loss.
+//! indexer sends no gradient to x or q_resid, and is trained only by its own loss. If the batch is divided
+//! over ranks, keys of the sequence on earlier ranks are gathered, so scores, selection and loss are those of
+//! one rank.
 
+use std::borrow::Cow;
+
+use ballast_cluster::Kind;
 use ballast_kernels::Element;
-use ballast_kernels::elementwise::{accumulate, scale};
+use ballast_kernels::elementwise::{accumulate, convert, scale};
 use ballast_kernels::indexer as kernel;
 use ballast_kernels::norm::{
     Saved as NormSaved, layer_norm_backward, layer_norm_backward_scratch, layer_norm_forward,
@@ -16,6 +21,7 @@ use ballast_kernels::norm::{
 use ballast_kernels::rotary::{Heads, rotary_backward, rotary_forward};
 
 use super::{Keep, Linear, bytes_of};
+use crate::batch::Sequences;
 use crate::config::{Config, LatentAttention as Shape};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
@@ -142,9 +148,11 @@ impl Indexer {
     pub(crate) fn select<A: Element>(&self, run: &Run<'_>, saved: &Saved<A>) -> Result<Vec<u32>> {
         let mut selected = vec![0; run.tokens() * self.topk];
         let options = self.options(run, 0.0);
+        let keys = self.visible(run, &saved.k)?;
+        self.see_scores(run, saved, &keys)?;
         kernel::indexer_topk(
             &mut selected,
-            &self.input(run, saved),
+            &self.input(run, saved, &keys),
             self.dims,
             &options,
             self.topk,
@@ -193,13 +201,22 @@ impl Indexer {
         if saved.k.is_empty() {
             saved.k = self.finish_keys(run, &saved.k_raw)?.0;
         }
-        let (mut dq, mut dk, mut dw) =
-            (zeros(saved.q.len()), zeros::<A>(saved.k.len()), zeros(saved.w.len()));
-        let mut workspace = vec![0.0; kernel::indexer_loss_workspace(self.dims, run.tokens())];
-        let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dw: &mut dw };
-        let (input, options) = (self.input(run, &saved), self.options(run, loss_scale));
-        let loss =
-            kernel::indexer_loss(Some(to), &input, target, self.dims, &options, &mut workspace, run.scratch)?;
+        let (mut dq, mut dw) = (zeros(saved.q.len()), zeros(saved.w.len()));
+        let (loss, mut dk) = match &run.context {
+            None => self.loss(run, &mut dq, &mut dw, target, &saved, loss_scale)?,
+            Some(context) => {
+                // The kernel divides by the rank's own tokens; the mean is over those of all ranks.
+                let sequences = run.sequences();
+                let share = sequences.tokens() as f64 / sequences.tokens_in_whole() as f64;
+                let scale = (loss_scale as f64 * share) as f32;
+                let (loss, mut all) = self.loss::<A, f32>(run, &mut dq, &mut dw, target, &saved, scale)?;
+                let (earlier, own) = all.split_at_mut(sequences.before(None) * self.dims.dim);
+                context.give_back(Kind::Attention, own, earlier, self.dims.dim, None)?;
+                let mut dk = zeros(own.len());
+                convert(&mut dk, own)?;
+                (loss, dk)
+            }
+        };
         run.see_gradient(Some(self.layer), "self_attn.indexer.q", &dq);
         run.see_gradient(Some(self.layer), "self_attn.indexer.k", &dk);
         run.see_gradient(Some(self.layer), "self_attn.indexer.w", &dw);
@@ -211,6 +228,35 @@ impl Indexer {
         let dk_raw = self.norm_backward(run, grads, &dk, &saved)?;
         self.k.backward_weight(run, grads, &dk_raw, x)?;
         Ok(loss)
+    }
+
+    /// Computes the loss and its gradients of q, w and all visible keys; returns the loss and the last.
+    fn loss<A: Element, K: Element>(
+        &self,
+        run: &Run<'_>,
+        dq: &mut [A],
+        dw: &mut [f32],
+        target: &kernel::Target<'_, A>,
+        saved: &Saved<A>,
+        loss_scale: f32,
+    ) -> Result<(f32, Vec<K>)> {
+        let keys = self.visible(run, &saved.k)?;
+        let (input, options) = (self.input(run, saved, &keys), self.options(run, loss_scale));
+        let mut dk = zeros(keys.len());
+        let mut workspace = vec![0.0; kernel::indexer_loss_workspace(self.dims, input.before + run.tokens())];
+        let to = kernel::Grads { dq, dk: &mut dk, dw };
+        let scratch = run.scratch;
+        let loss =
+            kernel::indexer_loss(Some(to), &input, target, self.dims, &options, &mut workspace, scratch)?;
+        Ok((loss, dk))
+    }
+
+    /// Keys [before + tokens, d] that the queries of this rank see: those of earlier ranks, then its own.
+    fn visible<'a, A: Element>(&self, run: &Run<'_>, k: &'a [A]) -> Result<Cow<'a, [A]>> {
+        match &run.context {
+            None => Ok(Cow::Borrowed(k)),
+            Some(context) => context.with_earlier(Kind::Attention, k, self.dims.dim, None),
+        }
     }
 
     fn norm_backward<A: Element>(
@@ -235,27 +281,28 @@ impl Indexer {
         Ok(dk_raw)
     }
 
-    /// Computes the scores of every sequence [tokens, tokens], 0 for future keys, if the probe wants them.
-    pub(crate) fn see_scores<A: Element>(&self, run: &Run<'_>, saved: &Saved<A>) -> Result {
+    /// Computes the scores of every sequence [queries, keys], 0 for future keys, if the probe wants them.
+    pub(crate) fn see_scores<A: Element>(&self, run: &Run<'_>, saved: &Saved<A>, keys: &[A]) -> Result {
         if !run.wanted(self.layer, "self_attn.indexer.scores") {
             return Ok(());
         }
-        let (input, options) = (self.input(run, saved), self.options(run, 0.0));
+        let (input, options) = (self.input(run, saved, keys), self.options(run, 0.0));
         let mut all = Vec::new();
         for (sequence, ends) in run.cu_seqlens().windows(2).enumerate() {
-            let tokens = ends[1] - ends[0];
-            let mut scores = vec![0.0; tokens * tokens];
+            let before = if sequence == 0 { input.before } else { 0 };
+            let tokens = before + ends[1] - ends[0];
+            let mut scores = vec![0.0; (ends[1] - ends[0]) * tokens];
             kernel::indexer_scores(
                 &mut scores,
                 &input,
                 self.dims,
                 &options,
                 sequence,
-                0..tokens,
+                before..tokens,
                 run.scratch,
             )?;
             for (t, row) in scores.chunks_mut(tokens.max(1)).enumerate() {
-                row[t + 1..].fill(0.0);
+                row[before + t + 1..].fill(0.0);
             }
             all.extend(scores);
         }
@@ -263,8 +310,15 @@ impl Indexer {
         Ok(())
     }
 
-    fn input<'a, A>(&self, run: &'a Run<'_>, saved: &'a Saved<A>) -> kernel::Input<'a, A> {
-        kernel::Input { q: &saved.q, k: &saved.k, w: &saved.w, cu_seqlens: run.cu_seqlens() }
+    /// Inputs of the kernel; `keys` are the visible keys.
+    fn input<'a, A: Element>(
+        &self,
+        run: &'a Run<'_>,
+        saved: &'a Saved<A>,
+        keys: &'a [A],
+    ) -> kernel::Input<'a, A> {
+        let before = (keys.len() - saved.k.len()) / self.dims.dim;
+        kernel::Input { q: &saved.q, k: keys, w: &saved.w, before, cu_seqlens: run.cu_seqlens() }
     }
 
     fn options(&self, run: &Run<'_>, loss_scale: f32) -> kernel::Options {
@@ -287,17 +341,24 @@ impl Indexer {
         tokens * ((heads + keys) * dim * size_of::<A>() + (heads + 2) * 4)
     }
 
-    /// Returns the temporary bytes of backward: gradients of q, k and w, and the kernel's buffer.
-    pub(crate) fn transient<A>(&self, tokens: usize) -> usize {
+    /// Returns the temporary bytes of backward: gradients of q, k and w, the kernel's buffer, and the keys of
+    /// earlier ranks.
+    pub(crate) fn transient<A>(&self, sequences: Sequences<'_>) -> usize {
         let kernel::Dims { heads, dim } = self.dims;
+        let (tokens, before) = (sequences.tokens(), sequences.before(None));
+        let keys = tokens + before;
+        let gathered = if before > 0 { keys * dim * size_of::<A>() } else { 0 };
+        // The gradients of all keys in f32, if they are exchanged.
+        let exchanged = if sequences.part.is_some() { 4 * keys * dim } else { 0 };
         let gradients = tokens * ((heads + 2) * dim * size_of::<A>() + 4 * heads);
-        gradients + 4 * kernel::indexer_loss_workspace(self.dims, tokens)
+        gradients + gathered + exchanged + 4 * kernel::indexer_loss_workspace(self.dims, keys)
     }
 
-    /// Returns the f32 elements that one slot of scratch needs, for sequences of at most `tokens` tokens.
+    /// Returns the f32 elements that one slot of scratch needs, for sequences of at most `longest` keys.
     pub(crate) fn scratch<A: Element>(
         &self,
         tokens: usize,
+        longest: usize,
         attention: ballast_kernels::attention::Dims,
     ) -> usize {
         [
@@ -305,9 +366,9 @@ impl Indexer {
             self.k.scratch(tokens),
             self.weights.scratch(tokens),
             layer_norm_backward_scratch(tokens, self.dims.dim),
-            kernel::indexer_topk_scratch::<A>(self.dims, tokens),
-            kernel::indexer_loss_scratch::<A>(self.dims, attention, tokens, None),
-            kernel::indexer_loss_scratch::<A>(self.dims, attention, tokens, Some(self.topk)),
+            kernel::indexer_topk_scratch::<A>(self.dims, longest),
+            kernel::indexer_loss_scratch::<A>(self.dims, attention, longest, None),
+            kernel::indexer_loss_scratch::<A>(self.dims, attention, longest, Some(self.topk)),
         ]
         .into_iter()
         .max()

@@ -10,11 +10,19 @@
 //! query attends to all earlier keys and no scores are computed. The dense stage of the indexer's training
 //! has no selection.
 //!
+//! If the batch is divided over ranks, norm(c) and the rotated k_rope of the sequence's tokens on earlier
+//! ranks are gathered and expanded here, which is less to send than k and v by the same factor as below; the
+//! gradients that are returned are those of norm(c) and k_rope, in f32. W_kvb gets its gradient where the
+//! keys were used. The indexer's keys are gathered too, so the selection is that of one rank.
+//!
 //! Decoding caches k and v, not c: the kernel reads keys in place, and with c every step would multiply all
 //! cached tokens by W_kvb again. This costs memory: heads (nope + rope + v) elements per token instead of the
 //! kv_rank + rope of c and k_rope. In the released shape that is 40960 instead of 576, or 80 KiB per token
 //! and layer in bf16.
 
+use std::borrow::Cow;
+
+use ballast_cluster::Kind;
 use ballast_kernels::Element;
 use ballast_kernels::attention::{self as kernel, Cache as KernelCache, Selected};
 use ballast_kernels::elementwise::convert;
@@ -24,7 +32,9 @@ use ballast_kernels::rotary::{Heads, rotary_backward, rotary_forward};
 
 use super::indexer::{self, Indexer};
 use super::{Keep, Linear, Norm, bytes_of};
+use crate::batch::Sequences;
 use crate::config::{Config, LatentAttention as Shape};
+use crate::context::{Rows, Sent};
 use crate::error::Result;
 use crate::model::IndexerStage;
 use crate::params::{Grads, Specs};
@@ -91,6 +101,17 @@ impl<A> Saved<A> {
             + self.attention.bytes()
             + self.indexer.bytes()
     }
+}
+
+/// Keys and values that the queries of a rank see: those of earlier ranks, then its own.
+struct Visible<'a, A: Element> {
+    /// norm(c) of earlier ranks: [before, kv_rank]
+    kv_normed: Vec<A>,
+    /// [before + tokens, heads, nope + rope]
+    k: Cow<'a, [A]>,
+    /// [before + tokens, heads, vd]
+    v: Cow<'a, [A]>,
+    before: usize,
 }
 
 /// Cache of one sequence in decoding.
@@ -176,7 +197,8 @@ impl LatentAttention {
             Some(caches) => self.decode(run, &mut o, &q, &k, &v, x, &q_resid, caches)?,
             None => {
                 (saved.selected, saved.indexer) = self.select(run, x, &q_resid, keep)?;
-                let input = self.input(run, &q, &k, &v, &saved.selected);
+                let visible = self.visible(run, &kv_normed, &k_rope, &k, &v)?;
+                let input = self.input(run, &q, &visible, &saved.selected);
                 self.see_logits(run, &input)?;
                 let options = self.options(run.precision);
                 let to = keep.any().then_some(&mut saved.attention);
@@ -211,14 +233,18 @@ impl LatentAttention {
             saved.q_resid = self.q_norm.forward(run, &saved.q_low)?.0;
             saved.kv_normed = self.kv_norm.forward(run, &saved.kv_low)?.0;
         }
-        self.train_indexer(run, grads, x, &mut saved)?;
+        let kept = std::mem::take(&mut saved.indexer);
+        let k_rope = if run.context.is_some() { self.shared_rope(&saved.k) } else { Vec::new() };
+        let visible = self.visible(run, &saved.kv_normed, &k_rope, &saved.k, &saved.v)?;
+        self.train_indexer(run, grads, x, &saved, &visible, kept)?;
         let d_o = self.out.backward_alone(run, grads, dy, &saved.o)?;
         run.see_gradient(layer, "self_attn.o", &d_o);
-        let (mut dq, mut dk, mut dv) = (zeros(saved.q.len()), zeros(saved.k.len()), zeros(saved.v.len()));
+        let (mut dq, mut dk, mut dv) = (zeros(saved.q.len()), zeros(visible.k.len()), zeros(visible.v.len()));
         {
-            let input = self.input(run, &saved.q, &saved.k, &saved.v, &saved.selected);
+            let input = self.input(run, &saved.q, &visible, &saved.selected);
             let (dims, options) = (self.dims(), self.options(run.precision));
-            let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, run.tokens())];
+            let keys = visible.before + run.tokens();
+            let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, keys)];
             let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
             kernel::attention_backward(
                 to,
@@ -233,9 +259,10 @@ impl LatentAttention {
             )?;
         }
         drop(d_o);
+        let Visible { kv_normed, before, .. } = visible;
         run.see_gradient(layer, "self_attn.q", &dq);
-        run.see_gradient(layer, "self_attn.k", &dk);
-        run.see_gradient(layer, "self_attn.v", &dv);
+        run.see_gradient(layer, "self_attn.k", &dk[before * (dk.len() / (before + run.tokens()).max(1))..]);
+        run.see_gradient(layer, "self_attn.v", &dv[before * (dv.len() / (before + run.tokens()).max(1))..]);
         rotary_backward(&mut dq, &run.tables[self.table], self.query_heads())?;
         let dq_resid = self.q_b.backward_alone(run, grads, &dq, &saved.q_resid)?;
         let dq_low = self.q_norm.backward(run, grads, &dq_resid, &saved.q_low, &saved.q_norm)?;
@@ -243,8 +270,11 @@ impl LatentAttention {
         drop((dq, dq_resid, dq_low));
         let (dkv, mut dk_rope) = self.gather(&dk, &dv);
         drop((dk, dv));
+        let dkv_normed = match &run.context {
+            None => self.kv_b.backward_alone(run, grads, &dkv, &saved.kv_normed)?,
+            Some(_) => self.expand_backward(run, grads, &dkv, &mut dk_rope, kv_normed, &saved.kv_normed)?,
+        };
         rotary_backward(&mut dk_rope, &run.tables[self.table], self.shared_key())?;
-        let dkv_normed = self.kv_b.backward_alone(run, grads, &dkv, &saved.kv_normed)?;
         let dkv_low = self.kv_norm.backward(run, grads, &dkv_normed, &saved.kv_low, &saved.kv_norm)?;
         let d_low = self.join_low(&dkv_low, &dk_rope)?;
         self.kv_a.backward(run, grads, dx, &d_low, x)
@@ -260,13 +290,19 @@ impl LatentAttention {
         keep: Keep,
     ) -> Result<(Vec<u32>, indexer::Saved<A>)> {
         let dense = run.indexer.as_ref().is_some_and(|training| training.loss.stage == IndexerStage::Dense);
-        let selects = !dense && self.selects(run.cu_seqlens());
+        // All ranks of a context decide alike, because they exchange keys.
+        let selects = !dense && self.selects(run.sequences().whole());
         if !selects && run.indexer.is_none() && run.probe.is_none() {
             return Ok((Vec::new(), indexer::Saved::default()));
         }
         let indexer = self.indexer.forward(run, x, q_resid, true)?;
-        self.indexer.see_scores(run, &indexer)?;
-        let selected = if selects { self.indexer.select(run, &indexer)? } else { Vec::new() };
+        let selected = if selects {
+            self.indexer.select(run, &indexer)?
+        } else {
+            // No keys are exchanged for a probe, which one rank alone may have.
+            self.indexer.see_scores(run, &indexer, &indexer.k)?;
+            Vec::new()
+        };
         let kept = run.indexer.is_some() && keep.any();
         Ok((selected, if kept { indexer.kept(keep) } else { indexer::Saved::default() }))
     }
@@ -282,11 +318,12 @@ impl LatentAttention {
         run: &Run<'_>,
         grads: &mut Grads,
         x: &[A],
-        saved: &mut Saved<A>,
+        saved: &Saved<A>,
+        visible: &Visible<'_, A>,
+        kept: indexer::Saved<A>,
     ) -> Result {
         let Some(training) = &run.indexer else { return Ok(()) };
-        let kept = std::mem::take(&mut saved.indexer);
-        let input = self.input(run, &saved.q, &saved.k, &saved.v, &saved.selected);
+        let input = self.input(run, &saved.q, visible, &saved.selected);
         let options = self.options(run.precision);
         let target = Target { input: &input, saved: &saved.attention, dims: self.dims(), options: &options };
         let loss =
@@ -353,16 +390,77 @@ impl LatentAttention {
         }
     }
 
-    fn input<'a, A>(
+    fn input<'a, A: Element>(
         &self,
         run: &'a Run<'_>,
         q: &'a [A],
-        k: &'a [A],
-        v: &'a [A],
+        visible: &'a Visible<'_, A>,
         selected: &'a [u32],
     ) -> kernel::Input<'a, A> {
-        let selected = self.selected(selected);
-        kernel::Input { q, k, v, sinks: None, selected, cu_seqlens: run.cu_seqlens() }
+        let (Visible { k, v, before, .. }, selected) = (visible, self.selected(selected));
+        kernel::Input { q, k, v, sinks: None, selected, before: *before, cu_seqlens: run.cu_seqlens() }
+    }
+
+    /// Adds the keys and values of earlier ranks, expanded from their norm(c) and rotated k_rope; the
+    /// arguments are the rank's own.
+    fn visible<'a, A: Element>(
+        &self,
+        run: &Run<'_>,
+        kv_normed: &[A],
+        k_rope: &[A],
+        k: &'a [A],
+        v: &'a [A],
+    ) -> Result<Visible<'a, A>> {
+        let own = Visible { kv_normed: Vec::new(), k: Cow::Borrowed(k), v: Cow::Borrowed(v), before: 0 };
+        let Some(context) = &run.context else { return Ok(own) };
+        let kv_normed = context.earlier(Kind::Attention, kv_normed, self.shape.kv_rank, None)?;
+        let k_rope = context.earlier(Kind::Attention, k_rope, self.shape.rope_dim, None)?;
+        if kv_normed.is_empty() {
+            return Ok(own);
+        }
+        let (mut all_k, mut all_v) = self.expand(self.kv_b.forward(run, &kv_normed)?, &k_rope);
+        all_k.extend_from_slice(k);
+        all_v.extend_from_slice(v);
+        let before = run.sequences().before(None);
+        Ok(Visible { kv_normed, k: Cow::Owned(all_k), v: Cow::Owned(all_v), before })
+    }
+
+    /// The rotated k_rope of k, which all heads share.
+    fn shared_rope<A: Element>(&self, k: &[A]) -> Vec<A> {
+        let Shape { heads, nope_dim, rope_dim, .. } = self.shape;
+        let rows = k.chunks_exact(heads * (nope_dim + rope_dim));
+        rows.flat_map(|row| &row[nope_dim..nope_dim + rope_dim]).copied().collect()
+    }
+
+    /// Backward of the expansion of all visible keys: returns the gradient of the rank's own norm(c) [tokens,
+    /// kv_rank] and leaves that of its own k_rope in `dk_rope`. `earlier` is the norm(c) of earlier ranks,
+    /// which get their gradients.
+    fn expand_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        dkv: &[A],
+        dk_rope: &mut Vec<f32>,
+        earlier: Vec<A>,
+        own: &[A],
+    ) -> Result<Vec<A>> {
+        let Shape { kv_rank, rope_dim, .. } = self.shape;
+        let before = earlier.len() / kv_rank;
+        let mut all = earlier;
+        all.extend_from_slice(own);
+        let mut d_all = vec![0.0; all.len()];
+        self.kv_b.backward(run, grads, &mut d_all, dkv, &all)?;
+        drop(all);
+        let mut d_own = d_all.split_off(before * kv_rank);
+        let mut d_own_rope = dk_rope.split_off(before * rope_dim);
+        if let Some(context) = &run.context {
+            context.give_back(Kind::Attention, &mut d_own, &d_all, kv_rank, None)?;
+            context.give_back(Kind::Attention, &mut d_own_rope, dk_rope, rope_dim, None)?;
+        }
+        *dk_rope = d_own_rope;
+        let mut rounded = zeros(d_own.len());
+        convert(&mut rounded, &d_own)?;
+        Ok(rounded)
     }
 
     fn selected<'a>(&self, keys: &'a [u32]) -> Option<Selected<'a>> {
@@ -448,7 +546,7 @@ impl LatentAttention {
     /// training, if any.
     pub(crate) fn saved_bytes<A>(
         &self,
-        cu_seqlens: &[usize],
+        sequences: Sequences<'_>,
         keep: Keep,
         precision: &Precision,
         stage: Option<IndexerStage>,
@@ -456,11 +554,11 @@ impl LatentAttention {
         if !keep.any() {
             return 0;
         }
-        let (tokens, dims, shape) = (cu_seqlens[cu_seqlens.len() - 1], self.dims(), &self.shape);
+        let (tokens, dims, shape) = (sequences.tokens(), self.dims(), &self.shape);
         let low = shape.q_rank + shape.kv_rank;
         let lows = if keep == Keep::Everything { 2 * low } else { low };
         let elements = lows + 2 * dims.heads * (dims.head_dim + dims.value_dim);
-        let selects = stage != Some(IndexerStage::Dense) && self.selects(cu_seqlens);
+        let selects = stage != Some(IndexerStage::Dense) && self.selects(sequences.whole());
         let selected = if selects { shape.index_topk } else { 0 };
         let indexer = stage.map_or(0, |_| self.indexer.saved_bytes::<A>(tokens, keep));
         tokens * (elements * size_of::<A>() + 4 * (2 + selected))
@@ -469,22 +567,41 @@ impl LatentAttention {
     }
 
     /// Returns the temporary bytes of backward: gradients of o, q, k and v, the larger of the attention's and
-    /// the indexer's buffers, and recomputed activations.
+    /// the indexer's buffers, recomputed activations, and all that is expanded for earlier ranks' keys.
     pub(crate) fn transient<A: Element>(
         &self,
-        tokens: usize,
+        sequences: Sequences<'_>,
         keep: Keep,
         stage: Option<IndexerStage>,
     ) -> usize {
+        let (tokens, before) = (sequences.tokens(), sequences.before(None));
+        let keys = tokens + before;
         let (dims, shape) = (self.dims(), &self.shape);
         let recomputed = if keep == Keep::Everything { 0 } else { shape.q_rank + shape.kv_rank };
         let elements = recomputed + 2 * dims.heads * (dims.head_dim + dims.value_dim);
-        let buffer = 4 * kernel::attention_backward_workspace::<A>(dims, tokens);
-        let indexer = stage.map_or(0, |_| self.indexer.transient::<A>(tokens));
-        tokens * elements * size_of::<A>() + buffer.max(indexer)
+        let buffer = 4 * kernel::attention_backward_workspace::<A>(dims, keys);
+        let indexer = stage.map_or(0, |_| self.indexer.transient::<A>(sequences));
+        // k and v of all keys, gradients of the earlier ones, and the earlier latent rows
+        let expanded = dims.heads * (dims.head_dim + dims.value_dim);
+        let gathered = if before > 0 { (keys + before) * expanded + before * shape.kv_rank } else { 0 };
+        (tokens * elements + gathered) * size_of::<A>() + buffer.max(indexer)
     }
 
-    pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {
+    /// Returns the bytes that a rank sends; `stage` is the stage of the indexer's training, if any.
+    pub(crate) fn sent<A: Element>(&self, sequences: Sequences<'_>, stage: Option<IndexerStage>) -> Sent {
+        let Some(part) = sequences.part else { return Sent::default() };
+        let (rows, shape) = (Rows::new(part, None), &self.shape);
+        let latent = shape.kv_rank + shape.rope_dim;
+        let selects = stage != Some(IndexerStage::Dense) && self.selects(sequences.whole());
+        let selection = if selects { shape.index_dim } else { 0 };
+        let training = stage.map_or(0, |_| shape.index_dim);
+        Sent {
+            forward: rows.later * (latent + selection) * size_of::<A>(),
+            backward: (rows.later * size_of::<A>() + 4 * rows.earlier) * (latent + training),
+        }
+    }
+
+    pub(crate) fn scratch<A: Element>(&self, tokens: usize, before: usize) -> usize {
         let (dims, topk) = (self.dims(), Some(self.shape.index_topk));
         let linears = [&self.q_a, &self.q_b, &self.kv_a, &self.kv_b, &self.out];
         linears
@@ -495,7 +612,8 @@ impl LatentAttention {
                 self.kv_norm.scratch(tokens),
                 kernel::attention_forward_scratch::<A>(dims, topk),
                 kernel::attention_backward_scratch::<A>(dims, topk),
-                self.indexer.scratch::<A>(tokens, dims),
+                self.kv_b.scratch(tokens + before),
+                self.indexer.scratch::<A>(tokens, tokens + before, dims),
             ])
             .max()
             .unwrap_or(0)

@@ -6,6 +6,7 @@
 //! Gemma 4:  x = x + after(W_p (gelu(W_g x) * per-layer input)),  then  x = s x
 //! ```
 
+use ballast_cluster::Kind;
 use ballast_kernels::Element;
 use ballast_kernels::elementwise::{accumulate, accumulate_rounded, convert, round, scale};
 use ballast_kernels::norm::Saved as NormSaved;
@@ -17,7 +18,9 @@ use super::linear_attention::{self, LinearAttention};
 use super::per_layer_input::{self, PerLayerInput};
 use super::residual::{Stream, narrowed};
 use super::{Keep, Norm, bytes_of};
+use crate::batch::Sequences;
 use crate::config::{Config, Mixer as MixerShape};
+use crate::context::Sent;
 use crate::error::Result;
 use crate::model::IndexerStage;
 use crate::params::{Grads, Id, Init, Specs, Weight};
@@ -367,20 +370,20 @@ impl Layer {
         &self,
         config: &Config,
         precision: &Precision,
-        cu_seqlens: &[usize],
+        sequences: Sequences<'_>,
         keep: Keep,
         stage: Option<IndexerStage>,
     ) -> usize {
         if !keep.any() {
             return 0;
         }
-        let tokens = cu_seqlens[cu_seqlens.len() - 1];
+        let tokens = sequences.tokens();
         let (tensor, rstd) = (tokens * config.hidden * size_of::<A>(), 4 * tokens);
         let stream = tokens * config.hidden * Stream::element_bytes(precision.site(Site::Residual));
         let mixer = match &self.mixer {
-            Mixer::Linear(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision.site(Site::L2Norm)),
+            Mixer::Linear(mixer) => mixer.saved_bytes::<A>(sequences, keep, precision.site(Site::L2Norm)),
             Mixer::Softmax(mixer) => mixer.saved_bytes::<A>(tokens, keep, precision),
-            Mixer::Latent(mixer) => mixer.saved_bytes::<A>(cu_seqlens, keep, precision, stage),
+            Mixer::Latent(mixer) => mixer.saved_bytes::<A>(sequences, keep, precision, stage),
         };
         let per_layer_input = self
             .per_layer_input
@@ -404,16 +407,17 @@ impl Layer {
         &self,
         config: &Config,
         precision: &Precision,
-        tokens: usize,
+        sequences: Sequences<'_>,
         keep: Keep,
         stage: Option<IndexerStage>,
     ) -> usize {
+        let tokens = sequences.tokens();
         let (tensor, wide) = (tokens * config.hidden * size_of::<A>(), 4 * tokens * config.hidden);
         let normed = if keep == Keep::Everything { 0 } else { tensor };
         let mixer = match &self.mixer {
             Mixer::Linear(mixer) => mixer.transient::<A>(tokens, keep),
-            Mixer::Softmax(mixer) => mixer.transient::<A>(tokens, keep),
-            Mixer::Latent(mixer) => mixer.transient::<A>(tokens, keep, stage),
+            Mixer::Softmax(mixer) => mixer.transient::<A>(sequences, keep),
+            Mixer::Latent(mixer) => mixer.transient::<A>(sequences, keep, stage),
         };
         let per_layer_input =
             self.per_layer_input.as_ref().map_or(0, |part| part.transient::<A>(tokens, config.hidden));
@@ -423,12 +427,27 @@ impl Layer {
         wide + per_layer_input.max(feed_forward).max((tensor + wide + normed + mixer).saturating_sub(gone))
     }
 
-    /// Returns the f32 elements that one slot of scratch needs.
-    pub(crate) fn scratch<A: Element>(&self, tokens: usize) -> usize {
+    /// Returns the bytes that a rank sends; `stage` is the stage of the indexer's training, if any.
+    pub(crate) fn sent<A: Element>(
+        &self,
+        precision: &Precision,
+        sequences: Sequences<'_>,
+        stage: Option<IndexerStage>,
+    ) -> (Kind, Sent) {
+        match &self.mixer {
+            Mixer::Linear(mixer) => (Kind::States, mixer.sent::<A>(sequences)),
+            Mixer::Softmax(mixer) => (Kind::Attention, mixer.sent::<A>(sequences, precision)),
+            Mixer::Latent(mixer) => (Kind::Attention, mixer.sent::<A>(sequences, stage)),
+        }
+    }
+
+    /// Returns the f32 elements that one slot of scratch needs, if `before` tokens of the first sequence are
+    /// on earlier ranks.
+    pub(crate) fn scratch<A: Element>(&self, tokens: usize, before: usize) -> usize {
         let mixer = match &self.mixer {
             Mixer::Linear(mixer) => mixer.scratch(tokens),
             Mixer::Softmax(mixer) => mixer.scratch::<A>(tokens),
-            Mixer::Latent(mixer) => mixer.scratch::<A>(tokens),
+            Mixer::Latent(mixer) => mixer.scratch::<A>(tokens, before),
         };
         let per_layer_input = self.per_layer_input.as_ref().map_or(0, |part| part.scratch(tokens));
         mixer.max(self.feed_forward.scratch(tokens)).max(self.norm.scratch(tokens)).max(per_layer_input)

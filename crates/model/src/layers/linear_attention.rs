@@ -7,6 +7,16 @@
 //! y = W_out (w o / rms(o) * silu(z))
 //! ```
 //! q, k and v are three linear layers on row ranges of one stored matrix, so that each output is contiguous.
+//!
+//! If the batch is divided over ranks, the convolution takes the W-1 rows before the part from the ranks
+//! before it, and the delta rule hands its state from rank to rank, some heads at a time: rank r sends the
+//! states of the first heads while it computes the next ones, so r + 1 starts behind r by the time of a few
+//! heads, once in a forward pass and not in every layer. Backward does the same in reverse. The other way, to
+//! compose the affine maps of the parts (S' = M S + B), needs two more passes over the tokens for M and B,
+//! and is less accurate; see docs/numerics.md. The l2norm is per token and head, so it needs
+//! nothing of other ranks.
+
+mod pieces;
 
 use ballast_kernels::conv::{self, Grads as ConvGrads, conv_backward, conv_forward, conv_step};
 use ballast_kernels::elementwise::accumulate;
@@ -17,8 +27,12 @@ use ballast_kernels::norm::{
 };
 use ballast_kernels::{Element, Rounding};
 
+use pieces::{PieceGrads, order_of};
+
 use super::{Keep, Linear, bytes_of};
+use crate::batch::Sequences;
 use crate::config::{Config, LinearAttention as Shape};
+use crate::context::{Rows, Sent};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
 use crate::run::{Run, lower, zeros};
@@ -50,6 +64,9 @@ pub(crate) struct LinearAttention {
 pub(crate) struct Saved<A> {
     /// q, k, v before the convolution: [tokens, channels]
     unmixed: [Vec<A>; PARTS],
+    /// Rows of q, k, v before the convolution that precede the part, zeros before the sequence: [W-1,
+    /// channels]; empty unless the first sequence began on an earlier rank
+    earlier: [Vec<A>; PARTS],
     /// q, k, v after the convolution; recomputed
     mixed: [Vec<A>; PARTS],
     /// [tokens, Hv dv]
@@ -62,8 +79,8 @@ pub(crate) struct Saved<A> {
     g: Vec<f32>,
     /// [tokens, Hv]; recomputed
     beta: Vec<f32>,
-    /// Saved by the delta rule: rstd of q and k, states
-    rule: gdn::Saved<A>,
+    /// Saved by the delta rule, by piece: rstd of q and k, states
+    rule: Vec<gdn::Saved<A>>,
     /// [tokens, Hv dv]
     o: Vec<A>,
     /// rstd of the heads of o
@@ -74,11 +91,11 @@ pub(crate) struct Saved<A> {
 
 impl<A> Saved<A> {
     pub(crate) fn bytes(&self) -> usize {
-        let parts: usize = self.unmixed.iter().chain(&self.mixed).map(|part| part.len()).sum();
-        parts * size_of::<A>()
+        let parts = self.unmixed.iter().chain(&self.earlier).chain(&self.mixed).map(|part| part.len());
+        parts.sum::<usize>() * size_of::<A>()
             + bytes_of(&[&self.z, &self.o, &self.normed])
             + bytes_of(&[&self.a, &self.b, &self.g, &self.beta])
-            + self.rule.bytes()
+            + self.rule.iter().map(gdn::Saved::bytes).sum::<usize>()
             + self.norm.bytes()
     }
 }
@@ -158,7 +175,8 @@ impl LinearAttention {
         let [mut a, mut b] = Linear::forward_many::<f32, A, 2>(run, [&self.a, &self.b], x)?;
         lower(&mut a, run.precision.site(Site::GateProjections));
         lower(&mut b, run.precision.site(Site::GateProjections));
-        let mixed = self.convolve(run, &unmixed, state.as_deref_mut())?;
+        let earlier = self.earlier(run, &unmixed)?;
+        let mixed = self.convolve(run, &unmixed, &earlier, state.as_deref_mut())?;
         let (g, beta) = self.gates(run, &a, &b)?;
         for (name, part) in ["q", "k", "v"].into_iter().zip(&mixed) {
             run.see(layer, &format!("linear_attn.{name}"), part);
@@ -169,7 +187,7 @@ impl LinearAttention {
         run.see(layer, "linear_attn.g", &g);
         run.see(layer, "linear_attn.beta", &beta);
         let mut o = zeros(z.len());
-        let mut rule = gdn::Saved::default();
+        let mut rule = Vec::new();
         self.rule(run, &mut o, &mixed, &g, &beta, state, keep.any().then_some(&mut rule))?;
         run.see(layer, "linear_attn.o", &o);
         let (mut normed, mut norm) = (zeros(o.len()), NormSaved::default());
@@ -179,6 +197,7 @@ impl LinearAttention {
         let y = self.out.forward(run, &normed)?;
         let saved = Saved {
             unmixed: unmixed.map(|part| keep.always(part)),
+            earlier: earlier.map(|part| keep.always(part)),
             mixed: mixed.map(|part| keep.unless_recomputed(part)),
             z: keep.always(z),
             a: keep.always(a),
@@ -204,14 +223,15 @@ impl LinearAttention {
         saved: Saved<A>,
     ) -> Result {
         let layer = Some(self.layer);
-        let Saved { unmixed, mut mixed, z, a, b, mut g, mut beta, rule, o, norm, mut normed } = saved;
+        let Saved { unmixed, earlier, mut mixed, z, a, b, mut g, mut beta, rule, o, norm, mut normed } =
+            saved;
         let weight = run.protected(self.norm);
         if normed.is_empty() {
             normed = zeros(o.len());
             gated_rms_norm_forward(&mut normed, None, &o, &z, weight, self.eps)?;
         }
         if g.is_empty() {
-            mixed = self.convolve(run, &unmixed, None)?;
+            mixed = self.convolve(run, &unmixed, &earlier, None)?;
             (g, beta) = self.gates(run, &a, &b)?;
         }
         let d_normed = self.out.backward_alone(run, grads, dy, &normed)?;
@@ -230,7 +250,7 @@ impl LinearAttention {
         run.see_gradient(layer, "linear_attn.g", &dg);
         run.see_gradient(layer, "linear_attn.beta", &dbeta);
         self.gates_backward(run, grads, dx, &dg, &dbeta, &a, &b, x)?;
-        self.convolve_backward(run, grads, dx, &d_mixed, &unmixed, x)
+        self.convolve_backward(run, grads, dx, &d_mixed, &unmixed, &earlier, x)
     }
 
     fn dims(&self) -> gdn::Dims {
@@ -262,10 +282,28 @@ impl LinearAttention {
         &self,
         run: &Run<'_>,
         unmixed: &[Vec<A>; PARTS],
+        earlier: &[Vec<A>; PARTS],
         mut state: Option<&mut State<A>>,
     ) -> Result<[Vec<A>; PARTS]> {
         let mut mixed = [0, 1, 2].map(|part| zeros::<A>(unmixed[part].len()));
         let step = self.is_step(run, &state);
+        if run.context.is_some() {
+            for (piece, part) in run.sequences().pieces().iter().flat_map(|p| [0, 1, 2].map(|part| (p, part)))
+            {
+                let (dims, taps) = (self.conv_dims(part), self.taps(part));
+                let rows = piece.tokens.start * dims.channels..piece.tokens.end * dims.channels;
+                with_weight!(run.weight(self.conv), |w| {
+                    let input = conv::Input {
+                        x: &unmixed[part][rows.clone()],
+                        weight: &w[taps],
+                        state: piece.began.then_some(&earlier[part][..]),
+                        cu_seqlens: &piece.cu_seqlens,
+                    };
+                    conv_forward(&mut mixed[part][rows], None, &input, dims, run.scratch)?;
+                });
+            }
+            return Ok(mixed);
+        }
         for part in 0..PARTS {
             let (dims, taps) = (self.conv_dims(part), self.taps(part));
             let carried = state.as_deref_mut().map(|state| &mut state.conv[part]);
@@ -301,23 +339,31 @@ impl LinearAttention {
         dx: &mut [f32],
         d_mixed: &[Vec<A>; PARTS],
         unmixed: &[Vec<A>; PARTS],
+        earlier: &[Vec<A>; PARTS],
         x: &[A],
     ) -> Result {
+        let pieces = run.sequences().pieces();
         for part in 0..PARTS {
             let (dims, taps) = (self.conv_dims(part), self.taps(part));
+            let d_final =
+                self.earlier_backward(run, &pieces, &d_mixed[part], &unmixed[part], &earlier[part], part)?;
             let mut d_unmixed = zeros::<A>(unmixed[part].len());
             let mut unused = vec![0.0; taps.len()];
             let dweight = grads.of(self.conv).map_or(&mut unused[..], |dw| &mut dw[taps.clone()]);
-            with_weight!(run.weight(self.conv), |w| {
-                let input = conv::Input {
-                    x: &unmixed[part],
-                    weight: &w[taps],
-                    state: None,
-                    cu_seqlens: run.cu_seqlens(),
-                };
-                let to = ConvGrads { dx: &mut d_unmixed, dweight, dstate: None };
-                conv_backward(to, &d_mixed[part], None, &input, dims, run.scratch)?;
-            });
+            for piece in &pieces {
+                let rows = piece.tokens.start * dims.channels..piece.tokens.end * dims.channels;
+                with_weight!(run.weight(self.conv), |w| {
+                    let input = conv::Input {
+                        x: &unmixed[part][rows.clone()],
+                        weight: &w[taps.clone()],
+                        state: piece.began.then_some(&earlier[part][..]),
+                        cu_seqlens: &piece.cu_seqlens,
+                    };
+                    let to = ConvGrads { dx: &mut d_unmixed[rows.clone()], dweight, dstate: None };
+                    let d_final = piece.goes_on.then_some(&d_final[..]);
+                    conv_backward(to, &d_mixed[part][rows], d_final, &input, dims, run.scratch)?;
+                });
+            }
             self.qkv[part].backward(run, grads, dx, &d_unmixed, x)?;
         }
         Ok(())
@@ -385,7 +431,7 @@ impl LinearAttention {
         g: &[f32],
         beta: &[f32],
         state: Option<&mut State<A>>,
-        saved: Option<&mut gdn::Saved<A>>,
+        saved: Option<&mut Vec<gdn::Saved<A>>>,
     ) -> Result {
         let normalized = self.normalize(run, mixed)?;
         let (q, k) = normalized.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
@@ -393,10 +439,7 @@ impl LinearAttention {
         let gates = gdn::Gates::Given { g, beta };
         let step = self.is_step(run, &state);
         let Some(state) = state else {
-            let input = gdn::Input { q, k, v, gates, h0: None, cu_seqlens: run.cu_seqlens() };
-            let output = gdn::Output { o, ht: None };
-            gdn::gated_delta_rule_forward(output, saved, &input, dims, &options, run.scratch)?;
-            return Ok(());
+            return self.rule_pieces(run, o, q, k, v, g, beta, saved);
         };
         if step {
             self.steps(run, o, &mut state.state, q, k, v, g, beta, &options)?;
@@ -404,7 +447,7 @@ impl LinearAttention {
             let h0 = state.state.clone();
             let input = gdn::Input { q, k, v, gates, h0: Some(&h0), cu_seqlens: run.cu_seqlens() };
             let output = gdn::Output { o, ht: Some(&mut state.state) };
-            gdn::gated_delta_rule_forward(output, saved, &input, dims, &options, run.scratch)?;
+            gdn::gated_delta_rule_forward(output, None, &input, dims, &options, run.scratch)?;
         }
         Ok(())
     }
@@ -453,16 +496,27 @@ impl LinearAttention {
         mixed: &[Vec<A>; PARTS],
         g: &[f32],
         beta: &[f32],
-        saved: &gdn::Saved<A>,
+        saved: &[gdn::Saved<A>],
     ) -> Result {
         let normalized = self.normalize(run, mixed)?;
         let (q, k) = normalized.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
-        let (dims, options) = (self.dims(), self.options(run));
-        let gates = gdn::Gates::Given { g, beta };
-        let input = gdn::Input { q, k, v: &mixed[2], gates, h0: None, cu_seqlens: run.cu_seqlens() };
-        let [dq, dk, dv] = d_mixed;
-        let grads = gdn::Grads { dq, dk, dv, gates: gdn::GateGrads::Given { dg, dbeta }, dh0: None };
-        gdn::gated_delta_rule_backward(grads, d_o, None, &input, saved, dims, &options, run.scratch)?;
+        let pieces = run.sequences().pieces();
+        // The one that began earlier runs first, because the rank before waits for its gradient; the one that
+        // goes on waits itself.
+        for number in order_of(&pieces, |piece| (piece.goes_on, !piece.began)) {
+            let piece = &pieces[number];
+            let (keys, values, heads) = (self.keys(piece), self.values(piece), self.heads(piece));
+            let [dq, dk, dv] = &mut *d_mixed;
+            let to = PieceGrads {
+                dq: &mut dq[keys.clone()],
+                dk: &mut dk[keys],
+                dv: &mut dv[values.clone()],
+                dg: &mut dg[heads.clone()],
+                dbeta: &mut dbeta[heads],
+            };
+            let input = self.piece_input(piece, q, k, &mixed[2], g, beta);
+            self.piece_backward(run, to, &d_o[values], &input, &saved[number], piece)?;
+        }
         if let Some(normalized) = &normalized {
             for (part, saved) in [&normalized.q_saved, &normalized.k_saved].into_iter().enumerate() {
                 let dy = d_mixed[part].clone();
@@ -475,14 +529,14 @@ impl LinearAttention {
     /// Returns the bytes that forward saves for these sequences.
     pub(crate) fn saved_bytes<A: Element>(
         &self,
-        cu_seqlens: &[usize],
+        sequences: Sequences<'_>,
         keep: Keep,
         l2norm: Rounding,
     ) -> usize {
         if !keep.any() {
             return 0;
         }
-        let tokens = cu_seqlens[cu_seqlens.len() - 1];
+        let tokens = sequences.tokens();
         let channels: usize = self.qkv.iter().map(Linear::outputs).sum();
         let (vd, hv) = (self.z.outputs(), self.shape.value_heads);
         let l2norm = if l2norm == Rounding::F32 { L2Norm::Inside } else { L2Norm::Off };
@@ -490,7 +544,25 @@ impl LinearAttention {
         let expensive = (channels + 2 * vd) * size_of::<A>() + 3 * hv * 4;
         let cheap = (channels + vd) * size_of::<A>() + 2 * hv * 4;
         let per_token = expensive + if keep == Keep::Everything { cheap } else { 0 };
-        tokens * per_token + gdn::saved_bytes::<A>(self.dims(), &options, cu_seqlens)
+        let earlier = if sequences.before(Some(1)) > 0 { self.shape.conv_width - 1 } else { 0 };
+        tokens * per_token
+            + earlier * channels * size_of::<A>()
+            + gdn::saved_bytes::<A>(self.dims(), &options, sequences.cu_seqlens)
+    }
+
+    /// Returns the bytes that a rank sends.
+    pub(crate) fn sent<A>(&self, sequences: Sequences<'_>) -> Sent {
+        let Some(part) = sequences.part else { return Sent::default() };
+        let rows = Rows::new(part, Some(self.shape.conv_width - 1));
+        let channels: usize = self.qkv.iter().map(Linear::outputs).sum();
+        let state = |exchanged: bool| {
+            if exchanged { 4 * self.shape.value_heads * self.dims().state_len() } else { 0 }
+        };
+        let pieces = sequences.pieces();
+        Sent {
+            forward: rows.later * channels * size_of::<A>() + state(pieces.iter().any(|piece| piece.goes_on)),
+            backward: 4 * rows.earlier * channels + state(pieces.iter().any(|piece| piece.began)),
+        }
     }
 
     /// Returns the temporary bytes of backward: the gradients of q, k and v after the convolution and of one

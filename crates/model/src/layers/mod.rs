@@ -9,6 +9,7 @@
 mod attention;
 mod experts;
 mod feed_forward;
+mod heads;
 mod indexer;
 mod latent_attention;
 mod layer;

@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_conversation_is_refused_with_its_place() {
+    fn a_malformed_conversation_is_refused_with_its_place() {
         assert!(refused("[").contains("chat.json: not valid JSON"));
         assert!(refused("").contains("not valid JSON"));
         assert!(refused("[]").contains("no messages"));

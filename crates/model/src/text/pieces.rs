@@ -9,12 +9,13 @@
 //!   the vocabulary has the two characters on its sides next to each other.
 //!
 //! A pre-tokenizer continues after a piece by the following text only, and models see one piece at a time.
-//! Where there is no pre-tokenizer, neither merges (BPE) nor a best path (Unigram) reach across two
-//! characters that no token has in a row. Two windows that cannot be joined are encoded as one, and the next
+//! Without a pre-tokenizer, neither merges (BPE) nor a best path (Unigram) reach across two characters
+//! that no token has in a row. Two windows that cannot be joined are encoded as one, and the next
 //! window is twice as long; so a text without any such position is encoded as a whole.
 
 use std::collections::HashSet;
 
+use ballast_report::format;
 use tokenizers::{Encoding, Model, ModelWrapper};
 
 use super::text_error;
@@ -192,7 +193,7 @@ impl<'t> PieceEncoder<'t> {
         if bytes <= LARGE {
             return Ok(());
         }
-        let what = format!("tokenizing {bytes} bytes of text that cannot be split");
+        let what = format!("tokenizing {} of text that cannot be split", format::bytes(bytes as u64));
         memory::check(&what, BYTES_PER_BYTE * bytes as u64)
     }
 

@@ -44,6 +44,16 @@ pub const KEYS: &[(&str, &str)] = &[
     ("data.document_separator", "line that separates the documents of a .txt file"),
     ("batch.sequences", "sequences per micro-batch"),
     ("batch.accumulation", "gradient accumulation: micro-batches per step, weighted by tokens"),
+    (
+        "batch.groups",
+        "groups of micro-batches whose gradients are summed as a tree; ranks divide the groups, so bits depend on this number and not on the ranks",
+    ),
+    (
+        "cluster.shard",
+        "state divided over the ranks: none, optimizer, gradients (and optimizer), weights (and both)",
+    ),
+    ("cluster.context", "ranks that share the tokens of a micro-batch, for long sequences"),
+    ("cluster.timeout", "seconds after which a rank that does not answer ends the run"),
     ("optimizer.kind", "adamw, or muon: Muon for the matrices inside the layers, AdamW for everything else"),
     ("optimizer.learning_rate", "peak learning rate of the schedule"),
     ("optimizer.beta1", "AdamW: decay of the first moment"),

@@ -37,6 +37,7 @@ pub struct TrainConfig {
     pub precision: PrecisionConfig,
     pub data: DataConfig,
     pub batch: BatchConfig,
+    pub cluster: ClusterConfig,
     pub optimizer: OptimizerConfig,
     pub schedule: ScheduleConfig,
     pub loss: LossConfig,
@@ -101,7 +102,7 @@ pub struct PrecisionConfig {
 }
 
 /// Recomputation level; see [`Recompute`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
 pub enum RecomputeLevel {
@@ -128,6 +129,32 @@ impl From<RecomputeLevel> for Recompute {
 pub struct BatchConfig {
     pub sequences: usize,
     pub accumulation: usize,
+    pub groups: usize,
+}
+
+/// Division of a run over several processes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct ClusterConfig {
+    pub shard: Shard,
+    pub context: usize,
+    pub timeout: u64,
+}
+
+/// State that is divided over the ranks; each level includes the ones before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Shard {
+    /// Every rank has everything.
+    #[default]
+    None,
+    /// Masters and optimizer state.
+    Optimizer,
+    /// Gradients.
+    Gradients,
+    /// Weights.
+    Weights,
 }
 
 /// Optimizer, clipping and masters.
@@ -326,6 +353,7 @@ impl Default for TrainConfig {
             precision: PrecisionConfig::default(),
             data: DataConfig::default(),
             batch: BatchConfig::default(),
+            cluster: ClusterConfig::default(),
             optimizer: OptimizerConfig::default(),
             schedule: ScheduleConfig::default(),
             loss: LossConfig::default(),
@@ -357,7 +385,13 @@ impl Default for PrecisionConfig {
 
 impl Default for BatchConfig {
     fn default() -> BatchConfig {
-        BatchConfig { sequences: 1, accumulation: 8 }
+        BatchConfig { sequences: 1, accumulation: 8, groups: 1 }
+    }
+}
+
+impl Default for ClusterConfig {
+    fn default() -> ClusterConfig {
+        ClusterConfig { shard: Shard::None, context: 1, timeout: 600 }
     }
 }
 
@@ -518,6 +552,9 @@ impl TrainConfig {
             ("steps", self.steps),
             ("batch.sequences", self.batch.sequences as u64),
             ("batch.accumulation", self.batch.accumulation as u64),
+            ("batch.groups", self.batch.groups as u64),
+            ("cluster.context", self.cluster.context as u64),
+            ("cluster.timeout", self.cluster.timeout),
             ("checkpoints.keep_last", self.checkpoints.keep_last as u64),
             ("lora.rank", self.lora.as_ref().map_or(1, |lora| lora.rank as u64)),
             ("sentinel.spike_limit", self.sentinel.spike_limit),
@@ -535,6 +572,15 @@ impl TrainConfig {
             return refuse(key, format!("must be at most {most}, got {value}"));
         }
         let (batch, length) = (&self.batch, self.data.sequence_length);
+        if !batch.accumulation.is_multiple_of(batch.groups) {
+            return refuse(
+                "batch.accumulation",
+                format!(
+                    "must be a multiple of `batch.groups` {}, got {}: every group has as many micro-batches",
+                    batch.groups, batch.accumulation
+                ),
+            );
+        }
         let tokens = batch.sequences.checked_mul(batch.accumulation).and_then(|n| n.checked_mul(length));
         if tokens.is_none_or(|tokens| tokens as u64 > MOST_STEP_TOKENS) {
             return refuse(

@@ -23,6 +23,8 @@ pub struct Files {
     seed: u64,
     drawn: u64,
     skipped: u64,
+    /// Group and number of groups: the documents whose number in the order belongs to the group.
+    share: (u64, u64),
 }
 
 struct Source {
@@ -67,7 +69,16 @@ impl Files {
                 files.map(open).collect::<Result<_>>()?
             }
         };
-        let files = Files { sources, role, config: config.clone(), encoder, seed, drawn: 0, skipped: 0 };
+        let files = Files {
+            sources,
+            role,
+            config: config.clone(),
+            encoder,
+            seed,
+            drawn: 0,
+            skipped: 0,
+            share: (0, 1),
+        };
         if files.is_empty() {
             return Err(Error::Config(
                 "data.validation_fraction: too few documents to hold any out; set data.validation to a file, or \
@@ -183,7 +194,14 @@ impl Files {
 
 impl Documents for Files {
     fn next(&mut self) -> Result<Document> {
+        let (group, groups) = self.share;
         loop {
+            // Documents of other groups are drawn, but not read.
+            while self.drawn % groups != group {
+                let source = self.draw().0;
+                self.drawn += 1;
+                self.sources[source].taken += 1;
+            }
             let (source, number) = self.draw();
             let document = self.read(source, number)?;
             self.drawn += 1;
@@ -234,6 +252,10 @@ impl Documents for Files {
             (source.taken, source.barren) = (file.taken, 0);
         }
         Ok(())
+    }
+
+    fn take_share(&mut self, group: u64, groups: u64) {
+        self.share = (group, groups);
     }
 
     fn epochs_since(&self, cursor: &Cursor) -> u64 {

@@ -88,6 +88,10 @@ pub trait Documents: Send {
     /// Restores a position.
     fn seek(&mut self, cursor: &Cursor) -> Result;
 
+    /// Restricts the stream to every `groups`th document, from document `group` on. The streams of all groups
+    /// together have every document once.
+    fn take_share(&mut self, group: u64, groups: u64);
+
     /// Number of times that every document has come since `cursor`; 0 for a stream without repetition.
     fn epochs_since(&self, _cursor: &Cursor) -> u64 {
         0

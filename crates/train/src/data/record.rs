@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_line_is_said_in_its_own_words() {
+    fn a_bad_line_is_refused_with_its_own_words() {
         for (line, problem) in [
             ("{\"text\": ", "not valid JSON at column 9"),
             ("[1]", "not a JSON object"),

@@ -62,6 +62,10 @@ impl UpdateRule for AdamW {
         &STATE
     }
 
+    fn is_divisible(&self) -> bool {
+        true
+    }
+
     fn bad_element(
         &self,
         w: &[f32],

@@ -17,14 +17,16 @@ mod muon;
 mod rule;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use ballast_kernels::Rounding;
-use ballast_kernels::adamw::{clip_factor, global_norm};
+use ballast_kernels::adamw::{block_squares, clip_factor};
 use ballast_model::params::{Grads, Spec, Weight};
 use ballast_model::precision::Storage;
 use ballast_model::{Config as ModelConfig, Model, Precision};
 
+use crate::cluster::Shards;
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::error::{Error, Result};
 
@@ -59,7 +61,9 @@ pub struct Slot {
     pub group: &'static str,
     /// True if weight decay applies.
     pub decays: bool,
-    /// f32 value, where the model stores a rounded one.
+    /// Elements that this process updates: all, unless the ranks of a run share the parameter.
+    pub range: Range<usize>,
+    /// f32 value of these elements, where the model stores a rounded one.
     pub master: Option<Vec<f32>>,
     /// State tensors of the rule, in its order.
     pub state: Vec<StateTensor>,
@@ -174,6 +178,18 @@ impl Optimizer {
     /// An optimizer for all parameters of a model that have a place in `grads`. The model is still in f32,
     /// and is to run in `precision`: masters begin with all its bits.
     pub fn new(model: &Model, grads: &Grads, config: &OptimizerConfig, precision: &Precision) -> Optimizer {
+        Optimizer::divided(model, grads, config, precision, None)
+    }
+
+    /// [`Optimizer::new`] for the weights of this rank alone; the model holds all of each weight, or the own
+    /// elements of it.
+    pub fn divided(
+        model: &Model,
+        grads: &Grads,
+        config: &OptimizerConfig,
+        precision: &Precision,
+        shards: Option<&Shards>,
+    ) -> Optimizer {
         let mut slots = Vec::new();
         let mut add = |spec: &Spec,
                        shape: &[usize],
@@ -181,6 +197,10 @@ impl Optimizer {
                        place: Place,
                        rule: Arc<dyn UpdateRule>,
                        master: Option<Vec<f32>>| {
+            let range = match (place, shards) {
+                (Place::Weight(i), Some(shards)) => shards.own(i),
+                _ => 0..shape.iter().product(),
+            };
             slots.push(Slot {
                 name: format!("{}{suffix}", model.parameter_name(spec)),
                 shape: shape.to_vec(),
@@ -188,14 +208,19 @@ impl Optimizer {
                 group: if suffix.is_empty() { group_of(&spec.name) } else { "adapters" },
                 decays: !matches!(place, Place::Protected(_)) && decays(spec, Role::Weight),
                 master,
-                state: rule::new_state(&*rule, shape),
+                state: rule::new_state(&*rule, shape, &range),
+                range,
                 rule,
             });
         };
         let bf16 = precision.params == Storage::Bf16;
         for (i, (spec, weight)) in model.specs.weights.iter().zip(model.params.weights()).enumerate() {
-            if !grads.weight(i).is_empty() {
-                let master = (bf16 && config.masters).then(|| weight.to_f32());
+            if grads.weight_place(i).is_some() {
+                let own = shards.map(|shards| shards.own(i)).filter(|_| weight.len() == spec.len());
+                let master = (bf16 && config.masters).then(|| match own {
+                    Some(own) => weight.clone().into_share(Some(own)).to_f32(),
+                    None => weight.to_f32(),
+                });
                 add(
                     spec,
                     &spec.shape,
@@ -227,26 +252,33 @@ impl Optimizer {
     /// All tensors to save: name, shape, values. `<prefix>.<parameter>` for state, `master.<parameter>` for
     /// masters.
     pub fn tensors(&self) -> impl Iterator<Item = (String, &[usize], &[f32])> {
+        self.slots_and_tensors().map(|(_, name, shape, values)| (name, shape, values))
+    }
+
+    /// [`Optimizer::tensors`] with the slot of each; `values` are those of the slot's range.
+    pub(crate) fn slots_and_tensors(&self) -> impl Iterator<Item = (&Slot, String, &[usize], &[f32])> {
         self.slots.iter().flat_map(|slot| {
             let master = slot.master.as_deref().map(|values| ("master", &slot.shape[..], values));
             let state =
                 slot.state.iter().map(|tensor| (tensor.kind.prefix, &tensor.shape[..], &tensor.values[..]));
             let parts = state.chain(master);
-            parts.map(|(prefix, shape, values)| (format!("{prefix}.{}", slot.name), shape, values))
+            parts.map(move |(prefix, shape, values)| (slot, format!("{prefix}.{}", slot.name), shape, values))
         })
     }
 
-    /// The tensors of [`Optimizer::tensors`], to be filled.
-    pub fn tensors_mut(&mut self) -> impl Iterator<Item = (String, &[usize], &mut [f32])> {
+    /// The tensors of [`Optimizer::tensors`], to be filled, with the range of the elements.
+    pub fn tensors_mut(&mut self) -> impl Iterator<Item = (String, &[usize], Range<usize>, &mut [f32])> {
         self.slots.iter_mut().flat_map(|slot| {
-            let Slot { name, shape, state, master, .. } = slot;
-            let (name, shape) = (&*name, &shape[..]);
+            let Slot { name, shape, state, master, range, .. } = slot;
+            let (name, shape, range) = (&*name, &shape[..], range.clone());
             let master = master.as_deref_mut().map(|values| ("master", shape, values));
             let state = state
                 .iter_mut()
                 .map(|tensor| (tensor.kind.prefix, &tensor.shape[..], &mut tensor.values[..]));
             let parts = state.chain(master);
-            parts.map(move |(prefix, shape, values)| (format!("{prefix}.{name}"), shape, values))
+            parts.map(move |(prefix, shape, values)| {
+                (format!("{prefix}.{name}"), shape, range.clone(), values)
+            })
         })
     }
 
@@ -262,10 +294,16 @@ impl Optimizer {
 
     /// Norms of the gradients.
     pub fn norms(&self, grads: &Grads) -> Norms {
+        let squares = self.slots.iter().map(|slot| block_squares(gradient(grads, slot.place)));
+        self.norms_of(&squares.collect::<Vec<_>>())
+    }
+
+    /// Norms of gradients whose squares are summed in blocks, for each slot.
+    pub(crate) fn norms_of(&self, squares: &[Vec<f64>]) -> Norms {
         let (mut groups, mut faulty) = (BTreeMap::<String, f64>::new(), Vec::new());
         let mut sum = 0.0;
-        for slot in &self.slots {
-            let norm = global_norm(&[gradient(grads, slot.place)]);
+        for (slot, squares) in self.slots.iter().zip(squares) {
+            let norm = squares.iter().sum::<f64>().sqrt();
             if !norm.is_finite() {
                 faulty.push(slot.name.clone());
             }
@@ -289,12 +327,23 @@ impl Optimizer {
 
     /// Returns the first element that an update would leave non-finite, if there is one. Changes nothing.
     pub fn bad_update(&self, model: &Model, grads: &Grads, norm: f64, lr: f64) -> Result<Option<BadUpdate>> {
+        Ok(self.first_bad_update(model, grads, norm, lr)?.map(|(_, bad)| bad))
+    }
+
+    /// [`Optimizer::bad_update`] with the index of the slot.
+    pub(crate) fn first_bad_update(
+        &self,
+        model: &Model,
+        grads: &Grads,
+        norm: f64,
+        lr: f64,
+    ) -> Result<Option<(usize, BadUpdate)>> {
         let scale = self.scale(norm)?;
-        for slot in &self.slots {
+        for (index, slot) in self.slots.iter().enumerate().filter(|(_, slot)| !slot.range.is_empty()) {
             let gradient = gradient(grads, slot.place);
             let step = Step { gradient, scale, lr, number: self.updates + 1 };
             if let Some(bad) = bad_update_of(slot, model, &step)? {
-                return Ok(Some(bad));
+                return Ok(Some((index, bad)));
             }
         }
         Ok(None)
@@ -306,7 +355,7 @@ impl Optimizer {
         self.updates += 1;
         let longest = self.slots.iter().map(|slot| slot.rule.workspace()).max().unwrap_or(0);
         let mut workspace = vec![0.0; longest];
-        for slot in &mut self.slots {
+        for slot in self.slots.iter_mut().filter(|slot| !slot.range.is_empty()) {
             let step = Step { gradient: gradient(grads, slot.place), scale, lr, number: self.updates };
             let needed = slot.rule.workspace();
             update(slot, model, &step, &mut workspace[..needed])?;
@@ -329,8 +378,10 @@ impl Optimizer {
             {
                 None => Ok(()),
                 Some(at) => Err(Error::Diverged(format!(
-                    "optimizer state: the {what} of {} is {} at element {at}; go back to an earlier checkpoint",
-                    slot.name, values[at]
+                    "optimizer state: the {what} of {} is {} at element {}; go back to an earlier checkpoint",
+                    slot.name,
+                    values[at],
+                    slot.range.start + at
                 ))),
             };
             for StateTensor { kind, values, .. } in &slot.state {
@@ -344,14 +395,14 @@ impl Optimizer {
 
 /// The first element of a slot that an update would leave non-finite.
 fn bad_update_of(slot: &Slot, model: &Model, step: &Step<'_>) -> Result<Option<BadUpdate>> {
-    let Slot { name, place, master, state, rule, .. } = slot;
+    let Slot { name, place, master, state, rule, range, .. } = slot;
     let wide: Vec<f32>;
     let (own, storage): (&[f32], Storage) = match *place {
         Place::Weight(i) => match (&model.params.weights()[i], master) {
-            (Weight::F32(w), _) => (w, Storage::F32),
+            (Weight::F32(w), _) => (&w[held(w.len(), slot)], Storage::F32),
             (Weight::Bf16(_), Some(master)) => (master, Storage::Bf16),
             (Weight::Bf16(w), None) => {
-                wide = w.iter().map(|x| x.to_f32()).collect();
+                wide = w[held(w.len(), slot)].iter().map(|x| x.to_f32()).collect();
                 (&wide, Storage::Bf16)
             }
         },
@@ -368,17 +419,30 @@ fn bad_update_of(slot: &Slot, model: &Model, step: &Step<'_>) -> Result<Option<B
     let w = master.as_deref().unwrap_or(own);
     let Some(after) = rule.bad_element(w, state, step, storage)? else { return Ok(None) };
     let (gradient, before) = (step.gradient[after.element], w[after.element]);
+    let after = BadElement { element: range.start + after.element, ..after };
     Ok(Some(BadUpdate { name: name.clone(), gradient, before, after }))
+}
+
+/// The elements that a slot updates in a weight of which the model holds `len` elements: all, or the own ones.
+fn held(len: usize, slot: &Slot) -> Range<usize> {
+    if len == slot.elements() { slot.range.clone() } else { 0..len }
 }
 
 /// Updates a slot and its parameter in the model.
 fn update(slot: &mut Slot, model: &mut Model, step: &Step<'_>, workspace: &mut [f32]) -> Result {
+    let held = match slot.place {
+        Place::Weight(i) => held(model.params.weights()[i].len(), slot),
+        _ => 0..slot.elements(),
+    };
     let Slot { place, master, state, rule, .. } = slot;
     match *place {
         Place::Weight(i) => match (&mut model.params.weights_mut()[i], master) {
-            (Weight::F32(w), _) => rule.update(w, None, state, step, workspace),
-            (Weight::Bf16(w), Some(master)) => rule.update(master, Some(w), state, step, workspace),
+            (Weight::F32(w), _) => rule.update(&mut w[held], None, state, step, workspace),
+            (Weight::Bf16(w), Some(master)) => {
+                rule.update(master, Some(&mut w[held]), state, step, workspace)
+            }
             (Weight::Bf16(w), None) => {
+                let w = &mut w[held];
                 let mut wide: Vec<f32> = w.iter().map(|x| x.to_f32()).collect();
                 rule.update(&mut wide, Some(w), state, step, workspace)
             }

@@ -5,6 +5,7 @@
 //! update follow from the trait.
 
 use std::fmt::Debug;
+use std::ops::Range;
 
 use ballast_model::precision::Storage;
 use half::bf16;
@@ -33,7 +34,7 @@ pub struct StateTensor {
     pub kind: &'static StateKind,
     /// Shape.
     pub shape: Vec<usize>,
-    /// Values, f32 in every precision.
+    /// Values of the elements that this process updates, f32 in every precision.
     pub values: Vec<f32>,
 }
 
@@ -72,6 +73,13 @@ pub trait UpdateRule: Debug + Send + Sync {
     /// The state tensors of a parameter, in the order in which [`UpdateRule::update`] gets them.
     fn state(&self) -> &'static [StateKind];
 
+    /// Returns true if blocks of [`ballast_kernels::adamw::BLOCK`] elements can be updated one by one, with the
+    /// same bits as all at once; then several ranks can share a parameter. All state tensors must have the
+    /// parameter's shape.
+    fn is_divisible(&self) -> bool {
+        false
+    }
+
     /// Number of f32 of working memory that an update needs.
     fn workspace(&self) -> usize {
         0
@@ -100,11 +108,13 @@ pub trait UpdateRule: Debug + Send + Sync {
     ) -> Result;
 }
 
-/// State tensors before the first update, for a parameter of this shape.
-pub(super) fn new_state(rule: &dyn UpdateRule, shape: &[usize]) -> Vec<StateTensor> {
+/// State tensors before the first update, for the elements `range` of a parameter of this shape.
+pub(super) fn new_state(rule: &dyn UpdateRule, shape: &[usize], range: &Range<usize>) -> Vec<StateTensor> {
+    let whole = range.len() == shape.iter().product::<usize>();
     let tensor = |kind: &'static StateKind| {
         let shape = (kind.shape)(shape);
-        StateTensor { kind, values: vec![kind.initial; shape.iter().product()], shape }
+        let len = if whole { shape.iter().product() } else { range.len() };
+        StateTensor { kind, values: vec![kind.initial; len], shape }
     };
     rule.state().iter().map(tensor).collect()
 }

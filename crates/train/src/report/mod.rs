@@ -43,7 +43,7 @@ pub struct LedgerRow {
     pub first_checksum: String,
     /// Checksum at the last check.
     pub last_checksum: String,
-    /// A forward was observed to read exactly these bits.
+    /// True if a forward pass was seen to read exactly the checked bits.
     pub live: bool,
     /// All checks passed.
     pub fine: bool,

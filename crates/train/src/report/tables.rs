@@ -164,11 +164,11 @@ pub(super) fn ledger(rows: &[LedgerRow]) -> String {
     };
     format!(
         "<h2 id=\"ledger\">Protected-tensor ledger</h2>\n<p class=\"soft\">{}, {}: {verdict}. A forward \
-         was observed to read exactly these bits of {}.</p>\n\
+         pass was seen to read exactly the checked bits of {}.</p>\n\
          {groups}",
         format::plural(rows.len(), "tensor"),
         format::plural(checks, "check"),
-        format::count(rows.iter().filter(|row| row.live).count() as u64),
+        format::plural(rows.iter().filter(|row| row.live).count(), "tensor"),
     )
 }
 

@@ -1,4 +1,4 @@
-//! Which documents, in which order.
+//! Selection and order of documents.
 
 use ballast_train::Error;
 use ballast_train::data::{Cursor, DataConfig, Document, Documents, Files, Split};

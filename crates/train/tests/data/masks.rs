@@ -35,7 +35,7 @@ fn a_completion_and_its_end_are_trained_on_and_the_prompt_is_not() {
 }
 
 #[test]
-fn what_the_assistant_says_is_trained_on_with_the_token_that_ends_its_turn() {
+fn assistant_text_is_trained_on_with_the_token_that_ends_its_turn() {
     let line = chat(&[
         ("system", "Be brief."),
         ("user", "Hi"),
@@ -126,7 +126,7 @@ const THINKS: &str = "{% for m in messages %}<{{ m.role }}>\
     {% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}";
 
 #[test]
-fn what_the_template_puts_before_an_answer_is_not_trained_on_and_the_rest_is() {
+fn the_template_prefix_of_an_answer_is_not_trained_on_and_the_rest_is() {
     let line = json!({"messages": [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning": "r"},

@@ -40,6 +40,10 @@ impl Documents for Counted {
         self.drawn = cursor.drawn;
         Ok(())
     }
+
+    fn take_share(&mut self, _: u64, _: u64) {
+        unreachable!("these tests read all documents");
+    }
 }
 
 fn counted(lengths: &[usize], packing: Packing, length: usize, sequences: usize) -> Packer {

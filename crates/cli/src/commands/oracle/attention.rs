@@ -93,7 +93,8 @@ impl Problem {
         let [b, t] = self.batch;
         let (q, k, v) = (stored(&self.q), stored(&self.k), stored(&self.v));
         let sinks = self.sinks.as_ref().map(|s| s.values.as_slice());
-        let input = Input { q: &q, k: &k, v: &v, sinks, selected: None, cu_seqlens: &self.cu_seqlens };
+        let input =
+            Input { q: &q, k: &k, v: &v, sinks, selected: None, before: 0, cu_seqlens: &self.cu_seqlens };
         // The kernels check the sizes, then take what they need.
         let scratch = Scratch::new(0);
         check_memory(&[&[2, b, t, heads, value_dim]])?;

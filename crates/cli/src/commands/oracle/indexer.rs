@@ -60,7 +60,7 @@ fn solve<T: Element>(
     let stored = |x: &Array<f32>| -> Vec<T> { x.values.iter().map(|x| T::from_f32(*x)).collect() };
     let (b, t) = (q.shape[0], q.shape[1]);
     let (q, k) = (stored(q), stored(k));
-    let input = Input { q: &q, k: &k, w: &w.values, cu_seqlens };
+    let input = Input { q: &q, k: &k, w: &w.values, before: 0, cu_seqlens };
     let longest = cu_seqlens.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0);
     check_memory(&[&[3, b, t, topk], &[b, t, t], &[longest, longest]])?;
     // Grows as the kernels need it, after they have checked the sizes.

@@ -46,7 +46,7 @@ fn check<T: Element>(p: &Problem, tensor: &str, bad: f64, at: usize) {
 }
 
 #[test]
-fn what_is_not_finite_stays_with_the_queries_that_see_it_forward_and_backward() {
+fn non_finite_values_stay_with_the_queries_that_see_them_forward_and_backward() {
     for (window, logits, sinks) in
         [(None, Rounding::F32, false), (Some(70), Rounding::F32, true), (Some(9), Rounding::Bf16, false)]
     {

@@ -109,7 +109,8 @@ fn in_f16_a_product_of_70000_is_infinite_and_its_row_not_a_number_where_bf16_is_
 
 fn kernel_forward(r: &Reference, dims: Dims, options: &Options) -> Vec<f32> {
     let (q, k, v) = (cast::<f32>(&r.q), cast::<f32>(&r.k), cast::<f32>(&r.v));
-    let input = Input { q: &q, k: &k, v: &v, sinks: None, selected: None, cu_seqlens: &r.cu_seqlens };
+    let input =
+        Input { q: &q, k: &k, v: &v, sinks: None, selected: None, before: 0, cu_seqlens: &r.cu_seqlens };
     let mut o = vec![0.0; q.len() / dims.head_dim * dims.value_dim];
     let scratch = Scratch::new(attention_forward_scratch::<f32>(dims, None));
     attention_forward(&mut o, None, &input, dims, options, &scratch).unwrap();

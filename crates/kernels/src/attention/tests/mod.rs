@@ -1,5 +1,6 @@
 //! The kernel against its reference, the reference against finite differences, and exact properties.
 
+mod before;
 mod decode;
 mod hidden;
 mod lowered;
@@ -41,6 +42,7 @@ fn kernel<T: Element>(r: &Reference, dims: Dims, options: &Options, d_o: &[f64])
         v: &v,
         sinks: sinks.as_deref(),
         selected: r.selected.as_ref().map(|(keys, topk)| Selected { keys, topk: *topk }),
+        before: 0,
         cu_seqlens: &r.cu_seqlens,
     };
     let tokens = *r.cu_seqlens.last().unwrap();
@@ -394,7 +396,7 @@ fn bad_shapes_are_errors_that_name_the_argument() {
         let (q, k, v) = (vec![0f32; q], vec![0f32; 2 * dims.kv_heads * 4], vec![0f32; 2 * dims.kv_heads * 4]);
         let (sinks, keys) = (vec![0f32; sinks], vec![0; selected]);
         let selected = Some(Selected { keys: &keys, topk: 3 });
-        let input = Input { q: &q, k: &k, v: &v, sinks: Some(&sinks), selected, cu_seqlens: cu };
+        let input = Input { q: &q, k: &k, v: &v, sinks: Some(&sinks), selected, before: 0, cu_seqlens: cu };
         let mut o = vec![0f32; 2 * dims.heads * 4];
         attention_forward(&mut o, None, &input, dims, &options, &scratch).err().map(|e| e.to_string())
     };

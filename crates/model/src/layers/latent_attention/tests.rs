@@ -1,5 +1,4 @@
-//! What makes this attention what it is, each left out in turn; decoding; kept bytes; the indexer's
-//! gradients.
+//! Ablation of each property of latent attention; decoding; saved bytes; the indexer's gradients.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +8,7 @@ use ballast_kernels::rotary::{Frequencies, Layout};
 use half::bf16;
 
 use super::*;
-use crate::batch::Batch;
+use crate::batch::{Batch, Sequences};
 use crate::config::{Mixer, Router};
 use crate::model::{IndexerLoss, LossOptions, Model, Recompute};
 use crate::params::{Params, Protected, Weight};
@@ -36,7 +35,7 @@ fn ratio(a: &[f32], b: &[f32]) -> f64 {
     (sum(&|a, b| (a - b) * (a - b)) / sum(&|_, b| b * b)).sqrt()
 }
 
-/// How far the logits go when something is changed; nothing changed must be transformers' own.
+/// Relative distance of the logits from transformers' after a change; without one they must agree.
 fn distance(name: &str, change: impl Fn(&mut Shape, Option<&mut Router>)) -> f64 {
     let (model, batch, golden) = load(name);
     assert!(ratio(&model.logits(&batch, None).unwrap(), &golden) < 1e-5);
@@ -133,13 +132,15 @@ impl Alone {
         work: impl FnOnce(&LatentAttention, &Run<'_>) -> R,
     ) -> R {
         let tokens = positions.len();
-        let batch = Batch { ids: vec![0; tokens], targets: vec![-100; tokens], cu_seqlens, positions };
+        let batch =
+            Batch { ids: vec![0; tokens], targets: vec![-100; tokens], cu_seqlens, positions, part: None };
         let (tables, scratch) = (self.model.tables(&batch.positions), Scratch::new(0));
         let run = Run {
             config: &self.model.config,
             parameters: Parameters::new(&self.specs, &self.params),
             precision: &Precision::f32(),
             batch: &batch,
+            context: None,
             tables: &tables,
             scratch: &scratch,
             ties: Default::default(),
@@ -191,7 +192,7 @@ fn chunks_and_single_tokens_give_what_the_whole_sequence_gives() {
 }
 
 #[test]
-fn what_is_kept_has_the_bytes_that_were_announced() {
+fn saved_tensors_have_the_planned_bytes() {
     let alone = Alone::new();
     let hidden = alone.model.config.hidden;
     let stages = [None, Some(IndexerStage::Dense), Some(IndexerStage::Sparse)];
@@ -204,11 +205,11 @@ fn what_is_kept_has_the_bytes_that_were_announced() {
             for keep in [Keep::Nothing, Keep::Selective, Keep::Everything] {
                 let x = Values(3).take(tokens * hidden);
                 let (_, saved) = layer.forward(run, &x, None, keep).unwrap();
-                let announced = layer.saved_bytes::<f32>(ends, keep, run.precision, stage);
+                let announced = layer.saved_bytes::<f32>(Sequences::of(ends), keep, run.precision, stage);
                 assert_eq!(saved.bytes(), announced, "{ends:?} {keep:?} {stage:?}");
                 let x: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
                 let (_, saved) = layer.forward(run, &x, None, keep).unwrap();
-                let announced = layer.saved_bytes::<bf16>(ends, keep, run.precision, stage);
+                let announced = layer.saved_bytes::<bf16>(Sequences::of(ends), keep, run.precision, stage);
                 assert_eq!(saved.bytes(), announced, "bf16 {ends:?} {keep:?} {stage:?}");
             }
         });

@@ -68,6 +68,7 @@ fn an_adapter_and_its_gradients_are_those_of_the_sum_also_on_some_rows() {
             parameters: Parameters::new(&specs, &params),
             precision: &Precision::f32(),
             batch: &batch,
+            context: None,
             tables: &[],
             scratch: &Scratch::new(0),
             ties: Default::default(),

@@ -1,0 +1,280 @@
+//! Training under mpirun: the same model on any number of ranks, and what happens when one of them fails.
+//!
+//! BALLAST_KILLS sets how often ranks are killed at random moments (default 3).
+#![cfg(feature = "mpi")]
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Run, ballast, run};
+
+/// A small step of four groups.
+const STEP: [&str; 6] = [
+    "batch.groups=4",
+    "batch.accumulation=4",
+    "batch.sequences=1",
+    "data.sequence_length=48",
+    "samples.count=0",
+    "evaluation.batches=2",
+];
+
+/// Arguments of a new run.
+fn train(out: &Path, settings: &[&str]) -> Vec<String> {
+    let mut args: Vec<String> = ["--threads", "1", "train", "--out"].map(String::from).to_vec();
+    args.push(out.display().to_string());
+    for setting in STEP.iter().chain(settings) {
+        args.extend(["--set".into(), setting.to_string()]);
+    }
+    args
+}
+
+fn resume(out: &Path) -> Vec<String> {
+    ["--threads", "1", "train", "--resume"]
+        .map(String::from)
+        .into_iter()
+        .chain([out.display().to_string()])
+        .collect()
+}
+
+/// One job at a time: each has more ranks than this machine may have cores.
+fn turn() -> std::sync::MutexGuard<'static, ()> {
+    static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn mpirun(ranks: usize, args: &[String]) -> Command {
+    let mut command = Command::new("mpirun");
+    command.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]);
+    let rank = ballast(args.iter().map(String::as_str));
+    command.arg(rank.get_program()).args(rank.get_args()).stdin(Stdio::null());
+    command
+}
+
+fn alone(args: &[String]) -> Run {
+    run(&mut ballast(args.iter().map(String::as_str))).exits(0)
+}
+
+/// Asserts that `ballast diff` finds no difference between the finished models.
+#[track_caller]
+fn assert_equal(a: &Path, b: &Path) {
+    let (a, b) = (a.join("model").display().to_string(), b.join("model").display().to_string());
+    let found = run(&mut ballast(["diff", &a, &b])).exits(0);
+    assert!(found.stdout.contains("EQUAL"), "{}", found.stdout);
+}
+
+/// Process ids of the ranks of a job, by rank.
+fn ranks_of(job: &Child, count: usize) -> Vec<u32> {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while Instant::now() < deadline {
+        let mut found: Vec<(usize, u32)> = Vec::new();
+        for entry in fs::read_dir("/proc").unwrap().flatten() {
+            let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else { continue };
+            let stat = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+            let parent =
+                stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1)?.parse::<u32>().ok());
+            if parent != Some(job.id()) {
+                continue;
+            }
+            let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
+            let rank = environment.split(|byte| *byte == 0).find_map(|variable| {
+                String::from_utf8_lossy(variable).strip_prefix("OMPI_COMM_WORLD_RANK=")?.parse().ok()
+            });
+            found.extend(rank.map(|rank| (rank, pid)));
+        }
+        if found.len() == count {
+            found.sort_unstable();
+            return found.into_iter().map(|(_, pid)| pid).collect();
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    panic!("the ranks did not start");
+}
+
+fn signal(pid: u32, signal: &str) {
+    assert!(Command::new("kill").args([signal, &pid.to_string()]).status().unwrap().success());
+}
+
+/// Waits for the end of a job; its exit code, output and duration.
+fn end(job: Child) -> (Option<i32>, String, Duration) {
+    let started = Instant::now();
+    let output = job.wait_with_output().unwrap();
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned(), started.elapsed())
+}
+
+fn start(command: &mut Command) -> Child {
+    command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn steps_saved(out: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(out.join("checkpoints")).map(|all| all.flatten().collect::<Vec<_>>());
+    let named =
+        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
+    let mut steps: Vec<PathBuf> =
+        entries.unwrap_or_default().into_iter().map(|entry| entry.path()).filter(named).collect();
+    steps.sort();
+    steps
+}
+
+#[test]
+fn fifty_steps_on_1_2_and_4_ranks_give_the_same_model_with_every_shard_setting() {
+    let _turn = turn();
+    let folder = tempfile::tempdir().unwrap();
+    for precision in ["bf16", "f32"] {
+        let preset = format!("precision.preset={precision}");
+        let settings = ["steps=50", "evaluation.every=0", "checkpoints.every=0", &preset];
+        let whole = folder.path().join(format!("{precision}-alone"));
+        alone(&train(&whole, &settings));
+        for (ranks, shard) in [
+            (4, "none"),
+            (2, "optimizer"),
+            (4, "optimizer"),
+            (4, "gradients"),
+            (2, "weights"),
+            (4, "weights"),
+        ] {
+            let out = folder.path().join(format!("{precision}-{ranks}-{shard}"));
+            let shard = format!("cluster.shard={shard}");
+            let settings: Vec<&str> = settings.iter().copied().chain([&*shard]).collect();
+            run(&mut mpirun(ranks, &train(&out, &settings))).exits(0);
+            assert_equal(&whole, &out);
+        }
+    }
+}
+
+#[test]
+fn a_killed_rank_ends_the_job_and_the_resumed_run_has_the_bits_of_one_never_stopped() {
+    let _turn = turn();
+    let kills: usize = std::env::var("BALLAST_KILLS").map_or(3, |kills| kills.parse().unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let settings = ["steps=30", "checkpoints.every=5", "evaluation.every=10", "cluster.shard=gradients"];
+    let whole = folder.path().join("whole");
+    let begun = Instant::now();
+    alone(&train(&whole, &settings));
+    let usual = begun.elapsed();
+    let mut resumed = 0;
+    for round in 0..kills {
+        let out = folder.path().join(format!("killed-{round}"));
+        let job = start(&mut mpirun(4, &train(&out, &settings)));
+        let ranks = ranks_of(&job, 4);
+        // Moments that cover the run, in an order that looks random.
+        let moment = usual.mul_f64(0.1 + 0.25 * ((round * 7919) % 20) as f64 / 4.0);
+        std::thread::sleep(moment);
+        let victim = ranks[(round * 3 + 1) % 4];
+        if !Path::new(&format!("/proc/{victim}")).exists() {
+            // The run was faster than the moment.
+            assert_eq!(end(job).0, Some(0));
+            assert_equal(&whole, &out);
+            continue;
+        }
+        signal(victim, "-9");
+        let (code, text, time) = end(job);
+        if code == Some(0) {
+            continue;
+        }
+        assert!(time < Duration::from_secs(10), "{time:?}: {text}");
+        for checkpoint in steps_saved(&out) {
+            for file in
+                ["state.json", "optimizer.safetensors", "model/model.safetensors", "model/config.json"]
+            {
+                assert!(checkpoint.join(file).is_file(), "{} lacks {file}", checkpoint.display());
+            }
+        }
+        if steps_saved(&out).is_empty() {
+            // Killed before there was a folder, or a checkpoint.
+            let _ = fs::remove_dir_all(&out);
+            run(&mut mpirun(2, &train(&out, &settings))).exits(0);
+        } else {
+            run(&mut mpirun([1, 2, 4][round % 3], &resume(&out))).exits(0);
+            resumed += 1;
+        }
+        assert_equal(&whole, &out);
+    }
+    eprintln!("{resumed} of {kills} killed runs were resumed from a checkpoint");
+}
+
+#[test]
+fn a_rank_that_stops_answering_ends_the_job_with_its_number() {
+    let _turn = turn();
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("run");
+    let job = start(&mut mpirun(4, &train(&out, &["steps=100000", "cluster.timeout=3"])));
+    let ranks = ranks_of(&job, 4);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while fs::metadata(out.join("metrics.jsonl")).map_or(0, |file| file.len()) < 1000 {
+        assert!(Instant::now() < deadline, "the run did not begin");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    signal(ranks[2], "-STOP");
+    let (code, text, time) = end(job);
+    assert_ne!(code, Some(0));
+    // After the time limit, mpirun takes its time to end the stopped process.
+    assert!(time < Duration::from_secs(40), "{time:?}");
+    assert!(text.contains("rank 2 has not answered for 3 s (cluster.timeout)"), "{text}");
+}
+
+#[test]
+fn an_interrupt_saves_once_and_the_run_can_be_resumed() {
+    let _turn = turn();
+    let folder = tempfile::tempdir().unwrap();
+    let (out, whole) = (folder.path().join("run"), folder.path().join("whole"));
+    let settings = ["steps=60", "checkpoints.every=0", "cluster.shard=weights"];
+    alone(&train(&whole, &settings));
+    // The job has time to save.
+    let mut command = mpirun(2, &train(&out, &settings));
+    let job = start(command.env("OMPI_MCA_odls_base_sigkill_timeout", "30"));
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while fs::metadata(out.join("metrics.jsonl")).map_or(0, |file| file.len()) < 1000 {
+        assert!(Instant::now() < deadline, "the run did not begin");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    signal(job.id(), "-INT");
+    let (code, text, _) = end(job);
+    assert_ne!(code, Some(0), "{text}");
+    assert_eq!(steps_saved(&out).len(), 1, "{text}");
+    run(&mut mpirun(4, &resume(&out))).exits(0);
+    assert_equal(&whole, &out);
+}
+
+#[test]
+fn ranks_with_different_configurations_are_refused_with_the_difference() {
+    let _turn = turn();
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("run");
+    let mut command = mpirun(1, &train(&out, &["optimizer.learning_rate=1e-3"]));
+    let other = ballast(["train"]);
+    command
+        .args([":", "-n", "1"])
+        .arg(other.get_program())
+        .args(train(&out, &["optimizer.learning_rate=2e-3"]));
+    let ended = run(&mut command);
+    assert_eq!(ended.code, Some(2), "{}", ended.stderr);
+    let message = "rank 1 differs from rank 0 in `optimizer.learning_rate`: 0.002, but 0.001 on rank 0";
+    assert_eq!(ended.stderr.matches(message).count(), 1, "{}", ended.stderr);
+    assert!(!out.exists(), "nothing was written");
+}
+
+#[test]
+fn a_disk_that_is_full_for_one_rank_leaves_no_checkpoint_and_does_not_end_the_run() {
+    let _turn = turn();
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("run");
+    let settings = ["steps=3", "checkpoints.every=2", "cluster.shard=optimizer"];
+    let mut command = mpirun(1, &train(&out, &settings));
+    let other = ballast(["train"]);
+    // Files of at most 7,000 KiB, which MPI's shared memory needs, with an error instead of a signal. The optimizer's
+    // state has more.
+    let limited = "trap '' XFSZ; ulimit -f 7000; exec \"$@\"";
+    command
+        .args([":", "-n", "1", "bash", "-c", limited, "rank"])
+        .arg(other.get_program())
+        .args(train(&out, &settings));
+    run(&mut command).exits(0);
+    let metrics = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    assert!(metrics.contains("save failed") && metrics.contains("rank 1: "), "{metrics}");
+    assert!(steps_saved(&out).is_empty(), "{:?}", steps_saved(&out));
+    assert!(out.join("model/model.safetensors").is_file(), "the first rank writes the model");
+}

@@ -1,0 +1,69 @@
+//! Checks that all ranks run the same thing.
+
+use ballast_cluster::Kind;
+use ballast_kernels::simd;
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::Ranks;
+use crate::config::TrainConfig;
+use crate::error::{Error, Result};
+
+/// What all ranks must have in common, as pairs of a name and a value.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Fingerprint(Vec<(String, String)>);
+
+impl Fingerprint {
+    /// The program, the instruction set, and the configuration key by key.
+    pub(crate) fn of_program(config: &TrainConfig) -> Result<Fingerprint> {
+        let mut all = Fingerprint::default();
+        all.add("version", env!("CARGO_PKG_VERSION"));
+        let program = std::env::current_exe().and_then(std::fs::read).map(|bytes| xxh3_64(&bytes));
+        // Where a system does not show the program's file, the version has to do.
+        all.add("program file", program.map_or(String::new(), |sum| format!("checksum {sum:016x}")));
+        all.add("instruction set (BALLAST_SIMD)", format!("{:?}", simd::level()));
+        let table: toml::Table = config
+            .to_toml()?
+            .parse()
+            .map_err(|error| Error::Config(format!("the configuration as TOML: {error}")))?;
+        all.add_table(&table, "");
+        Ok(all)
+    }
+
+    /// Adds a value.
+    pub(crate) fn add(&mut self, name: &str, value: impl ToString) {
+        self.0.push((name.into(), value.to_string()));
+    }
+
+    fn add_table(&mut self, table: &toml::Table, above: &str) {
+        for (key, value) in table {
+            let path = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
+            match value {
+                toml::Value::Table(inner) => self.add_table(inner, &path),
+                value => self.add(&format!("`{path}`"), value),
+            }
+        }
+    }
+}
+
+/// Returns an error that names the first difference between rank 0 and another rank.
+pub(crate) fn check_agreement(ranks: &Ranks, own: &Fingerprint) -> Result {
+    let all = ranks.exchange(Kind::Setup, own)?;
+    let Some(first) = all.first() else { return Ok(()) };
+    for (rank, other) in all.iter().enumerate() {
+        let value = |from: &Fingerprint, name: &str| {
+            from.0.iter().find(|(key, _)| key == name).map_or("nothing".into(), |(_, value)| value.clone())
+        };
+        let names = first.0.iter().chain(&other.0).map(|(name, _)| name.as_str());
+        for name in names {
+            let (here, there) = (value(first, name), value(other, name));
+            if here != there {
+                return Err(Error::Config(format!(
+                    "rank {rank} differs from rank 0 in {name}: {there}, but {here} on rank 0; start all ranks with the \
+                     same program, configuration and data"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
