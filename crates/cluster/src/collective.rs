@@ -314,6 +314,39 @@ mod tests {
     }
 
     #[test]
+    fn a_busy_rank_is_waited_for_beyond_the_time_limit() {
+        let results = threads::run_with_timeout(3, Duration::from_secs(1), |group| {
+            if group.rank() == 1 {
+                group.while_busy(|| std::thread::sleep(Duration::from_secs(3)));
+            }
+            group.barrier()
+        });
+        assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
+    }
+
+    #[test]
+    fn a_rank_that_was_busy_before_it_stopped_is_named() {
+        let results = threads::run_with_timeout(3, Duration::from_secs(1), |group| {
+            if group.rank() == 1 {
+                group.while_busy(|| std::thread::sleep(Duration::from_secs(2)));
+                std::thread::sleep(Duration::from_secs(3));
+                return Ok(());
+            }
+            group.barrier()
+        });
+        let silent = Err(Error::Silent { rank: 1, seconds: 1 });
+        assert_eq!(results, [silent.clone(), Ok(()), silent]);
+    }
+
+    #[test]
+    fn a_panic_ends_busy_work() {
+        let caught = std::panic::catch_unwind(|| {
+            threads::run(2, |group| group.while_busy(|| panic!("in the work of {}", group.rank())))
+        });
+        assert!(caught.is_err());
+    }
+
+    #[test]
     fn a_group_of_one_sends_nothing() {
         let group = Group::solo();
         assert_eq!(group.all_reduce(Kind::Gradients, &[1.0, 2.0]).unwrap(), [1.0, 2.0]);

@@ -1,6 +1,7 @@
 //! Ranks that work together: point-to-point messages with a time limit.
 
 use std::collections::BTreeMap;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -8,10 +9,13 @@ use crate::error::{Error, Result};
 use crate::traffic::{Kind, Traffic};
 use crate::transport::{Solo, Ticket, Transport};
 
-/// Channel of the messages that say for whom a rank waits.
+/// Channel of the messages that say for whom a rank waits, or that it is busy.
 pub const WAITING: u16 = 0;
 
-/// Time after which a waiting rank tells the others for whom it waits.
+/// Message in that channel of a rank that is busy; see [`Group::while_busy`].
+const BUSY: u64 = u64::MAX;
+
+/// Time after which a waiting rank tells the others for whom it waits, and a busy one that it is busy.
 const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Some ranks of a cluster. All members must call the collective operations of a group in the same order.
@@ -28,11 +32,11 @@ pub struct Group {
     waits: Arc<Mutex<Waits>>,
 }
 
-/// What other ranks have said about waiting.
+/// Messages of other ranks about waiting.
 #[derive(Debug, Default)]
 struct Waits {
-    /// For whom a rank waits, and when it was heard.
-    by_rank: BTreeMap<usize, (usize, Instant)>,
+    /// The rank that a rank waits for, or [`BUSY`], and when this was heard.
+    by_rank: BTreeMap<usize, (u64, Instant)>,
     /// Time of the last look.
     read: Option<Instant>,
 }
@@ -135,16 +139,37 @@ impl Group {
             let waited = started.elapsed();
             if waited > PATIENCE && told.is_none_or(|told: Duration| waited - told > PATIENCE) {
                 told = Some(waited);
-                self.tell_waiting(self.members[receive.from])?;
+                self.tell(self.members[receive.from] as u64)?;
                 self.hear_waiting(Duration::ZERO)?;
             }
-            if waited > self.timeout {
-                let rank = self.last_in_chain(self.members[receive.from])?;
+            if waited > self.timeout
+                && let Some(rank) = self.silent_rank(self.members[receive.from])?
+            {
                 return Err(Error::Silent { rank, seconds: self.timeout.as_secs() });
             }
             pause(turn);
         }
         unreachable!("the loop ends by a message or the time limit")
+    }
+
+    /// Does long work, such as writing a file, for which the others may have to wait: they are told regularly that this
+    /// rank is busy, and wait for it beyond the time limit. The work must not wait for another rank.
+    pub fn while_busy<R>(&self, work: impl FnOnce() -> R) -> R {
+        if self.transport.size() == 1 {
+            return work();
+        }
+        let (working, ended) = mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            // Dropped at the end of the work, also by a panic.
+            let _working = working;
+            scope.spawn(move || {
+                while ended.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+                    // A rank that cannot send notices it after the work.
+                    let _ = self.tell(BUSY);
+                }
+            });
+            work()
+        })
     }
 
     /// Returns true if all messages of this process have left. A call now and then moves large messages forward while
@@ -169,9 +194,9 @@ impl Group {
         unreachable!("the loop ends by delivery or the time limit")
     }
 
-    /// Tells all ranks of the cluster for whom this one waits.
-    fn tell_waiting(&self, whom: usize) -> Result {
-        let bytes = (whom as u64).to_le_bytes().to_vec();
+    /// Tells all ranks of the cluster for whom this one waits, or that it is [`BUSY`].
+    fn tell(&self, whom: u64) -> Result {
+        let bytes = whom.to_le_bytes().to_vec();
         (0..self.transport.size())
             .filter(|rank| *rank != self.transport.rank())
             .try_for_each(|rank| self.transport.start_send(rank, WAITING, bytes.clone()))
@@ -192,7 +217,7 @@ impl Group {
         for rank in (0..self.transport.size()).filter(|rank| *rank != self.transport.rank()) {
             while let Some(bytes) = self.transport.poll(rank, WAITING)? {
                 if let Ok(bytes) = <[u8; 8]>::try_from(&bytes[..]) {
-                    waits.by_rank.insert(rank, (u64::from_le_bytes(bytes) as usize, now));
+                    waits.by_rank.insert(rank, (u64::from_le_bytes(bytes), now));
                 }
             }
         }
@@ -200,20 +225,25 @@ impl Group {
     }
 
     /// The rank that holds up the others: the one that `first` waits for, or that one, and so on. A rank that
-    /// waits for nobody has stopped, and so has one that said so long ago.
-    fn last_in_chain(&self, first: usize) -> Result<usize> {
+    /// waits for nobody has stopped, and so has one that said so long ago. `None` if that rank was busy within the time
+    /// limit.
+    fn silent_rank(&self, first: usize) -> Result<Option<usize>> {
         self.hear_waiting(Duration::ZERO)?;
         let waits = self.waits.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let mut rank = first;
         for _ in 0..self.transport.size() {
             match waits.by_rank.get(&rank) {
-                Some((next, heard)) if *next != self.transport.rank() && heard.elapsed() < 3 * PATIENCE => {
-                    rank = *next
+                Some((BUSY, heard)) if heard.elapsed() < self.timeout => return Ok(None),
+                Some((BUSY, _)) => break,
+                Some((next, heard))
+                    if *next != self.transport.rank() as u64 && heard.elapsed() < 3 * PATIENCE =>
+                {
+                    rank = *next as usize
                 }
                 _ => break,
             }
         }
-        Ok(rank)
+        Ok(Some(rank))
     }
 }
 

@@ -28,7 +28,7 @@ struct Case {
     expect: fn(&Output, Duration),
 }
 
-const CASES: [Case; 9] = [
+const CASES: [Case; 10] = [
     Case { name: "two_ranks_pass_all_checks", ranks: 2, run: pass_all_checks, expect: success },
     Case { name: "four_ranks_pass_all_checks", ranks: 4, run: pass_all_checks, expect: success },
     Case { name: "waiting_ranks_are_heard_and_forgotten", ranks: 4, run: wait_often, expect: success },
@@ -38,6 +38,7 @@ const CASES: [Case; 9] = [
         run: send_another_length,
         expect: success,
     },
+    Case { name: "a_busy_rank_is_waited_for", ranks: 3, run: be_busy, expect: success },
     Case { name: "a_panic_of_one_rank_ends_all", ranks: 4, run: panic, expect: panicked },
     Case { name: "an_error_of_one_rank_ends_all_with_its_code", ranks: 4, run: fail, expect: failed },
     Case { name: "a_killed_rank_ends_all", ranks: 4, run: be_killed, expect: killed },
@@ -62,7 +63,11 @@ fn main() -> ExitCode {
 
 /// One process of a case.
 fn rank(case: &Case) -> ExitCode {
-    let timeout = if case.name.contains("stopped") { TIMEOUT } else { Duration::from_secs(60) };
+    let timeout = if case.name.contains("stopped") || case.name.contains("busy") {
+        TIMEOUT
+    } else {
+        Duration::from_secs(60)
+    };
     let group = mpi::start_with_limit(timeout, 1 << 16).expect("MPI starts");
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -124,6 +129,14 @@ fn send_another_length(group: &Group) -> Result {
         assert!(error.to_string().starts_with(&between), "{error}");
     }
     Ok(())
+}
+
+/// One rank works for longer than the time limit.
+fn be_busy(group: &Group) -> Result {
+    if group.rank() == 1 {
+        group.while_busy(|| std::thread::sleep(2 * TIMEOUT));
+    }
+    group.barrier()
 }
 
 fn panic(group: &Group) -> Result {

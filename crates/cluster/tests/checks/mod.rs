@@ -1,4 +1,4 @@
-//! What must hold for a group on any transport. Every rank calls these in the same order.
+//! Properties of a group on any transport. Every rank calls these in the same order.
 
 use ballast_cluster::{Group, Kind, ReduceScatter, TreeSum, even_parts, fits_tree};
 
