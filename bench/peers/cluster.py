@@ -21,8 +21,8 @@ TOKENS = 1024
 BINARY = ROOT / "target/release/ballast"
 
 
-def ballast_steps(binary, folder, text, name, precision, ranks, threads, shard, steps):
-    """Median seconds of a step, the largest memory of a rank, and the share of the time spent waiting."""
+def ballast_steps(binary, folder, text, name, precision, ranks, threads, shard, steps, more={}):
+    """Median seconds of a step, the largest memory of a rank and its plan, the share of the time spent waiting, and bytes sent."""
     out = folder / name
     settings = {
         "model.checkpoint": f'"{folder / "model"}"',
@@ -40,13 +40,17 @@ def ballast_steps(binary, folder, text, name, precision, ranks, threads, shard, 
         "checkpoints.every": 0,
         "ledger.every": 0,
         "steps": steps,
+        **more,
     }
     command = [binary, "--threads", threads, "--quiet", "train", "--out", out]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
+    as_text = lambda command: [str(part) for part in command]
+    plan = as_text(command + ["--dry-run", "--ranks", ranks, "--flops", 100, "--json"])
+    plan = json.loads(subprocess.run(plan, check=True, capture_output=True, text=True).stdout)
     if ranks > 1:
         command = ["mpirun", "--allow-run-as-root", "--bind-to", "core", "-n", ranks, *command]
-    subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(as_text(command), check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     taken = [line for line in lines if line["kind"] == "step"][1:]
     memory = max(max(step.get("ranks", {}).get("peak_memory", [step["peak_memory"]])) for step in taken)
@@ -55,9 +59,14 @@ def ballast_steps(binary, folder, text, name, precision, ranks, threads, shard, 
     return {
         "seconds": statistics.median(step["seconds"] for step in taken),
         "memory": memory,
+        "plan": max(plan["memory_total_bytes"], plan["memory_loading_bytes"]),
         "waiting": statistics.median(waiting) if waiting else 0.0,
         "sent": sent,
     }
+
+
+def memory_of(run):
+    return f"{run['memory'] / 2**30:.2f} GiB ({run['memory'] / run['plan']:.2f} of the plan)"
 
 
 def torch_rank(folder, dtype, mode, steps):
@@ -111,6 +120,27 @@ def torch_steps(folder, dtype, mode, steps):
     return json.loads(outputs[0].strip().splitlines()[-1])
 
 
+def context_steps(args, folder, text, precision):
+    """One long sequence on one process with two threads, and on two ranks of one thread that share it."""
+    more = {
+        "data.sequence_length": args.context_tokens,
+        "batch.accumulation": 1,
+        "batch.groups": 1,
+        "precision.recompute": "selective",
+    }
+    run = lambda name, *rest: ballast_steps(args.binary, folder, text, f"{precision}-context-{name}", precision, *rest)
+    one = run("one", 1, 2, "none", args.steps, more)
+    tokens = f"{args.context_tokens:,} tokens"
+    print(f"{precision}, {tokens}: one process, two threads: {one['seconds']:.1f} s, {memory_of(one)}")
+    for shard in ["none", "gradients"]:
+        two = run(shard, 2, 1, shard, args.steps, more | {"cluster.context": 2})
+        print(
+            f"  two ranks, one thread, context 2, {shard:9}: {two['seconds']:.1f} s, {two['seconds'] / one['seconds']:.2f} of "
+            f"the time, {memory_of(two)} a rank, {two['memory'] / one['memory']:.2f} of the memory, "
+            f"{100 * two['waiting']:.1f} % waiting"
+        )
+
+
 def make_model(folder):
     """The hybrid with random weights, a tokenizer of bytes, and a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -135,6 +165,8 @@ def main():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--precision", nargs="*", default=["f32", "bf16"])
     parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--context", action="store_true", help="only sequences that two ranks share")
+    parser.add_argument("--context-tokens", type=int, default=32768)
     parser.add_argument("--torch-rank", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.torch_rank:
@@ -148,19 +180,24 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         text = make_model(folder)
+        if args.context:
+            for precision in args.precision:
+                context_steps(args, folder, text, precision)
+            return
         for precision in args.precision:
             dtype = {"f32": "float32", "bf16": "bfloat16"}[precision]
-            run = lambda *rest: ballast_steps(args.binary, folder, text, *rest, args.steps)
+            run = lambda *rest, more={}: ballast_steps(args.binary, folder, text, *rest, args.steps, more)
             one = run(f"{precision}-one", precision, 1, 2, "none")
-            print(f"{precision}: one process, two threads: {one['seconds']:.2f} s, {one['memory'] / 2**30:.2f} GiB")
+            print(f"{precision}: one process, two threads: {one['seconds']:.2f} s, {memory_of(one)}")
             best = {}
             for shard in ["none", "optimizer", "gradients", "weights"]:
                 two = run(f"{precision}-{shard}", precision, 2, 1, shard)
+                blocking = run(f"{precision}-{shard}-blocking", precision, 2, 1, shard, more={"cluster.window": 0})
                 best[shard] = two
                 print(
                     f"  two ranks, one thread, {shard:9}: {two['seconds']:.2f} s, {one['seconds'] / two['seconds']:.2f}x of "
-                    f"one process, {two['memory'] / 2**30:.2f} GiB a rank, {100 * two['waiting']:.1f} % waiting, "
-                    f"{sum(two['sent'].values()) / 2**20:.0f} MiB sent"
+                    f"one process, {memory_of(two)} a rank, {100 * two['waiting']:.1f} % waiting "
+                    f"({100 * blocking['waiting']:.1f} % without overlap), {sum(two['sent'].values()) / 2**20:.0f} MiB sent"
                 )
             if args.no_torch:
                 continue

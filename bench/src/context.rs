@@ -1,36 +1,57 @@
-//! Cost of context parallelism, printed; nothing is asserted about time.
+//! Cost of context parallelism: sequences that several ranks share. Ranks are threads here; `bench/peers/cluster.py
+//! --context` measures processes.
 //!
 //! ```text
-//! cargo test --release -p ballast-model --test context_cost -- --ignored --nocapture --test-threads 1
-//! CONTEXT_TOKENS=32768 ...                      # the length of the sequence, 8192 unless told
+//! cargo run --release -p ballast-bench --bin bench-context -- states --tokens 16384   # a chain of states or a scan
+//! cargo run --release -p ballast-bench --bin bench-context -- errors                  # errors of both
+//! cargo run --release -p ballast-bench --bin bench-context -- memory --tokens 32768   # plan of a rank
+//! cargo run --release -p ballast-bench --bin bench-context -- step --tokens 8192      # two ranks, one process
 //! ```
 
+#![forbid(unsafe_code)]
 #![allow(clippy::too_many_arguments)] // outputs, then inputs, then sizes
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use ballast_bench::measure::median;
 use ballast_cluster::{Kind, threads};
 use ballast_kernels::Scratch;
 use ballast_kernels::gated_delta_rule as gdn;
 use ballast_kernels::gated_delta_rule::reference::Reference;
 use ballast_model::{Batch, LossOptions, Model, Plan, Precision, Recompute, Step};
+use clap::{Parser, ValueEnum};
 
-fn tokens() -> usize {
-    std::env::var("CONTEXT_TOKENS").ok().and_then(|tokens| tokens.parse().ok()).unwrap_or(8192)
+#[derive(Parser)]
+struct Args {
+    case: Case,
+    /// Tokens of a sequence; of a rank for `states`
+    #[arg(long, default_value_t = 8192)]
+    tokens: usize,
+    /// Number of timed runs
+    #[arg(long, default_value_t = 3)]
+    repetitions: usize,
 }
 
-fn on_threads<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> R {
-    rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(work)
+#[derive(Clone, Copy, ValueEnum)]
+enum Case {
+    States,
+    Errors,
+    Memory,
+    Step,
 }
 
-/// Shortest of three times.
-fn time(mut work: impl FnMut()) -> Duration {
-    let once = |_| {
-        let started = Instant::now();
-        work();
-        started.elapsed()
-    };
-    (0..3).map(once).min().unwrap()
+fn main() -> anyhow::Result<()> {
+    let Args { case, tokens, repetitions } = Args::parse();
+    match case {
+        Case::States => a_chain_of_states_against_a_scan_of_affine_maps(tokens, repetitions),
+        Case::Errors => errors_of_the_chain_and_of_the_scan(),
+        Case::Memory => memory_of_a_rank(tokens),
+        Case::Step => a_step_on_two_ranks_against_one_process(tokens, repetitions),
+    }
+}
+
+fn on_threads<R: Send>(threads: usize, work: impl FnOnce() -> anyhow::Result<R> + Send) -> anyhow::Result<R> {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build()?.install(work)
 }
 
 /// Numbers between -1 and 1.
@@ -76,7 +97,7 @@ impl Inputs {
         dims: gdn::Dims,
         heads: Option<(usize, usize)>,
         scratch: &Scratch,
-    ) -> Vec<f32> {
+    ) -> anyhow::Result<Vec<f32>> {
         let rows = |width: usize| part.start * width..part.end * width;
         let (keys, heads_v) = (dims.key_heads * dims.key_dim, dims.value_heads);
         let (q, k) = (&self.q[rows(keys)], &self.k[rows(keys)]);
@@ -86,8 +107,8 @@ impl Inputs {
         let mut ht = vec![0.0; heads_v * dims.state_len()];
         let options = gdn::Options { heads, ..gdn::Options::default() };
         let output = gdn::Output { o, ht: Some(&mut ht) };
-        gdn::gated_delta_rule_forward(output, None, &input, dims, &options, scratch).unwrap();
-        ht
+        gdn::gated_delta_rule_forward(output, None, &input, dims, &options, scratch)?;
+        Ok(ht)
     }
 }
 
@@ -100,10 +121,7 @@ fn identities(dims: gdn::Dims) -> Vec<f32> {
     all
 }
 
-#[test]
-#[ignore = "prints times"]
-fn a_chain_of_states_against_a_scan_of_affine_maps() {
-    let tokens = tokens() / 2;
+fn a_chain_of_states_against_a_scan_of_affine_maps(tokens: usize, repetitions: usize) -> anyhow::Result<()> {
     for (name, key_heads, value_heads) in [("58 M hybrid", 8, 8), ("16 key and 32 value heads", 16, 32)] {
         let dims = gdn::Dims { key_heads, value_heads, key_dim: 128, value_dim: 128 };
         let inputs = Inputs::new(dims, tokens, 0.1);
@@ -112,15 +130,16 @@ fn a_chain_of_states_against_a_scan_of_affine_maps() {
             let mut o = vec![0.0; inputs.v.len()];
             let h0 = values(9, value_heads * dims.state_len());
             let mut run = |v: &[f32], h0: &[f32], heads| {
-                inputs.run(&mut o, v, Some(h0), 0..tokens, dims, heads, &scratch);
+                inputs.run(&mut o, v, Some(h0), 0..tokens, dims, heads, &scratch).map(drop)
             };
-            let whole = time(|| run(&inputs.v, &h0, None));
-            let by_head = time(|| (0..key_heads).for_each(|head| run(&inputs.v, &h0, Some((head, 1)))));
+            let whole = median(repetitions, || run(&inputs.v, &h0, None))?;
+            let by_head = median(repetitions, || {
+                (0..key_heads).try_for_each(|head| run(&inputs.v, &h0, Some((head, 1))))
+            })?;
             // The map S' = M S + B of the part: B from a state of zero, M from the identity without values.
             let (zero, none) = (vec![0.0; h0.len()], vec![0.0; inputs.v.len()]);
-            let of_b = time(|| run(&inputs.v, &zero, None));
-            let of_m = time(|| run(&none, &identities(dims), None));
-            let [whole, by_head, of_b, of_m] = [whole, by_head, of_b, of_m].map(|time| time.as_secs_f64());
+            let of_b = median(repetitions, || run(&inputs.v, &zero, None))?;
+            let of_m = median(repetitions, || run(&none, &identities(dims), None))?;
             println!(
                 "{name}, {tokens} tokens: forward {whole:.3} s, head by head {by_head:.3} s ({:.2}x); the affine map \
                  costs {:.3} s more ({:.2}x); a rank starts {:.3} s behind the one before",
@@ -129,13 +148,13 @@ fn a_chain_of_states_against_a_scan_of_affine_maps() {
                 (of_b + of_m + whole) / whole,
                 by_head / key_heads as f64
             );
-        });
+            Ok(())
+        })?;
     }
+    Ok(())
 }
 
-#[test]
-#[ignore = "prints errors"]
-fn errors_of_the_chain_and_of_the_scan() {
+fn errors_of_the_chain_and_of_the_scan() -> anyhow::Result<()> {
     let dims = gdn::Dims { key_heads: 1, value_heads: 1, key_dim: 128, value_dim: 128 };
     let (tokens, parts) = (2048, 4);
     for decay in [0.0, 0.01, 0.3] {
@@ -168,9 +187,9 @@ fn errors_of_the_chain_and_of_the_scan() {
             |number: usize| &inputs.v[number * part * dims.value_dim..(number + 1) * part * dims.value_dim];
         let (mut chain, mut scan) = (vec![0.0; dims.state_len()], vec![0.0; dims.state_len()]);
         for number in 0..parts {
-            chain = pass(v_of(number), &chain, number);
-            let b = pass(v_of(number), &vec![0.0; dims.state_len()], number);
-            let m = pass(&vec![0.0; part * dims.value_dim], &identities(dims), number);
+            chain = pass(v_of(number), &chain, number)?;
+            let b = pass(v_of(number), &vec![0.0; dims.state_len()], number)?;
+            let m = pass(&vec![0.0; part * dims.value_dim], &identities(dims), number)?;
             let mut next = b;
             for (i, row) in next.chunks_mut(dims.value_dim).enumerate() {
                 for (m, state) in
@@ -183,10 +202,11 @@ fn errors_of_the_chain_and_of_the_scan() {
         }
         println!("decay up to {decay}: chain {:.1e}, scan {:.1e}", error(&chain), error(&scan));
     }
+    Ok(())
 }
 
 /// A hybrid with the widths of the 58 M model, without its vocabulary.
-fn hybrid(layers: usize, full_every: usize) -> Model {
+fn hybrid(layers: usize, full_every: usize) -> anyhow::Result<Model> {
     let text = serde_json::json!({
         "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 512,
         "hidden_size": 512, "num_hidden_layers": layers, "intermediate_size": 1792,
@@ -196,23 +216,21 @@ fn hybrid(layers: usize, full_every: usize) -> Model {
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "full_attention_interval": full_every,
         "rope_parameters": { "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25 },
     });
-    Model::init(&text, |_| Ok(Precision::f32()), 7).unwrap()
+    Ok(Model::init(&text, |_| Ok(Precision::f32()), 7)?)
 }
 
-#[test]
-#[ignore = "prints bytes"]
-fn memory_of_a_rank() {
-    let (mib, model) = (1048576.0, hybrid(8, 4));
-    let cu_seqlens = [0, tokens()];
+fn memory_of_a_rank(tokens: usize) -> anyhow::Result<()> {
+    let (mib, model) = (1048576.0, hybrid(8, 4)?);
+    let cu_seqlens = [0, tokens];
     for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
         let plan = |part| {
             let step = Step { part, ..Step::new(&cu_seqlens, recompute) };
-            Plan::new(&model.config, model.precision(), &step).unwrap()
+            Plan::new(&model.config, model.precision(), &step)
         };
-        let whole = plan(None);
+        let whole = plan(None)?;
         for of in [2, 4] {
-            let all: Vec<Plan> = (0..of).map(|index| plan(Some((index, of)))).collect();
-            let part = all.iter().max_by_key(|plan| plan.total()).unwrap();
+            let all: Vec<Plan> = (0..of).map(|index| plan(Some((index, of)))).collect::<Result<_, _>>()?;
+            let Some(part) = all.iter().max_by_key(|plan| plan.total()) else { continue };
             println!(
                 "{} tokens, {recompute:?}: {:.0} MiB ({:.0} kept) on one rank, {:.0} ({:.0}) at most on {of}: {:.2}x",
                 cu_seqlens[1],
@@ -224,46 +242,50 @@ fn memory_of_a_rank() {
             );
         }
     }
+    Ok(())
 }
 
-#[test]
-#[ignore = "prints times"]
-fn a_step_on_two_ranks_against_one_process() {
-    let tokens = tokens();
+fn a_step_on_two_ranks_against_one_process(tokens: usize, repetitions: usize) -> anyhow::Result<()> {
     let ids: Vec<u32> = (0..tokens as u32).map(|i| i * 7919 % 512).collect();
-    let batch = Batch::packed(ids, vec![0, tokens]).unwrap();
+    let batch = Batch::packed(ids, vec![0, tokens])?;
     for (what, layers, full_every) in
         [("3 linear layers", 3, 9), ("3 linear layers and full attention", 4, 4)]
     {
         let step = |model: &Model, batch: &Batch| {
-            let mut grads = model.grads();
-            let started = Instant::now();
-            let options = LossOptions::default();
-            model.forward_backward(&mut grads, batch, &options, Recompute::Selective, None).unwrap();
-            started.elapsed().as_secs_f64()
+            let (mut grads, options) = (model.grads(), LossOptions::default());
+            median(repetitions, || {
+                grads.clear();
+                model.forward_backward(&mut grads, batch, &options, Recompute::Selective, None)?;
+                Ok(())
+            })
         };
-        let one = on_threads(2, || step(&hybrid(layers, full_every), &batch));
+        let one = on_threads(2, || step(&hybrid(layers, full_every)?, &batch))?;
         let ranks = threads::run(2, |group| {
             on_threads(1, || {
-                let mut model = hybrid(layers, full_every);
+                let mut model = hybrid(layers, full_every)?;
                 model.set_context(Some(group.clone()));
-                let part = batch.part(group.rank(), 2).unwrap();
-                group.barrier().unwrap();
-                let before = group.traffic().waited();
-                let seconds = step(&model, &part);
+                let part = batch.part(group.rank(), 2)?;
+                group.barrier()?;
+                let (waited, started) = (group.traffic().waited(), Instant::now());
+                let seconds = step(&model, &part)?;
+                let waiting =
+                    (group.traffic().waited() - waited).as_secs_f64() / started.elapsed().as_secs_f64();
                 let sent = group.traffic().sent();
-                let bytes = [Kind::States, Kind::Attention].map(|kind| sent.get(&kind).copied().unwrap_or(0));
-                (seconds, (group.traffic().waited() - before).as_secs_f64(), bytes)
+                let mib = [Kind::States, Kind::Attention].map(|kind| {
+                    sent.get(&kind).copied().unwrap_or(0) as f64 / (1048576 * repetitions) as f64
+                });
+                Ok((seconds, waiting, mib))
             })
         });
+        let ranks: Vec<_> = ranks.into_iter().collect::<anyhow::Result<_>>()?;
         let two = ranks.iter().map(|rank| rank.0).fold(0.0, f64::max);
         println!("{what}, {tokens} tokens: one process {one:.2} s, two ranks {two:.2} s ({:.2}x)", two / one);
-        for (rank, (seconds, waited, bytes)) in ranks.iter().enumerate() {
+        for (rank, (_, waiting, [states, attention])) in ranks.iter().enumerate() {
             println!(
-                "  rank {rank}: {seconds:.2} s, waited {waited:.2} s, sent {:.2} MiB of states, {:.2} MiB for attention",
-                bytes[0] as f64 / 1048576.0,
-                bytes[1] as f64 / 1048576.0
+                "  rank {rank}: waited for {:.1} % of a step, sent {states:.2} MiB of states and {attention:.2} MiB for attention",
+                100.0 * waiting
             );
         }
     }
+    Ok(())
 }
