@@ -253,7 +253,7 @@ pub(super) fn memory_over_time(report: &Report<'_>) -> String {
 }
 
 /// A plot without curves: steps on the x axis, events as flags.
-fn plot(report: &Report<'_>, id: &str, title: &str) -> LinePlot {
+pub(super) fn plot(report: &Report<'_>, id: &str, title: &str) -> LinePlot {
     let markers = (events(report.records).into_iter().enumerate())
         .map(|(index, event)| Marker {
             x: event.step as f64,
@@ -272,7 +272,7 @@ fn plot(report: &Report<'_>, id: &str, title: &str) -> LinePlot {
     }
 }
 
-fn steps<'a>(report: &Report<'a>) -> impl Iterator<Item = &'a Step> {
+pub(super) fn steps<'a>(report: &Report<'a>) -> impl Iterator<Item = &'a Step> {
     report.records.iter().filter_map(|record| match record {
         MetricsEntry::Step(step) => Some(step),
         _ => None,

@@ -1,9 +1,10 @@
 //! Report of a training run: one HTML file with plots, tables and samples, without scripts.
 //!
 //! `curves.rs` draws the metrics over the steps, with a one-sentence caption for each plot; `tables.rs` has
-//! the ledger, the memory plan, the samples and the events. Plots and page come from `ballast_report`.
+//! the ledger, the memory plan, the samples and the events; `ranks.rs` has the ranks of a run. Plots and page come from `ballast_report`.
 
 mod curves;
+mod ranks;
 mod tables;
 
 use crate::metrics::{Event, MetricsEntry};
@@ -87,6 +88,7 @@ pub fn html(report: &Report<'_>) -> String {
     body += &tables::samples(&report.samples);
     body += &curves::gradients(report);
     body += &curves::speed(report);
+    body += &ranks::ranks(report);
     body += &tables::memory(report, &curves::memory_over_time(report));
     body += &tables::ledger(&report.ledger);
     if !report.config.is_empty() {

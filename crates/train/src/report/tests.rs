@@ -1,5 +1,5 @@
 use super::*;
-use crate::metrics::{Evaluation, Step};
+use crate::metrics::{Evaluation, RankUse, Step};
 
 /// A synthetic run; `loss` gives the loss of each step.
 fn run(steps: u64, loss: impl Fn(u64) -> f64) -> Vec<MetricsEntry> {
@@ -90,6 +90,42 @@ fn each_plot_says_what_one_sees() {
     ] {
         assert!(html.contains(caption), "{caption}");
     }
+}
+
+#[test]
+fn ranks_are_shown_with_their_waiting_and_memory() {
+    let mut records = run(40, falling);
+    let of_ranks = |ranks: usize| RankUse {
+        waiting: (0..ranks).map(|rank| rank as f64 / 100.0).collect(),
+        peak_memory: (0..ranks).map(|rank| (rank as u64 + 1) << 20).collect(),
+        sent: [("gradients".to_string(), 3 << 20), ("scalars".to_string(), 512)].into(),
+    };
+    assert!(!html(&report(&records)).contains("id=\"ranks\""));
+    let set = |records: &mut [MetricsEntry], from: u64, ranks: usize| {
+        for record in records {
+            if let MetricsEntry::Step(step) = record
+                && step.step >= from
+            {
+                step.ranks = Some(of_ranks(ranks));
+            }
+        }
+    };
+    set(&mut records, 10, 4);
+    set(&mut records, 20, 3);
+    let page = html(&report(&records));
+    for text in [
+        "3 ranks; all together sent 3.0 MiB in the last step (gradients 3.0 MiB, scalars 512 B).",
+        "On average a rank waited for 1.0 % of a step; rank 2 most, 2.0 %.",
+        "<td class=\"number\">2</td><td class=\"number\">2.0 %</td><td class=\"number\">3.0 MiB</td>",
+    ] {
+        assert!(page.contains(text), "{text}");
+    }
+    set(&mut records, 1, 100);
+    let page = html(&report(&records));
+    assert!(
+        page.contains("The 32 ranks that waited least and most") && page.contains("rank 99 most, 99.0 %")
+    );
+    assert!(!page.contains("<td class=\"number\">50</td>"));
 }
 
 #[test]
