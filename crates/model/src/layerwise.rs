@@ -205,7 +205,7 @@ struct Losses {
     indexer: f64,
     /// Sums of the load-balancing loss of the routers, if there is one.
     balance: Option<Balancing>,
-    /// That loss, once all layers have run.
+    /// The load-balancing loss, once all layers have run.
     balance_loss: f64,
 }
 

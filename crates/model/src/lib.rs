@@ -43,7 +43,7 @@ pub use error::{Error, Result};
 pub use layerwise::LayerwiseRun;
 pub use lazy::LazyCheckpoint;
 pub use model::{IndexerLoss, IndexerStage, LossOptions, Model, Recompute, StepLoss};
-pub use plan::{Plan, Step, Targets};
+pub use plan::{LayerSent, Plan, Step, Targets};
 pub use precision::Precision;
 pub use probe::Probe;
 pub use save::{NamedTensor, SaveOptions};

@@ -12,7 +12,7 @@ use crate::batch::{Part, Sequences};
 use crate::config::{Config, Mixer};
 use crate::context::Sent;
 use crate::error::Result;
-use crate::layers::{Keep, Stream};
+use crate::layers::{Keep, Layer, Stream};
 use crate::model::{LossOptions, Model, Recompute};
 use crate::params::Spec;
 use crate::precision::{Precision, Storage};
@@ -54,6 +54,17 @@ impl<'a> Step<'a> {
         let local = part.as_ref().map_or_else(|| self.cu_seqlens.to_vec(), Part::local);
         Ok((part, local))
     }
+}
+
+/// Bytes that a rank sends for a layer to the ranks that share its batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerSent {
+    /// Kind of all these messages.
+    pub kind: Kind,
+    /// Bytes in the forward pass.
+    pub forward: usize,
+    /// Bytes in the backward pass, with what is recomputed.
+    pub backward: usize,
 }
 
 /// Bytes that a training step needs.
@@ -102,23 +113,15 @@ impl Plan {
     /// Computes the bytes that a rank sends in a step to the ranks that share its batch, by kind. The sum of
     /// the gradients over ranks is not included.
     pub fn sent(config: &Config, precision: &Precision, step: &Step<'_>) -> Result<BTreeMap<Kind, u64>> {
-        let model = Model::build(config.clone(), precision.clone())?;
-        let (part, local) = step.local()?;
-        let sequences = Sequences { cu_seqlens: &local, part: part.as_ref() };
-        let stage = step.loss.indexer.map(|loss| loss.stage);
-        let forwards = if step.recompute == Recompute::Full { 2 } else { 1 };
+        let (part, _) = step.local()?;
         let mut all = BTreeMap::new();
         let mut add = |kind, bytes: usize| {
             if bytes > 0 {
                 *all.entry(kind).or_default() += bytes as u64;
             }
         };
-        for layer in model.layers() {
-            let (kind, Sent { forward, backward }) = match precision.activations {
-                Storage::F32 => layer.sent::<f32>(precision, sequences, stage),
-                Storage::Bf16 => layer.sent::<bf16>(precision, sequences, stage),
-            };
-            add(kind, forwards * forward + backward);
+        for LayerSent { kind, forward, backward } in Plan::sent_by_layer(config, precision, step)? {
+            add(kind, forward + backward);
         }
         let experts = config.layers.iter().find_map(|layer| layer.experts);
         if let (Some(part), Some(_), Some(experts)) = (&part, step.loss.balance, experts)
@@ -127,6 +130,23 @@ impl Plan {
             add(Kind::Scalars, (part.of() - 1) * 8 * (1 + 2 * experts.count));
         }
         Ok(all)
+    }
+
+    /// Computes what [`Plan::sent`] counts for the layers, one by one.
+    pub fn sent_by_layer(config: &Config, precision: &Precision, step: &Step<'_>) -> Result<Vec<LayerSent>> {
+        let model = Model::build(config.clone(), precision.clone())?;
+        let (part, local) = step.local()?;
+        let sequences = Sequences { cu_seqlens: &local, part: part.as_ref() };
+        let stage = step.loss.indexer.map(|loss| loss.stage);
+        let sent = |layer: &Layer| {
+            let (kind, Sent { forward, backward }) = match precision.activations {
+                Storage::F32 => layer.sent::<f32>(precision, sequences, stage),
+                Storage::Bf16 => layer.sent::<bf16>(precision, sequences, stage),
+            };
+            let again = if step.recompute == Recompute::Full { forward } else { 0 };
+            LayerSent { kind, forward, backward: again + backward }
+        };
+        Ok(model.layers().iter().map(sent).collect())
     }
 
     /// Returns the bytes of all activations saved for backward.

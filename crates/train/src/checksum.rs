@@ -3,15 +3,12 @@
 //! They find accidents (a flipped bit, another file), not attacks, so the lighter of the two candidates is
 //! enough: unlike blake3, xxh3 has no build script, and it reads at the speed of memory.
 
-use ballast_cluster::Kind;
 use ballast_kernels::adamw::BLOCK;
 use ballast_model::Model;
 use ballast_model::params::Weight;
 use rayon::prelude::*;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use crate::cluster::{Ranks, Shards};
-use crate::error::Result;
 use crate::optimizer::{Optimizer, Place};
 
 /// The checksum of the bits of a tensor.
@@ -19,22 +16,24 @@ pub fn checksum(values: &[f32]) -> u64 {
     xxh3_64(bytemuck::cast_slice(values))
 }
 
-/// A tensor, or the elements of it that this rank has.
-struct Tensor<'a> {
-    /// Index of the weight whose elements the ranks share.
-    shared: Option<usize>,
+/// The bytes of a tensor, or those of the elements that this rank has.
+pub(crate) struct TensorBytes<'a> {
+    /// Index of the weight that the tensor belongs to; the ranks may share its elements.
+    pub(crate) weight: Option<usize>,
     bytes: &'a [u8],
     /// Bytes of an element.
     width: usize,
 }
 
 /// All weights, adapters and protected tensors of a model, in order.
-fn tensors_of(model: &Model) -> Vec<Tensor<'_>> {
-    let whole = |bytes| Tensor { shared: None, bytes, width: 4 };
-    let mut tensors: Vec<Tensor<'_>> = Vec::new();
+pub(crate) fn tensors_of(model: &Model) -> Vec<TensorBytes<'_>> {
+    let whole = |bytes| TensorBytes { weight: None, bytes, width: 4 };
+    let mut tensors: Vec<TensorBytes<'_>> = Vec::new();
     tensors.extend(model.params.weights().iter().enumerate().map(|(i, weight)| match weight {
-        Weight::F32(values) => Tensor { shared: Some(i), bytes: bytemuck::cast_slice(values), width: 4 },
-        Weight::Bf16(values) => Tensor { shared: Some(i), bytes: bytemuck::cast_slice(values), width: 2 },
+        Weight::F32(values) => TensorBytes { weight: Some(i), bytes: bytemuck::cast_slice(values), width: 4 },
+        Weight::Bf16(values) => {
+            TensorBytes { weight: Some(i), bytes: bytemuck::cast_slice(values), width: 2 }
+        }
     }));
     let adapters = model.params.adapters().iter().flatten();
     tensors.extend(
@@ -46,77 +45,37 @@ fn tensors_of(model: &Model) -> Vec<Tensor<'_>> {
 }
 
 /// All masters and state tensors of an optimizer, in order.
-fn tensors_of_optimizer(optimizer: &Optimizer) -> Vec<Tensor<'_>> {
+pub(crate) fn tensors_of_optimizer(optimizer: &Optimizer) -> Vec<TensorBytes<'_>> {
     optimizer
         .slots_and_tensors()
         .map(|(slot, _, _, values)| {
-            let shared = if let Place::Weight(weight) = slot.place { Some(weight) } else { None };
-            Tensor { shared, bytes: bytemuck::cast_slice(values), width: 4 }
+            let weight = if let Place::Weight(weight) = slot.place { Some(weight) } else { None };
+            TensorBytes { weight, bytes: bytemuck::cast_slice(values), width: 4 }
         })
         .collect()
 }
 
 /// The checksum of all weights, adapters and protected tensors of a model, in order.
 pub fn weights_checksum(model: &Model) -> String {
-    of_blocks(&tensors_of(model))
+    of_blocks(&blocks(&tensors_of(model)))
 }
 
-/// [`weights_checksum`] of a model whose weights the ranks share.
-pub(crate) fn divided_weights_checksum(model: &Model, ranks: &Ranks, shards: &Shards) -> Result<String> {
-    of_shared(&tensors_of(model), ranks, shards)
+/// The checksum of tensors that hashes all bytes in sequence, as in checkpoints of earlier programs.
+pub(crate) fn bytewise(tensors: &[TensorBytes<'_>]) -> String {
+    of_all(tensors.iter().map(|tensor| tensor.bytes))
 }
 
-/// The checksum of all masters and state tensors of an optimizer, in order.
-pub(crate) fn optimizer_checksum(optimizer: &Optimizer) -> String {
-    of_blocks(&tensors_of_optimizer(optimizer))
+/// Checksums of the blocks of each tensor.
+pub(crate) fn blocks(tensors: &[TensorBytes<'_>]) -> Vec<Vec<u64>> {
+    let blocks = |tensor: &TensorBytes<'_>| -> Vec<u64> {
+        tensor.bytes.par_chunks(BLOCK * tensor.width).map(xxh3_64).collect()
+    };
+    tensors.iter().map(blocks).collect()
 }
 
-/// [`optimizer_checksum`] of an optimizer whose state the ranks share.
-pub(crate) fn divided_optimizer_checksum(
-    optimizer: &Optimizer,
-    ranks: &Ranks,
-    shards: &Shards,
-) -> Result<String> {
-    of_shared(&tensors_of_optimizer(optimizer), ranks, shards)
-}
-
-/// Checksums that hash all bytes in sequence, as in checkpoints of earlier programs.
-pub(crate) mod bytewise {
-    use super::{Model, Optimizer, of_all, tensors_of, tensors_of_optimizer};
-
-    pub(crate) fn weights_checksum(model: &Model) -> String {
-        of_all(tensors_of(model).iter().map(|tensor| tensor.bytes))
-    }
-
-    pub(crate) fn optimizer_checksum(optimizer: &Optimizer) -> String {
-        of_all(tensors_of_optimizer(optimizer).iter().map(|tensor| tensor.bytes))
-    }
-}
-
-/// Checksums of the blocks of a tensor.
-fn blocks(tensor: &Tensor<'_>) -> Vec<u64> {
-    tensor.bytes.par_chunks(BLOCK * tensor.width).map(xxh3_64).collect()
-}
-
-/// The checksum of tensors, from the checksums of their blocks, which several ranks can compute.
-fn of_blocks(tensors: &[Tensor<'_>]) -> String {
-    let sums: Vec<Vec<u64>> = tensors.iter().map(blocks).collect();
-    of_all(sums.iter().map(|sums| bytemuck::cast_slice(sums)))
-}
-
-/// The checksum of tensors of which this rank has some elements.
-fn of_shared(tensors: &[Tensor<'_>], ranks: &Ranks, shards: &Shards) -> Result<String> {
-    let mut sums: Vec<Vec<u64>> = tensors.iter().map(blocks).collect();
-    let shared: Vec<(usize, usize)> =
-        tensors.iter().enumerate().filter_map(|(at, tensor)| Some((at, tensor.shared?))).collect();
-    let own: Vec<u64> = shared.iter().flat_map(|(at, _)| &sums[*at]).copied().collect();
-    let all = ranks.world.all_gather_any(Kind::Setup, bytemuck::cast_slice(&own).to_vec())?;
-    let all = all.iter().map(|bytes| bytemuck::allocation::pod_collect_to_vec(bytes)).collect();
-    let weights: Vec<usize> = shared.iter().map(|(_, weight)| *weight).collect();
-    for ((at, _), whole) in shared.iter().zip(shards.join_blocks(&weights, all)) {
-        sums[*at] = whole;
-    }
-    Ok(of_all(sums.iter().map(|sums| bytemuck::cast_slice(sums))))
+/// The checksum of tensors, from the checksums of their blocks.
+pub(crate) fn of_blocks(blocks: &[Vec<u64>]) -> String {
+    of_all(blocks.iter().map(|blocks| bytemuck::cast_slice(blocks)))
 }
 
 /// The checksum of the names and shapes of all learned parameters.

@@ -146,7 +146,7 @@ impl Engine<'_> {
     fn fetch(&mut self, part: Part, next: Option<Part>) -> Result {
         let Some(shards) = self.shards else { return Ok(()) };
         self.resident.start(self.model, part, self.ranks, shards)?;
-        if let Some(next) = next {
+        if let Some(next) = next.filter(|_| self.ranks.window > 0) {
             self.resident.start(self.model, next, self.ranks, shards)?;
         }
         self.resident.fetch(self.model, part, self.ranks, shards)

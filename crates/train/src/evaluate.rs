@@ -90,10 +90,12 @@ impl Trainer {
             true => Ok(Vec::new()),
             // Only the first rank reports them; the others wait for it in the next step.
             false => {
-                let is_first = engine.ranks.world.is_first();
+                let world = engine.ranks.world.clone();
                 engine.with_whole_model(|model| {
-                    let documents = documents.iter().filter(|_| is_first);
-                    documents.map(|document| sample(model, &encoder, document, tokens, step)).collect()
+                    let documents = documents.iter().filter(|_| world.is_first());
+                    world.while_busy(|| {
+                        documents.map(|document| sample(model, &encoder, document, tokens, step)).collect()
+                    })
                 })
             }
         };

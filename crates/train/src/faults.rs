@@ -1,4 +1,4 @@
-//! What happens when a step has a non-finite value: its origin is found and named, and the step is not applied.
+//! Handling of a step with a non-finite value: its origin is found and named, and the step is not applied.
 
 use std::path::PathBuf;
 
@@ -57,7 +57,7 @@ impl Trainer {
     fn first_bad_update(&self, norm: f64, lr: f64) -> Result<Option<String>> {
         let found = self.optimizer.first_bad_update(&self.model, &self.grads, norm, lr)?;
         let own = found.map(|(slot, bad)| (slot, bad.after.element, bad.to_string()));
-        if self.ranks.is_solo() || !self.config.cluster.shard.divides_updates() {
+        if !self.ranks.shard.divides_updates() {
             return Ok(own.map(|(_, _, text)| text));
         }
         // A flag first: a text is rare.

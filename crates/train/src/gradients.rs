@@ -1,7 +1,7 @@
 //! Gradients and losses of a step, over all its micro-batches and ranks.
 
 use ballast_cluster::Kind;
-use ballast_kernels::adamw::{BLOCK, block_squares};
+use ballast_kernels::adamw::block_squares;
 use ballast_model::LossOptions;
 
 use crate::cluster::{Ranks, Reducer};
@@ -71,10 +71,9 @@ impl Trainer {
     pub(crate) fn gradients(&mut self, batches: &[MicroBatch], totals: Totals) -> Result<(Losses, Norms)> {
         let options = step_options(&self.config, totals);
         let per_group = self.config.batch.accumulation / self.config.batch.groups;
-        let shard = self.config.cluster.shard;
         let single = self.ranks.is_solo() && self.config.batch.groups == 1;
         let (ranks, shards) = (self.ranks.clone(), self.shards.clone());
-        let mut reducer = Reducer::new(&ranks, &shards, shard, &self.grads);
+        let mut reducer = Reducer::new(&ranks, &shards, &self.grads);
         let mut parts = Vec::with_capacity(3 * batches.len());
         for group in batches.chunks(per_group) {
             self.grads.clear();
@@ -117,32 +116,16 @@ impl Trainer {
 
     /// Norms of the gradients, which the ranks may share.
     fn norms(&self) -> Result<Norms> {
-        if self.ranks.is_solo() || !self.config.cluster.shard.divides_updates() {
+        if !self.ranks.shard.divides_updates() {
             return Ok(self.optimizer.norms(&self.grads));
         }
         let slots = &self.optimizer.slots;
         let mut squares: Vec<Vec<f64>> =
             slots.iter().map(|slot| block_squares(gradient(&self.grads, slot.place))).collect();
-        let shared: Vec<(usize, usize)> = slots
-            .iter()
-            .enumerate()
-            .filter_map(|(index, slot)| match slot.place {
-                Place::Weight(weight) => Some((index, weight)),
-                _ => None,
-            })
-            .collect();
-        let own: Vec<f64> = shared.iter().flat_map(|(index, _)| &squares[*index]).copied().collect();
-        let weights: Vec<usize> = shared.iter().map(|(_, weight)| *weight).collect();
-        let lens: Vec<usize> = (0..self.ranks.size())
-            .map(|rank| {
-                weights.iter().map(|weight| 8 * self.shards.range(*weight, rank).len().div_ceil(BLOCK)).sum()
-            })
-            .collect();
-        let all = self.ranks.world.all_gather(Kind::Scalars, bytemuck::cast_slice(&own).to_vec(), &lens)?;
-        let all = all.iter().map(|bytes| bytemuck::allocation::pod_collect_to_vec(bytes)).collect();
-        for ((index, _), whole) in shared.iter().zip(self.shards.join_blocks(&weights, all)) {
-            squares[*index] = whole;
-        }
+        self.shards.gather_blocks(&self.ranks, &mut squares, |slot| match slots[slot].place {
+            Place::Weight(weight) => Some(weight),
+            _ => None,
+        })?;
         Ok(self.optimizer.norms_of(&squares))
     }
 }

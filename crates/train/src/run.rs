@@ -160,16 +160,8 @@ impl Trainer {
     /// Trains to the last step, or until the watcher asks to stop.
     pub fn run(&mut self, watcher: &dyn Watcher) -> Result<Summary> {
         let resumed = (self.step > 0).then_some(self.step);
-        let opened = match self.ranks.world.is_first() {
-            true => self.open_journal(resumed, watcher),
-            false => Ok(Journal { metrics: None, lost: 0, tensorboard: None, watcher }),
-        };
-        let (opened, failure) = match opened {
-            Ok(journal) => (Some(journal), Ok(())),
-            Err(error) => (None, Err(error)),
-        };
-        self.ranks.all_succeeded(failure)?;
-        let Some(mut journal) = opened else { unreachable!("a failure on this rank was returned") };
+        let opened = self.ranks.on_first(|| self.open_journal(resumed, watcher))?;
+        let mut journal = opened.unwrap_or(Journal { metrics: None, lost: 0, tensorboard: None, watcher });
         if let Some(step) = resumed {
             let text = format!("resumed from the checkpoint of step {step}");
             journal.write(MetricsEntry::Event(Event { step, what: "resume".into(), text }));
@@ -190,7 +182,7 @@ impl Trainer {
         // Also after an error, when it is wanted most; a failed report hides neither the result nor the
         // error.
         let report = match self.ranks.world.is_first() {
-            true => self.write_report(&samples).map(Some),
+            true => self.ranks.world.while_busy(|| self.write_report(&samples)).map(Some),
             false => Ok(None),
         };
         if let Err(error) = &report {
@@ -331,9 +323,8 @@ impl Trainer {
     /// Writes the finished model to `OUT/model`, or the adapters to `OUT/adapter`.
     fn publish(&self, watcher: &dyn Watcher) -> Result<PathBuf> {
         let path = places::result(&self.config);
-        let shares = self.config.cluster.shard.divides_weights() && !self.ranks.is_solo();
-        let weights =
-            (shares && self.config.lora.is_none()).then(|| self.config.out.join(".weights.safetensors"));
+        let shared = self.ranks.shard.divides_weights() && self.config.lora.is_none();
+        let weights = shared.then(|| self.config.out.join(".weights.safetensors"));
         if let Some(weights) = &weights {
             if self.ranks.world.is_first() {
                 // A leftover of a run that was killed.
@@ -341,14 +332,13 @@ impl Trainer {
             }
             self.division().write_weights(&self.model, weights)?;
         }
-        let written = match self.ranks.world.is_first() {
-            true => self.publish_model(&path, weights.as_deref(), watcher),
-            false => Ok(()),
-        };
-        if let (true, Some(weights)) = (self.ranks.world.is_first(), &weights) {
-            let _ = std::fs::remove_file(weights);
-        }
-        self.ranks.all_succeeded(written)?;
+        self.ranks.on_first(|| {
+            let written = self.publish_model(&path, weights.as_deref(), watcher);
+            if let Some(weights) = &weights {
+                let _ = std::fs::remove_file(weights);
+            }
+            written
+        })?;
         Ok(path)
     }
 

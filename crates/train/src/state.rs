@@ -16,27 +16,21 @@
 
 use std::fs::{self, File};
 use std::io::Write;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::staging::Staging;
-use ballast_checkpoint::tensor_file::{Described, SharedFile, TensorFile};
-use ballast_contract::Dtype;
-use ballast_model::params::Weight;
-use ballast_model::precision::Storage;
+use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_model::{Config, Model, SaveOptions, Site};
 use serde::{Deserialize, Serialize};
 
-use crate::checksum::{
-    bytewise, divided_optimizer_checksum, divided_weights_checksum, optimizer_checksum, parameters_checksum,
-};
-use crate::cluster::{Ranks, Shards};
-use crate::config::{CheckpointsConfig, Shard};
+use crate::checksum::{TensorBytes, bytewise, parameters_checksum, tensors_of, tensors_of_optimizer};
+use crate::cluster::Division;
+use crate::config::CheckpointsConfig;
 use crate::data::{Cursor, FileCursor};
 use crate::error::{Error, Result};
 use crate::ledger::Ledger;
-use crate::optimizer::{Optimizer, Place};
+use crate::optimizer::Optimizer;
 use crate::sentinel::Sentinel;
 
 pub use crate::checksum::weights_checksum;
@@ -126,107 +120,6 @@ impl State {
             weights_checksum: division.weights_checksum(model)?,
             optimizer_checksum: division.optimizer_checksum(optimizer)?,
         })
-    }
-}
-
-/// Division of a run's tensors over its ranks.
-#[derive(Clone, Debug)]
-pub(crate) struct Division {
-    pub(crate) ranks: Ranks,
-    pub(crate) shards: Shards,
-    pub(crate) shard: Shard,
-}
-
-impl Division {
-    fn divides_weights(&self) -> bool {
-        self.shard.divides_weights() && !self.ranks.is_solo()
-    }
-
-    fn divides_updates(&self) -> bool {
-        self.shard.divides_updates() && !self.ranks.is_solo()
-    }
-
-    fn weights_checksum(&self, model: &Model) -> Result<String> {
-        match self.divides_weights() {
-            true => divided_weights_checksum(model, &self.ranks, &self.shards),
-            false => Ok(weights_checksum(model)),
-        }
-    }
-
-    fn optimizer_checksum(&self, optimizer: &Optimizer) -> Result<String> {
-        match self.divides_updates() {
-            true => divided_optimizer_checksum(optimizer, &self.ranks, &self.shards),
-            false => Ok(optimizer_checksum(optimizer)),
-        }
-    }
-
-    /// The elements of each weight that this rank holds, if the weights are divided.
-    fn shares(&self, model: &Model) -> Option<Vec<Range<usize>>> {
-        let own = |weight| self.shards.own(weight);
-        self.divides_weights().then(|| (0..model.specs.weights.len()).map(own).collect())
-    }
-
-    /// Writes the weights of a model of which every rank holds its share into one file.
-    pub(crate) fn write_weights(&self, model: &Model, path: &Path) -> Result {
-        let names: Vec<String> = model.specs.weights.iter().map(|spec| model.parameter_name(spec)).collect();
-        let dtype = match model.precision().params {
-            Storage::F32 => Dtype::F32,
-            Storage::Bf16 => Dtype::Bf16,
-        };
-        let tensors: Vec<Described<'_>> = names
-            .iter()
-            .zip(&model.specs.weights)
-            .map(|(name, spec)| (&name[..], dtype, &spec.shape[..]))
-            .collect();
-        self.write_together(path, &tensors, &mut |file| {
-            for (index, weight) in model.params.weights().iter().enumerate() {
-                let begin = (model.precision().params.bytes() * self.shards.own(index).start) as u64;
-                match weight {
-                    Weight::F32(values) => file.write(index, begin, bytemuck::cast_slice(values))?,
-                    Weight::Bf16(values) => file.write(index, begin, bytemuck::cast_slice(values))?,
-                }
-            }
-            Ok(())
-        })
-    }
-
-    /// Writes masters and optimizer state; every rank writes its share.
-    fn write_optimizer(&self, optimizer: &Optimizer, path: &Path) -> Result {
-        let all: Vec<_> = optimizer.slots_and_tensors().collect();
-        let tensors: Vec<Described<'_>> =
-            all.iter().map(|(_, name, shape, _)| (&name[..], Dtype::F32, *shape)).collect();
-        let is_first = self.ranks.world.is_first();
-        self.write_together(path, &tensors, &mut |file| {
-            for (index, (slot, _, _, values)) in all.iter().enumerate() {
-                // Tensors that every rank has are written by the first.
-                let own = matches!(slot.place, Place::Weight(_)) && self.divides_updates();
-                if own || is_first {
-                    file.write(index, 4 * slot.range.start as u64, bytemuck::cast_slice(values))?;
-                }
-            }
-            Ok(())
-        })
-    }
-
-    /// Writes a file of tensors on all ranks: the first creates it, then all fill it in.
-    fn write_together(
-        &self,
-        path: &Path,
-        tensors: &[Described<'_>],
-        fill: &mut dyn FnMut(&SharedFile) -> Result,
-    ) -> Result {
-        let first = self.ranks.world.is_first();
-        let created = if first { SharedFile::create(path, tensors).map(Some) } else { Ok(None) };
-        let (created, failure) = match created {
-            Ok(file) => (file, Ok(())),
-            Err(error) => (None, Err(error.into())),
-        };
-        self.ranks.all_succeeded(failure)?;
-        let written = created
-            .map_or_else(|| SharedFile::open(path, tensors), Ok)
-            .map_err(Error::from)
-            .and_then(|file| fill(&file).and_then(|()| Ok(file.finish()?)));
-        self.ranks.all_succeeded(written)
     }
 }
 
@@ -338,12 +231,7 @@ impl Store {
     ) -> Result<PathBuf> {
         let target = self.path(state.step);
         let ranks = &division.ranks;
-        let mut staging = None;
-        let opened = match ranks.world.is_first() {
-            true => self.open_staging(state, &target).map(|opened| staging = opened),
-            false => Ok(()),
-        };
-        ranks.all_succeeded(opened)?;
+        let staging = ranks.on_first(|| self.open_staging(state, &target))?.flatten();
         let opened = staging.as_ref().map(|staging| staging.folder().to_string_lossy().into_owned());
         let Some(folder) = ranks.value_of_first(ranks.world.is_first().then_some(&opened))? else {
             return Ok(target);
@@ -357,18 +245,10 @@ impl Store {
         if shared {
             division.write_weights(model, &weights)?;
         }
-        // The first rank writes the model while the others already write their share of the optimizer's state.
-        let saved = match ranks.world.is_first() {
-            true => self.save_model(&folder, state, model, files, observer, shared.then_some(&*weights)),
-            false => Ok(()),
-        };
-        let state_written = division.write_optimizer(optimizer, &folder.join("optimizer.safetensors"));
-        ranks.all_succeeded(saved.and(state_written))?;
-        let committed = match staging {
-            Some(staging) => self.commit(staging, state),
-            None => Ok(()),
-        };
-        ranks.all_succeeded(committed)?;
+        let weights = shared.then_some(&*weights);
+        ranks.on_first(|| self.save_model(&folder, state, model, files, observer, weights))?;
+        division.write_optimizer(optimizer, &folder.join("optimizer.safetensors"))?;
+        ranks.on_first(|| staging.map_or(Ok(()), |staging| self.commit(staging, state)))?;
         Ok(target)
     }
 
@@ -561,20 +441,23 @@ pub(crate) fn restore(
         return refuse(checkpoint.join("state.json"), problem);
     }
     if model.params.adapters().is_empty() {
-        model.reload_shares(&checkpoint.join("model"), division.shares(model).as_deref())?;
+        let shares = division.shares(model);
+        let load = || model.reload_shares(&checkpoint.join("model"), shares.as_deref());
+        division.ranks.world.while_busy(load)?;
         check_config(&checkpoint.join("model/config.json"), model)?;
     } else {
         model.drop_adapters();
         model.read_adapters(&checkpoint.join("adapter"))?;
     }
-    let weights = match state.checksums {
-        _ if !compares => None,
-        // That checksum needs all weights in one process.
-        ChecksumMethod::Bytes if division.divides_weights() => None,
-        ChecksumMethod::Bytes => Some(bytewise::weights_checksum(model)),
-        ChecksumMethod::Blocks => Some(division.weights_checksum(model)?),
+    let agrees = |tensors: Vec<TensorBytes<'_>>, divided: bool, saved: &str| -> Result<bool> {
+        Ok(match state.checksums {
+            _ if !compares => true,
+            // This checksum needs all elements in one process.
+            ChecksumMethod::Bytes => divided || bytewise(&tensors) == saved,
+            ChecksumMethod::Blocks => division.checksum(&tensors, divided)? == saved,
+        })
     };
-    if weights.is_some_and(|weights| weights != state.weights_checksum) {
+    if !agrees(tensors_of(model), division.divides_weights(), &state.weights_checksum)? {
         return refuse(
             checkpoint.join("model"),
             "the weights are not those that were saved (checksum mismatch); go back to an earlier checkpoint",
@@ -597,13 +480,8 @@ pub(crate) fn restore(
     optimizer.updates = state.updates;
     // First the check that names the element.
     optimizer.check().map_err(|error| Error::Resume { path: path.clone(), problem: error.to_string() })?;
-    let saved = match state.checksums {
-        _ if !compares => None,
-        ChecksumMethod::Bytes if division.divides_updates() => None,
-        ChecksumMethod::Bytes => Some(bytewise::optimizer_checksum(optimizer)),
-        ChecksumMethod::Blocks => Some(division.optimizer_checksum(optimizer)?),
-    };
-    if saved.is_some_and(|saved| saved != state.optimizer_checksum) {
+    let tensors = tensors_of_optimizer(optimizer);
+    if !agrees(tensors, division.divides_updates(), &state.optimizer_checksum)? {
         return refuse(
             path,
             "the optimizer state is not what was saved (checksum mismatch); go back to an earlier checkpoint",

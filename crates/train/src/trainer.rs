@@ -20,7 +20,10 @@ use ballast_kernels::Rounding;
 use ballast_model::params::{Grads, Spec, Specs};
 use ballast_model::{Model, Recompute, Site, memory};
 
-use crate::cluster::{Fingerprint, Ranks, Resident, Shards, check_agreement, gather_updates};
+use crate::checksum::weights_checksum;
+use crate::cluster::{
+    Division, Fingerprint, Ranks, Resident, Shards, check_agreement, check_same_program, gather_updates,
+};
 use crate::compute::Engine;
 use crate::config::{OnSpike, TrainConfig, check_resume};
 use crate::data::{Cursor, Document, FileCursor, MicroBatch, Packer, Split, TextEncoder};
@@ -34,7 +37,7 @@ use crate::plan::MemoryPlan;
 use crate::schedule::learning_rate;
 use crate::sentinel::Sentinel;
 use crate::setup;
-use crate::state::{self, Division, State, Store};
+use crate::state::{self, State, Store};
 
 /// A training run: everything that the next step depends on.
 pub struct Trainer {
@@ -102,11 +105,11 @@ impl Trainer {
         config.check()?;
         world.set_timeout(Duration::from_secs(config.cluster.timeout));
         let ranks = Ranks::new(world, &config)?;
-        check_agreement(&ranks, &Fingerprint::of_program(&config)?)?;
+        check_same_program(&ranks, &config)?;
         // Fixed now, so that a resumed run with more steps has the same warm-up.
         config.schedule.warmup = config.schedule.warmup.min(config.steps);
-        let opened = if ranks.world.is_first() { open_new(&config).map(Some) } else { Ok(None) };
-        let store = opened_by_first(opened, &ranks, &config.out)?;
+        let opened = ranks.on_first(|| open_new(&config))?;
+        let store = opened.unwrap_or_else(|| Store::of_first(&config.out));
         let program = memory::current().unwrap_or(0);
         Trainer::build(config, store, ranks, program)
     }
@@ -129,8 +132,7 @@ impl Trainer {
             return Err(none());
         }
         let all = Ranks::equal(world.clone());
-        let opened = if world.is_first() { Store::open(out).map(Some) } else { Ok(None) };
-        let store = opened_by_first(opened, &all, out)?;
+        let store = all.on_first(|| Store::open(out))?.unwrap_or_else(|| Store::of_first(out));
         let newest = world.is_first().then(|| store.steps().pop());
         let step = all.value_of_first(newest.as_ref())?.ok_or_else(none)?;
         let checkpoint = store.path(step);
@@ -153,7 +155,7 @@ impl Trainer {
         places::check_resumed(&config)?;
         world.set_timeout(Duration::from_secs(config.cluster.timeout));
         let ranks = Ranks::new(world, &config)?;
-        check_agreement(&ranks, &Fingerprint::of_program(&config)?)?;
+        check_same_program(&ranks, &config)?;
         // Built from the original source, not from a training checkpoint: those may be removed while the run
         // still reads tensors that the model carries along.
         let program = memory::current().unwrap_or(0);
@@ -190,12 +192,15 @@ impl Trainer {
 
     /// Builds the model in f32, casts it, and opens the data.
     fn build(config: TrainConfig, store: Store, ranks: Ranks, program_bytes: u64) -> Result<Trainer> {
-        let (rank, size, shard) = (ranks.world.rank(), ranks.size(), config.cluster.shard);
-        let divided = shard.divides_weights() && !ranks.is_solo();
-        let mut model = setup::model_shares(&config, |config_of_model, specs| {
-            let shards = shards_of(&config, config_of_model, specs, rank, size);
-            divided.then(|| (0..specs.weights.len()).map(|weight| shards.own(weight)).collect())
-        })?;
+        let (rank, size, shard) = (ranks.world.rank(), ranks.size(), ranks.shard);
+        let load = || {
+            setup::model_shares(&config, |config_of_model, specs| {
+                let shards = shards_of(&config, config_of_model, specs, rank, size);
+                let own = |weight| shards.own(weight);
+                shard.divides_weights().then(|| (0..specs.weights.len()).map(own).collect())
+            })
+        };
+        let mut model = ranks.world.while_busy(load)?;
         let shards = shards_of(&config, &model.config, &model.specs, rank, size);
         if ranks.context.size() > 1 {
             model.set_context(Some(ranks.context.clone()));
@@ -215,20 +220,20 @@ impl Trainer {
             )?;
         }
         let mut grads = setup::grads(&config, &model)?;
-        let own = (shard.divides_updates() && !ranks.is_solo()).then_some(&shards);
+        let own = shard.divides_updates().then_some(&shards);
         let optimizer = Optimizer::divided(&model, &grads, &config.optimizer, &precision, own);
-        if shard.divides_gradients() && !ranks.is_solo() {
+        if shard.divides_gradients() {
             grads.release();
         }
         model.set_precision(precision);
         ledger.cast(&model);
         ledger.check(&model, "cast")?;
-        let written = if ranks.world.is_first() { setup::write_tokenizer(&config) } else { Ok(()) };
-        ranks.all_succeeded(written)?;
+        ranks.on_first(|| setup::write_tokenizer(&config))?;
         let encoder = Arc::new(setup::encoder(&config)?);
         let mut streams = Vec::new();
         for group in ranks.own_groups() {
-            let Some(mut documents) = setup::documents(&config, Split::Train, &encoder)? else {
+            let open = || setup::documents(&config, Split::Train, &encoder);
+            let Some(mut documents) = ranks.world.while_busy(open)? else {
                 return Err(Error::Config("`data` has no documents to train on".into()));
             };
             documents.take_share(group as u64, config.batch.groups as u64);
@@ -270,7 +275,7 @@ impl Trainer {
         Ok(trainer)
     }
 
-    /// Returns an error unless all ranks have the same data, tokenizer and protected tensors.
+    /// Returns an error unless all ranks have the same data, tokenizer, weights and protected tensors.
     fn check_same_input(&self) -> Result {
         if self.ranks.is_solo() {
             return Ok(());
@@ -285,6 +290,9 @@ impl Trainer {
                 own.add(&format!("file {number} of `{kind}`"), content);
             }
         }
+        if !self.ranks.shard.divides_weights() {
+            own.add("the weights", format!("checksum {}", weights_checksum(&self.model)));
+        }
         for entry in &self.ledger.entries {
             own.add(&entry.name, format!("checksum {:016x}", entry.last));
         }
@@ -294,10 +302,15 @@ impl Trainer {
     /// The model with everything that it takes to run it, the gradients, and other parts of the run that are
     /// needed beside it.
     pub(crate) fn split(&mut self) -> (Engine<'_>, &mut Grads, &Optimizer, &mut Ledger) {
-        let divided = self.config.cluster.shard.divides_weights() && !self.ranks.is_solo();
         let recompute = self.recompute();
         let Trainer { model, resident, ranks, shards, grads, optimizer, ledger, .. } = self;
-        let engine = Engine { model, resident, ranks, shards: divided.then_some(shards), recompute };
+        let engine = Engine {
+            model,
+            resident,
+            ranks,
+            shards: ranks.shard.divides_weights().then_some(shards),
+            recompute,
+        };
         (engine, grads, optimizer, ledger)
     }
 
@@ -350,7 +363,7 @@ impl Trainer {
 
     /// The division of the run's tensors over the ranks, for checkpoints.
     pub(crate) fn division(&self) -> Division {
-        Division { ranks: self.ranks.clone(), shards: self.shards.clone(), shard: self.config.cluster.shard }
+        Division { ranks: self.ranks.clone(), shards: self.shards.clone() }
     }
 
     /// The present state without tensors.
@@ -491,8 +504,8 @@ impl Trainer {
 
     /// Gathers the updated weights, where each rank has updated its share of weights that all hold.
     fn gather_weights(&mut self) -> Result {
-        let shard = self.config.cluster.shard;
-        if self.ranks.is_solo() || !shard.divides_updates() || shard.divides_weights() {
+        let shard = self.ranks.shard;
+        if !shard.divides_updates() || shard.divides_weights() {
             return Ok(());
         }
         let grads = &self.grads;
@@ -596,16 +609,6 @@ fn open_new(config: &TrainConfig) -> Result<Store> {
         return Err(Error::Config(problem));
     }
     Ok(store)
-}
-
-/// The store that rank 0 has opened; the other ranks use it without the lock.
-fn opened_by_first(opened: Result<Option<Store>>, ranks: &Ranks, out: &Path) -> Result<Store> {
-    let (store, failure) = match opened {
-        Ok(store) => (store, Ok(())),
-        Err(error) => (None, Err(error)),
-    };
-    ranks.all_succeeded(failure)?;
-    Ok(store.unwrap_or_else(|| Store::of_first(out)))
 }
 
 /// The division of a model's weights. Tensors are cut where their optimizer allows it.

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use ballast_cluster::threads;
 use ballast_train::plan::{ClusterPlan, MemoryPlan, Rates};
 use ballast_train::{Attempt, TrainConfig, Trainer, setup};
-use common::config;
+use common::{config, on_files};
 
 const RATES: Rates = Rates { flops: 1e9, bandwidth: 1e9, latency: 1e-6 };
 
@@ -88,6 +88,34 @@ fn bytes_and_optimizer_memory_of_f32_runs_with_frozen_weights_are_those_of_the_p
 #[test]
 fn bytes_and_optimizer_memory_with_muon_are_those_of_the_plan() {
     compare(&["optimizer.kind=muon", "model.preset=gemma"]);
+}
+
+/// The plan has full sequences, so the data is one long document.
+#[test]
+fn bytes_of_runs_that_share_sequences_are_those_of_the_plan() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = "look up the value behind a key ".repeat(2000);
+    for (preset, more) in [
+        ("hybrid", "precision.recompute=full"),
+        ("hybrid-moe", "loss.balance=0.01"),
+        ("gemma", "precision.recompute=selective"),
+        ("deepseek", "loss.indexer_scale=1.0"),
+    ] {
+        for (ranks, context, shard) in [(2, 2, "none"), (4, 2, "gradients"), (4, 4, "weights")] {
+            let of_run = [
+                more.to_string(),
+                format!("model.preset={preset}"),
+                format!("cluster.context={context}"),
+                format!("cluster.shard={shard}"),
+                "data.sequence_length=64".into(),
+            ];
+            let settings: Vec<&str> = STEP.into_iter().chain(of_run.iter().map(String::as_str)).collect();
+            let config = on_files(folder.path(), "unused", &[("long.txt", &text)], &settings);
+            for step in real(&config, ranks).0 {
+                assert_eq!(step, planned(&config, ranks), "{preset}, {ranks} ranks, context {context}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -180,7 +180,7 @@ impl<'a> Sums<'a> {
     }
 
     /// # Safety
-    /// As for [`Sums::row`].
+    /// The same as for [`Sums::row`].
     unsafe fn put(&self, token: usize, kv_head: usize, row: &[f32], add: bool) {
         // SAFETY: by the caller's guarantee.
         let target = unsafe { self.row(token, kv_head, row.len()) };

@@ -9,13 +9,13 @@ use super::Ranks;
 use crate::config::TrainConfig;
 use crate::error::{Error, Result};
 
-/// What all ranks must have in common, as pairs of a name and a value.
+/// Properties that all ranks must have in common, as pairs of a name and a value.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Fingerprint(Vec<(String, String)>);
 
 impl Fingerprint {
     /// The program, the instruction set, and the configuration key by key.
-    pub(crate) fn of_program(config: &TrainConfig) -> Result<Fingerprint> {
+    fn of_program(config: &TrainConfig) -> Result<Fingerprint> {
         let mut all = Fingerprint::default();
         all.add("version", env!("CARGO_PKG_VERSION"));
         let program = std::env::current_exe().and_then(std::fs::read).map(|bytes| xxh3_64(&bytes));
@@ -43,6 +43,14 @@ impl Fingerprint {
                 value => self.add(&format!("`{path}`"), value),
             }
         }
+    }
+}
+
+/// Returns an error unless all ranks run the same program with the same configuration.
+pub(crate) fn check_same_program(ranks: &Ranks, config: &TrainConfig) -> Result {
+    match ranks.is_solo() {
+        true => Ok(()),
+        false => check_agreement(ranks, &Fingerprint::of_program(config)?),
     }
 }
 

@@ -1,4 +1,4 @@
-//! A run over several processes: who does what.
+//! A run over several processes: the division of work and tensors.
 //!
 //! ```text
 //! world rank     data * context + part of the sequence
@@ -13,6 +13,7 @@
 //! them whole and updates them itself.
 
 mod agreement;
+mod division;
 mod reduce;
 mod resident;
 mod shards;
@@ -21,11 +22,12 @@ use ballast_cluster::{Group, Kind, fits_tree};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::config::{Shard, TrainConfig};
+use crate::config::{ClusterConfig, Shard, TrainConfig};
 use crate::error::{Error, Result};
 
-pub(crate) use agreement::{Fingerprint, check_agreement};
-pub(crate) use reduce::{Reducer, WINDOW};
+pub(crate) use agreement::{Fingerprint, check_agreement, check_same_program};
+pub(crate) use division::Division;
+pub(crate) use reduce::Reducer;
 pub(crate) use resident::{Resident, gather_updates};
 pub use shards::Shards;
 
@@ -41,6 +43,10 @@ pub struct Ranks {
     /// Number of data ranks: they have different micro-batches.
     data_ranks: usize,
     groups: usize,
+    /// Division of tensors; none for one rank.
+    pub(crate) shard: Shard,
+    /// Parts of the model whose messages are on their way at once.
+    pub(crate) window: usize,
 }
 
 impl Ranks {
@@ -52,13 +58,16 @@ impl Ranks {
         let members: Vec<usize> = (0..context).map(|part| data * context + part).collect();
         debug_assert_eq!(members[part], world.rank());
         let context = if context == 1 { Group::solo() } else { world.subgroup(&members, 1) };
-        Ok(Ranks { world, context, data, data_ranks, groups })
+        let shard = config.cluster.shard_on(world.size());
+        let window = config.cluster.window;
+        Ok(Ranks { world, context, data, data_ranks, groups, shard, window })
     }
 
     /// Ranks of which the configuration is not known yet.
     pub(crate) fn equal(world: Group) -> Ranks {
         let (data, size) = (world.rank(), world.size());
-        Ranks { world, context: Group::solo(), data, data_ranks: size, groups: size }
+        let (context, shard) = (Group::solo(), Shard::None);
+        Ranks { world, context, data, data_ranks: size, groups: size, shard, window: 0 }
     }
 
     /// Number of ranks.
@@ -121,6 +130,20 @@ impl Ranks {
         serde_json::from_slice(&bytes).map_err(problem)
     }
 
+    /// Does work on rank 0 while the others wait for it, however long it takes. Returns the result there, and `None`
+    /// elsewhere; an error is an error of all.
+    pub(crate) fn on_first<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
+        let (done, outcome) = match self.world.is_first() {
+            true => match self.world.while_busy(work) {
+                Ok(done) => (Some(done), Ok(())),
+                Err(error) => (None, Err(error)),
+            },
+            false => (None, Ok(())),
+        };
+        self.all_succeeded(outcome)?;
+        Ok(done)
+    }
+
     /// Ends a step that only some ranks take: an error of one is an error of all, which names the rank.
     pub(crate) fn all_succeeded(&self, own: Result) -> Result {
         if self.is_solo() {
@@ -159,7 +182,13 @@ pub(crate) fn data_ranks(size: usize, config: &TrainConfig) -> Result<usize> {
     Ok(data_ranks)
 }
 
-/// What a shard setting divides.
+impl ClusterConfig {
+    /// Division of tensors in a run on so many ranks.
+    pub(crate) fn shard_on(&self, ranks: usize) -> Shard {
+        if ranks == 1 { Shard::None } else { self.shard }
+    }
+}
+
 impl Shard {
     pub(crate) fn divides_updates(self) -> bool {
         self >= Shard::Optimizer

@@ -1,6 +1,6 @@
 //! Sums of gradients over groups and ranks, bucket by bucket while backward goes on.
 //!
-//! At most [`WINDOW`] buckets are on their way at once, which bounds the memory of their messages.
+//! At most `cluster.window` buckets are on their way at once, which bounds the memory of their messages.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -9,16 +9,11 @@ use ballast_cluster::{Kind as Purpose, ReduceScatter, TreeSum};
 use ballast_model::params::{Bucket, Grads, Kind};
 
 use super::{Ranks, Shards};
-use crate::config::Shard;
 use crate::error::{Error, Result};
-
-/// Buckets, or parts of the model, whose messages are on their way at once.
-pub(crate) const WINDOW: usize = 2;
 
 /// The sum of the gradients of one step.
 pub(crate) struct Reducer<'a> {
     ranks: &'a Ranks,
-    shard: Shard,
     /// By bucket and rank.
     parts: Vec<Vec<Range<usize>>>,
     /// Sum over the rounds of the own part of each bucket.
@@ -28,10 +23,10 @@ pub(crate) struct Reducer<'a> {
 }
 
 impl<'a> Reducer<'a> {
-    pub(crate) fn new(ranks: &'a Ranks, shards: &Shards, shard: Shard, grads: &Grads) -> Reducer<'a> {
+    pub(crate) fn new(ranks: &'a Ranks, shards: &Shards, grads: &Grads) -> Reducer<'a> {
         let parts = shards.bucket_parts(grads);
         let sums = parts.iter().map(|_| TreeSum::default()).collect();
-        Reducer { ranks, shard, parts, sums, under_way: VecDeque::new(), failure: None }
+        Reducer { ranks, parts, sums, under_way: VecDeque::new(), failure: None }
     }
 
     /// Starts to sum a bucket that is final for this round. Takes its memory where gradients are divided.
@@ -43,12 +38,12 @@ impl<'a> Reducer<'a> {
         }
         let (world, inner) = (&self.ranks.world, self.ranks.context.size());
         let started = world.start_reduce_scatter(Purpose::Gradients, values, &self.parts[index], inner);
-        if self.shard.divides_gradients() && kind == Kind::Weights {
+        if self.ranks.shard.divides_gradients() && kind == Kind::Weights {
             *values = Vec::new();
         }
         let waited = started.map_err(Error::from).and_then(|started| {
             self.under_way.push_back((index, started));
-            self.wait_for_all_but(WINDOW)
+            self.wait_for_all_but(self.ranks.window)
         });
         if let Err(error) = waited {
             self.failure = self.failure.take().or(Some(error));
@@ -75,7 +70,7 @@ impl<'a> Reducer<'a> {
 
     /// Puts the sums into `grads`: the own range of divided buckets, the others whole.
     pub(crate) fn finish(self, grads: &mut Grads) -> Result {
-        let Reducer { ranks, shard, parts, sums, .. } = self;
+        let Reducer { ranks, parts, sums, .. } = self;
         let kinds: Vec<Kind> = grads.layout().map(|(_, kind, _)| kind).collect();
         let mut gathers = VecDeque::new();
         let finish = |grads: &mut Grads, (bucket, gather): (usize, _)| -> Result {
@@ -91,14 +86,14 @@ impl<'a> Reducer<'a> {
         for (bucket, sum) in sums.into_iter().enumerate() {
             let Some(own) = sum.finish() else { continue };
             let part = &parts[bucket][ranks.world.rank()];
-            if ranks.is_solo() || kinds[bucket] == Kind::Weights && shard.divides_updates() {
+            if ranks.is_solo() || kinds[bucket] == Kind::Weights && ranks.shard.divides_updates() {
                 grads.set_share(bucket, part.start, own);
                 continue;
             }
             let lens: Vec<usize> = parts[bucket].iter().map(|part| 4 * part.len()).collect();
             let own = bytemuck::cast_slice(&own).to_vec();
             gathers.push_back((bucket, ranks.world.start_all_gather(Purpose::Gradients, own, &lens)?));
-            if gathers.len() > WINDOW {
+            if gathers.len() > ranks.window {
                 gathers.pop_front().map_or(Ok(()), |gather| finish(grads, gather))?;
             }
         }

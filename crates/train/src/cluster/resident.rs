@@ -8,7 +8,6 @@ use ballast_model::params::{Part, Weight};
 use ballast_model::precision::Storage;
 use half::bf16;
 
-use super::reduce::WINDOW;
 use super::{Ranks, Shards};
 use crate::error::Result;
 
@@ -134,7 +133,7 @@ pub(crate) fn gather_updates(
         }
         let lens = lens(shards, &weights, storage);
         gathers.push_back((weights, ranks.world.start_all_gather(Kind::Weights, own, &lens)?));
-        if gathers.len() > WINDOW {
+        if gathers.len() > ranks.window {
             gathers.pop_front().map_or(Ok(()), |gather| finish(model, gather))?;
         }
     }

@@ -6,9 +6,15 @@
 //! one rank from part to part, so that no rank gets the largest tensor of every layer.
 
 use std::ops::Range;
+use std::sync::Arc;
 
+use ballast_cluster::Kind as Message;
 use ballast_kernels::adamw::BLOCK;
 use ballast_model::params::{Grads, Kind, Part, Spec, Specs};
+use bytemuck::Pod;
+
+use super::Ranks;
+use crate::error::Result;
 
 /// The ranges of every weight, by rank.
 #[derive(Clone, Debug, PartialEq)]
@@ -16,7 +22,7 @@ pub struct Shards {
     rank: usize,
     ranks: usize,
     /// By weight and rank.
-    weights: Vec<Vec<Range<usize>>>,
+    weights: Arc<[Vec<Range<usize>>]>,
 }
 
 impl Shards {
@@ -44,7 +50,7 @@ impl Shards {
                 begin += len;
             }
         }
-        Shards { rank, ranks, weights }
+        Shards { rank, ranks, weights: weights.into() }
     }
 
     /// Number of ranks.
@@ -62,21 +68,35 @@ impl Shards {
         self.range(weight, self.rank)
     }
 
-    /// Joins values of blocks that the ranks have, one per [`BLOCK`] elements of the own range of each of these
-    /// weights, to those of whole weights. `all` has the values of each rank, weight by weight.
-    pub(crate) fn join_blocks<T>(&self, weights: &[usize], all: Vec<Vec<T>>) -> Vec<Vec<T>> {
-        let mut rest: Vec<_> = all.into_iter().map(Vec::into_iter).collect();
-        let join = |weight: &usize| {
-            let mut pieces: Vec<(usize, Vec<T>)> = Vec::new();
-            for (rank, rest) in rest.iter_mut().enumerate() {
-                let range = self.range(*weight, rank);
-                let piece = rest.by_ref().take(range.len().div_ceil(BLOCK)).collect();
-                pieces.push((range.start, piece));
+    /// Completes values that each rank has for the blocks of its elements, one per [`BLOCK`] elements, where `weight`
+    /// says that they are those of a weight: then they are the values of the whole weight.
+    pub(crate) fn gather_blocks<T: Pod>(
+        &self,
+        ranks: &Ranks,
+        blocks: &mut [Vec<T>],
+        weight: impl Fn(usize) -> Option<usize>,
+    ) -> Result {
+        let shared: Vec<(usize, usize)> =
+            (0..blocks.len()).filter_map(|at| Some((at, weight(at)?))).collect();
+        let count = |weight: usize, rank: usize| self.range(weight, rank).len().div_ceil(BLOCK);
+        let len = |rank| shared.iter().map(|(_, weight)| size_of::<T>() * count(*weight, rank)).sum();
+        let lens: Vec<usize> = (0..self.ranks).map(len).collect();
+        let own: Vec<T> = shared.iter().flat_map(|(at, _)| &blocks[*at]).copied().collect();
+        let all = ranks.world.all_gather(Message::Scalars, bytemuck::cast_slice(&own).to_vec(), &lens)?;
+        let all: Vec<Vec<T>> =
+            all.iter().map(|bytes| bytemuck::allocation::pod_collect_to_vec(bytes)).collect();
+        let mut at_rank = vec![0; self.ranks];
+        for (at, weight) in shared {
+            let mut pieces: Vec<(usize, &[T])> = Vec::new();
+            for (rank, begin) in at_rank.iter_mut().enumerate() {
+                let end = *begin + count(weight, rank);
+                pieces.push((self.range(weight, rank).start, &all[rank][*begin..end]));
+                *begin = end;
             }
             pieces.sort_by_key(|(start, _)| *start);
-            pieces.into_iter().flat_map(|(_, piece)| piece).collect()
-        };
-        weights.iter().map(join).collect()
+            blocks[at] = pieces.into_iter().flat_map(|(_, piece)| piece).copied().collect();
+        }
+        Ok(())
     }
 
     /// The range of a gradient bucket that each rank has. Buckets of other kinds than weights are divided evenly.

@@ -53,6 +53,10 @@ pub const KEYS: &[(&str, &str)] = &[
         "state divided over the ranks: none, optimizer, gradients (and optimizer), weights (and both)",
     ),
     ("cluster.context", "ranks that share the tokens of a micro-batch, for long sequences"),
+    (
+        "cluster.window",
+        "parts of the model whose messages are on their way during backward; fewer take less memory, 0 waits for each",
+    ),
     ("cluster.timeout", "seconds after which a rank that does not answer ends the run"),
     ("optimizer.kind", "adamw, or muon: Muon for the matrices inside the layers, AdamW for everything else"),
     ("optimizer.learning_rate", "peak learning rate of the schedule"),

@@ -139,6 +139,7 @@ pub struct BatchConfig {
 pub struct ClusterConfig {
     pub shard: Shard,
     pub context: usize,
+    pub window: usize,
     pub timeout: u64,
 }
 
@@ -391,7 +392,7 @@ impl Default for BatchConfig {
 
 impl Default for ClusterConfig {
     fn default() -> ClusterConfig {
-        ClusterConfig { shard: Shard::None, context: 1, timeout: 600 }
+        ClusterConfig { shard: Shard::None, context: 1, window: 2, timeout: 600 }
     }
 }
 

@@ -36,7 +36,7 @@ pub fn on_resume(key: &str) -> OnResume {
         "data.task" => Refused("the run would continue on other data"),
         "data.validation_fraction" => Refused("it determines the held-out documents"),
         "data.packing" | "data.shuffle" | "data.document_separator" | "batch.groups" => Refused(ORDER),
-        "cluster.shard" | "cluster.timeout" => Applies,
+        "cluster.shard" | "cluster.window" | "cluster.timeout" => Applies,
         "cluster.context" => Refused("the sums of the run would have another order"),
         "data.train_roles" | "data.add_eos" => Refused("the run was trained on other tokens"),
         "model.preset" | "model.config" | "model.checkpoint" | "model.tokenizer" | "model.freeze" => {

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use ballast_cluster::Kind as Message;
 use ballast_model::params::{Grads, Kind, Part};
 use ballast_model::precision::Storage;
-use ballast_model::{Model, Precision};
+use ballast_model::{Model, Plan, Precision, Step};
 
 use crate::cluster::{Shards, data_ranks};
 use crate::config::{Shard, TrainConfig};
@@ -41,6 +42,10 @@ pub(super) struct Blueprint<'a> {
     pub(super) buckets: Vec<BucketShape>,
     /// Bytes of the weights that each rank owns, by part of the model.
     owned: BTreeMap<Part, Owned>,
+    /// Bytes that a rank sends for a micro-batch within its sequences, by part of them.
+    pub(super) sent_in_context: Vec<BTreeMap<Message, u64>>,
+    /// Most bytes that a rank sends within its sequences for a layer, forward and backward.
+    pub(super) exchanges: Vec<[usize; 2]>,
 }
 
 /// Bytes of the weights of a part that each rank owns.
@@ -90,10 +95,31 @@ impl<'a> Blueprint<'a> {
             grads,
             buckets,
             owned: BTreeMap::new(),
+            sent_in_context: vec![BTreeMap::new()],
+            exchanges: vec![[0; 2]; model.config.layers.len()],
         };
         blueprint.owned =
             blueprint.model_parts().into_iter().map(|part| (part, blueprint.count_owned(part))).collect();
+        if config.cluster.context > 1 {
+            blueprint.plan_exchanges()?;
+        }
         Ok(blueprint)
+    }
+
+    fn plan_exchanges(&mut self) -> Result {
+        let (config, precision) = (&self.model.config, self.precision);
+        let (mut sent, mut exchanges) = (Vec::new(), self.exchanges.clone());
+        for part in 0..self.config.cluster.context {
+            self.with_step(part, |step| -> Result {
+                sent.push(Plan::sent(config, precision, step)?);
+                for (most, layer) in exchanges.iter_mut().zip(Plan::sent_by_layer(config, precision, step)?) {
+                    *most = [most[0].max(layer.forward), most[1].max(layer.backward)];
+                }
+                Ok(())
+            })?;
+        }
+        (self.sent_in_context, self.exchanges) = (sent, exchanges);
+        Ok(())
     }
 
     fn count_owned(&self, part: Part) -> Owned {
@@ -113,17 +139,17 @@ impl<'a> Blueprint<'a> {
     }
 
     pub(super) fn shard(&self) -> Shard {
-        self.config.cluster.shard
+        self.config.cluster.shard_on(self.ranks)
     }
 
     /// Returns true if the weights are gathered part by part.
     pub(super) fn divides_weights(&self) -> bool {
-        self.shard().divides_weights() && !self.is_solo()
+        self.shard().divides_weights()
     }
 
     /// Returns true if each rank updates its own elements of the weights.
     pub(super) fn divides_updates(&self) -> bool {
-        self.shard().divides_updates() && !self.is_solo()
+        self.shard().divides_updates()
     }
 
     /// Groups that a rank computes one after the other.
@@ -136,11 +162,22 @@ impl<'a> Blueprint<'a> {
         self.config.batch.accumulation / self.config.batch.groups
     }
 
-    /// Cumulative sequence lengths of the part of a micro-batch that a rank computes. With `cluster.context` an
-    /// approximation: every sequence is cut into equal parts, and no memory is counted for what the ranks exchange.
-    pub(super) fn own_sequences(&self) -> Vec<usize> {
-        let length = self.config.data.sequence_length.div_ceil(self.config.cluster.context);
-        (0..=self.config.batch.sequences).map(|i| i * length).collect()
+    /// Index of the part of its sequences that a rank computes.
+    pub(super) fn context_part(&self, rank: usize) -> usize {
+        rank % self.config.cluster.context
+    }
+
+    /// Calls `plan` with a micro-batch of full sequences, of which a rank computes this part.
+    pub(super) fn with_step<R>(&self, part: usize, plan: impl FnOnce(&Step<'_>) -> R) -> R {
+        let (config, length) = (self.config, self.config.data.sequence_length);
+        let ends: Vec<usize> = (0..=config.batch.sequences).map(|i| i * length).collect();
+        let targets = |module: &str| is_target(config, module);
+        plan(&Step {
+            part: Some((part, config.cluster.context)),
+            loss: config.loss.options(),
+            adapters: config.lora.as_ref().map(|lora| (lora.rank, &targets as &dyn Fn(&str) -> bool)),
+            ..Step::new(&ends, config.precision.recompute.into())
+        })
     }
 
     /// The parts of the model, in the order of the forward.
@@ -165,13 +202,13 @@ impl<'a> Blueprint<'a> {
         self.owned.get(&part).map_or(&[], |owned| &owned.learned)
     }
 
-    /// The ranks that own most, at most `count`: the division differs between ranks in nothing else.
-    pub(super) fn fullest(&self, count: usize) -> Vec<usize> {
+    /// The ranks that own most, at most `count`, among those that compute this part of their sequences.
+    pub(super) fn fullest(&self, count: usize, part: usize) -> Vec<usize> {
         let owned = |rank: usize| -> usize {
             let bytes = |owned: &Owned| owned.all[rank] + owned.learned[rank];
             self.owned.values().map(bytes).sum()
         };
-        let mut ranks: Vec<usize> = (0..self.ranks).collect();
+        let mut ranks: Vec<usize> = (part..self.ranks).step_by(self.config.cluster.context).collect();
         ranks.sort_by_key(|rank| std::cmp::Reverse(owned(*rank)));
         ranks.truncate(count);
         ranks

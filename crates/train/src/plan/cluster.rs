@@ -101,15 +101,21 @@ struct Fullest {
 
 impl Fullest {
     fn of(blueprint: &Blueprint<'_>) -> Result<Fullest> {
-        let activations = blueprint.activations()?;
         let program = memory::current().unwrap_or(0);
-        let plan = |rank: usize| {
-            let mut memory = blueprint.memory(&activations, rank);
-            memory.rows.insert(0, ("the program itself".into(), program));
-            Fullest { rank, memory, loading: program + blueprint.loading(&activations, rank) }
-        };
-        let all = blueprint.fullest(CANDIDATES).into_iter().map(plan);
-        all.max_by_key(Fullest::needed).ok_or_else(|| Error::Config("a run needs at least one rank".into()))
+        let mut fullest: Option<Fullest> = None;
+        for part in 0..blueprint.config.cluster.context {
+            let activations = blueprint.activations(part)?;
+            for rank in blueprint.fullest(CANDIDATES, part) {
+                let mut memory = blueprint.memory(&activations, rank);
+                memory.rows.insert(0, ("the program itself".into(), program));
+                let loading = program + blueprint.loading(&activations, rank);
+                let candidate = Fullest { rank, memory, loading };
+                if fullest.as_ref().is_none_or(|fullest| fullest.needed() < candidate.needed()) {
+                    fullest = Some(candidate);
+                }
+            }
+        }
+        fullest.ok_or_else(|| Error::Config("a run needs at least one rank".into()))
     }
 
     fn needed(&self) -> u64 {
@@ -135,8 +141,9 @@ impl Alternative {
         let factors = std::iter::successors(Some(1), |factor| Some(2 * factor));
         for ranks in factors.take_while(|factor| *factor <= MOST_MORE_RANKS).map(|factor| factor * ranks) {
             let contexts = std::iter::successors(Some(config.cluster.context), |context| Some(2 * context));
+            let most = ranks.min(config.batch.sequences.saturating_mul(config.data.sequence_length));
             for context in
-                contexts.take_while(|context| *context <= ranks).filter(|c| ranks.is_multiple_of(*c))
+                contexts.take_while(|context| *context <= most).filter(|c| ranks.is_multiple_of(*c))
             {
                 for level in levels.into_iter().filter(|level| *level >= config.precision.recompute) {
                     for shard in shards.into_iter().filter(|shard| *shard >= config.cluster.shard) {

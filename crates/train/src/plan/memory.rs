@@ -3,15 +3,13 @@
 use ballast_cluster::TreeSum;
 use ballast_model::params::{Kind, Part, Spec};
 use ballast_model::precision::Storage;
-use ballast_model::{Model, Plan, Precision, Step, memory};
+use ballast_model::{Model, Plan, Precision, memory};
 use serde::Serialize;
 
 use super::blueprint::{Blueprint, BucketShape};
-use crate::cluster::WINDOW;
 use crate::config::TrainConfig;
 use crate::error::Result;
 use crate::optimizer::{Role, UpdateRule, adapter_rule, is_rounded, rule_for, state_bytes};
-use crate::setup::is_target;
 
 /// Bytes by purpose.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -40,7 +38,7 @@ impl MemoryPlan {
         let least = own.saturating_mul((model.config.hidden * precision.activations.bytes()) as u64);
         memory::check("a micro-batch of this run", least)?;
         let blueprint = Blueprint::new(config, model, precision, ranks)?;
-        Ok(blueprint.memory(&blueprint.activations()?, rank))
+        Ok(blueprint.memory(&blueprint.activations(blueprint.context_part(rank))?, rank))
     }
 
     /// Sum of all rows.
@@ -50,16 +48,9 @@ impl MemoryPlan {
 }
 
 impl Blueprint<'_> {
-    /// Memory of a step as on one rank that has everything; the activations are those of a rank's own tokens.
-    pub(super) fn activations(&self) -> Result<Plan> {
-        let ends = self.own_sequences();
-        let targets = |module: &str| is_target(self.config, module);
-        let step = Step {
-            loss: self.config.loss.options(),
-            adapters: self.config.lora.as_ref().map(|lora| (lora.rank, &targets as &dyn Fn(&str) -> bool)),
-            ..Step::new(&ends, self.config.precision.recompute.into())
-        };
-        Ok(Plan::new(&self.model.config, self.precision, &step)?)
+    /// Memory of a step as on one rank that has all weights and this part of its sequences.
+    pub(super) fn activations(&self, part: usize) -> Result<Plan> {
+        self.with_step(part, |step| Ok(Plan::new(&self.model.config, self.precision, step)?))
     }
 
     /// Memory of a rank, with the activations of [`Blueprint::activations`].
@@ -132,6 +123,9 @@ impl Blueprint<'_> {
             true => fetches.push((vec![Part::Embedding, Part::Head], last)),
             false => fetches.push((vec![Part::Head], last)),
         }
+        if self.config.cluster.window == 0 {
+            fetches.iter_mut().for_each(|(_, next)| *next = None);
+        }
         fetches
     }
 
@@ -148,7 +142,7 @@ impl Blueprint<'_> {
 
     /// Returns true if buckets are dropped as soon as they are sent.
     fn hands_buckets_on(&self) -> bool {
-        self.shard().divides_gradients() && !self.is_solo() && self.per_group() == 1
+        self.shard().divides_gradients() && self.per_group() == 1
     }
 
     /// Bytes of the gradients that backward writes.
@@ -190,7 +184,7 @@ impl Blueprint<'_> {
         // One more than the window is under way for a moment: it is started before the oldest is waited for.
         let most = |bytes: &[usize]| {
             bytes
-                .windows((WINDOW + 1).min(bytes.len().max(1)))
+                .windows((self.config.cluster.window + 1).min(bytes.len().max(1)))
                 .map(|some| some.iter().sum())
                 .max()
                 .unwrap_or(0)

@@ -15,7 +15,6 @@ use serde::Serialize;
 
 use super::blueprint::Blueprint;
 use super::work::Work;
-use crate::cluster::WINDOW;
 use crate::error::Result;
 
 /// Rates of a rank.
@@ -85,7 +84,7 @@ impl Timeline {
         self.wait_until(arrival);
     }
 
-    /// Messages of which at most `WINDOW` are under way, without computing.
+    /// Messages of which some are under way at once, without computing.
     fn one_after_the_other(&mut self, seconds: impl IntoIterator<Item = f64>) {
         let arrivals: Vec<f64> = seconds.into_iter().map(|seconds| self.start(seconds)).collect();
         arrivals.into_iter().for_each(|arrival| self.wait_until(arrival));
@@ -136,14 +135,10 @@ impl Blueprint<'_> {
 
     fn costs(&self, rates: &Rates) -> Costs {
         let parts = self.model_parts();
-        let layers = &self.model.config.layers;
         let exchange = |part: &Part| match part {
-            Part::Layer(index) if self.config.cluster.context > 1 => {
-                let bytes = self.exchange(&layers[*index]);
-                let seconds =
-                    |bytes: f64| bytes / rates.bandwidth + rates.latency * self.config.cluster.context as f64;
-                [seconds(bytes.forward + bytes.states), seconds(bytes.backward + bytes.states)]
-            }
+            Part::Layer(index) if self.config.cluster.context > 1 => self.exchanges[*index].map(|bytes| {
+                bytes as f64 / rates.bandwidth + rates.latency * self.config.cluster.context as f64
+            }),
             _ => [0.0; 2],
         };
         let buckets = |part: &Part| {
@@ -198,6 +193,7 @@ impl Blueprint<'_> {
             if costs.gathers.is_empty() {
                 return;
             }
+            let next = next.filter(|_| self.config.cluster.window > 0);
             for part in [Some(part), next].into_iter().flatten() {
                 arrivals.entry(part).or_insert_with(|| line.start(costs.gathers[part]));
             }
@@ -225,7 +221,7 @@ impl Blueprint<'_> {
             let Some(under_way) = &mut under_way else { continue };
             for seconds in &costs.buckets[part] {
                 under_way.push_back(line.start(*seconds));
-                while under_way.len() > WINDOW {
+                while under_way.len() > self.config.cluster.window {
                     under_way.pop_front().into_iter().for_each(|arrival| line.wait_until(arrival));
                 }
             }

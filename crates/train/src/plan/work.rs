@@ -21,7 +21,8 @@ pub(super) struct Work {
 impl Blueprint<'_> {
     /// Tokens of a micro-batch that a rank computes.
     pub(super) fn own_tokens(&self) -> f64 {
-        self.own_sequences().last().copied().unwrap_or(0) as f64
+        let tokens = self.config.batch.sequences as f64 * self.config.data.sequence_length as f64;
+        tokens / self.config.cluster.context as f64
     }
 
     /// Operations of a part.
