@@ -105,6 +105,19 @@ fn end(job: Child) -> (Option<i32>, String, Duration) {
     (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned(), started.elapsed())
 }
 
+/// Waits until a run has recorded this many steps.
+fn wait_for_steps(out: &Path, steps: usize) {
+    let deadline = Instant::now() + Duration::from_secs(120);
+    let recorded = || {
+        fs::read_to_string(out.join("metrics.jsonl"))
+            .map_or(0, |text| text.matches("\"gradient_norm\"").count())
+    };
+    while recorded() < steps {
+        assert!(Instant::now() < deadline, "{} steps were recorded, expected {steps}", recorded());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
 fn start(command: &mut Command) -> Child {
     command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
 }
@@ -150,31 +163,20 @@ fn a_killed_rank_ends_the_job_and_the_resumed_run_has_the_bits_of_one_never_stop
     let _turn = turn();
     let kills: usize = std::env::var("BALLAST_KILLS").map_or(3, |kills| kills.parse().unwrap());
     let folder = tempfile::tempdir().unwrap();
-    let settings = ["steps=30", "checkpoints.every=5", "evaluation.every=10", "cluster.shard=gradients"];
+    let settings = ["steps=40", "checkpoints.every=5", "evaluation.every=10", "cluster.shard=gradients"];
     let whole = folder.path().join("whole");
-    let begun = Instant::now();
     alone(&train(&whole, &settings));
-    let usual = begun.elapsed();
     let mut resumed = 0;
     for round in 0..kills {
         let out = folder.path().join(format!("killed-{round}"));
         let job = start(&mut mpirun(4, &train(&out, &settings)));
         let ranks = ranks_of(&job, 4);
-        // Moments that cover the run, in an order that looks random.
-        let moment = usual.mul_f64(0.1 + 0.25 * ((round * 7919) % 20) as f64 / 4.0);
-        std::thread::sleep(moment);
-        let victim = ranks[(round * 3 + 1) % 4];
-        if !Path::new(&format!("/proc/{victim}")).exists() {
-            // The run was faster than the moment.
-            assert_eq!(end(job).0, Some(0));
-            assert_equal(&whole, &out);
-            continue;
-        }
-        signal(victim, "-9");
+        // Moments that cover the run, in an order that looks random, also within a step and while files are written.
+        wait_for_steps(&out, 3 + round * 7919 % 30);
+        std::thread::sleep(Duration::from_millis((round * 13 % 23) as u64));
+        signal(ranks[(round * 3 + 1) % 4], "-9");
         let (code, text, time) = end(job);
-        if code == Some(0) {
-            continue;
-        }
+        assert_ne!(code, Some(0), "round {round}: the run ended before the signal");
         assert!(time < Duration::from_secs(10), "{time:?}: {text}");
         for checkpoint in steps_saved(&out) {
             for file in
@@ -184,8 +186,7 @@ fn a_killed_rank_ends_the_job_and_the_resumed_run_has_the_bits_of_one_never_stop
             }
         }
         if steps_saved(&out).is_empty() {
-            // Killed before there was a folder, or a checkpoint.
-            let _ = fs::remove_dir_all(&out);
+            fs::remove_dir_all(&out).unwrap();
             run(&mut mpirun(2, &train(&out, &settings))).exits(0);
         } else {
             run(&mut mpirun([1, 2, 4][round % 3], &resume(&out))).exits(0);
@@ -193,7 +194,8 @@ fn a_killed_rank_ends_the_job_and_the_resumed_run_has_the_bits_of_one_never_stop
         }
         assert_equal(&whole, &out);
     }
-    eprintln!("{resumed} of {kills} killed runs were resumed from a checkpoint");
+    assert!(resumed >= kills / 2, "{resumed} of {kills} killed runs were resumed from a checkpoint");
+    println!("{resumed} of {kills} killed runs were resumed from a checkpoint");
 }
 
 #[test]
@@ -203,11 +205,7 @@ fn a_rank_that_stops_answering_ends_the_job_with_its_number() {
     let out = folder.path().join("run");
     let job = start(&mut mpirun(4, &train(&out, &["steps=100000", "cluster.timeout=3"])));
     let ranks = ranks_of(&job, 4);
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while fs::metadata(out.join("metrics.jsonl")).map_or(0, |file| file.len()) < 1000 {
-        assert!(Instant::now() < deadline, "the run did not begin");
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    wait_for_steps(&out, 2);
     signal(ranks[2], "-STOP");
     let (code, text, time) = end(job);
     assert_ne!(code, Some(0));
@@ -226,11 +224,7 @@ fn an_interrupt_saves_once_and_the_run_can_be_resumed() {
     // The job has time to save.
     let mut command = mpirun(2, &train(&out, &settings));
     let job = start(command.env("OMPI_MCA_odls_base_sigkill_timeout", "30"));
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while fs::metadata(out.join("metrics.jsonl")).map_or(0, |file| file.len()) < 1000 {
-        assert!(Instant::now() < deadline, "the run did not begin");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_for_steps(&out, 2);
     signal(job.id(), "-INT");
     let (code, text, _) = end(job);
     assert_ne!(code, Some(0), "{text}");
@@ -255,6 +249,86 @@ fn ranks_with_different_configurations_are_refused_with_the_difference() {
     let message = "rank 1 differs from rank 0 in `optimizer.learning_rate`: 0.002, but 0.001 on rank 0";
     assert_eq!(ended.stderr.matches(message).count(), 1, "{}", ended.stderr);
     assert!(!out.exists(), "nothing was written");
+}
+
+/// Two ranks whose commands differ; each has its own folder.
+fn mpirun_of_two(folders: [&Path; 2], programs: [&Path; 2], args: &[String]) -> Command {
+    let mut command = Command::new("mpirun");
+    command.args(["--allow-run-as-root", "--oversubscribe"]).stdin(Stdio::null());
+    for (rank, (folder, program)) in folders.into_iter().zip(programs).enumerate() {
+        command.args([":"].iter().filter(|_| rank > 0)).args(["-n", "1", "-wdir"]).arg(folder);
+        command.arg(program).args(args).arg("--quiet");
+    }
+    command
+}
+
+#[test]
+fn ranks_with_different_data_models_or_programs_are_refused_with_the_difference() {
+    let _turn = turn();
+    let scratch = common::Scratch::with_text_model();
+    let folders = ["first", "second"].map(|name| scratch.path(name));
+    let text = |rank: usize| format!("{} ", ["the cat", "the hat"][rank]).repeat(400);
+    for (rank, folder) in folders.iter().enumerate() {
+        for model in ["model", "changed"] {
+            fs::create_dir_all(folder.join(model)).unwrap();
+            for entry in fs::read_dir(scratch.src()).unwrap().flatten() {
+                fs::copy(entry.path(), folder.join(model).join(entry.file_name())).unwrap();
+            }
+        }
+        let weights = folder.join("changed/model.safetensors");
+        let mut bytes = fs::read(&weights).unwrap();
+        *bytes.last_mut().unwrap() ^= rank as u8;
+        fs::write(&weights, bytes).unwrap();
+        fs::write(folder.join("data.txt"), text(rank)).unwrap();
+        fs::write(folder.join("same.txt"), text(0)).unwrap();
+    }
+    let program = PathBuf::from(ballast([""; 0]).get_program());
+    let other = scratch.path("other-program");
+    let mut bytes = fs::read(&program).unwrap();
+    bytes.push(0);
+    fs::write(&other, bytes).unwrap();
+    fs::set_permissions(&other, fs::metadata(&program).unwrap().permissions()).unwrap();
+    let out = scratch.path("out");
+    let args = |model: &str, data: &str| {
+        let mut args = train(&out, &["data.validation_fraction=0", "steps=1"]);
+        args.extend(["--model", model, "--data", data].map(String::from));
+        args
+    };
+    let folders = [&*folders[0], &*folders[1]];
+    for (programs, model, data, message) in [
+        (
+            [&*program, &*program],
+            "model",
+            "data.txt",
+            "rank 1 differs from rank 0 in file 0 of `data.files`: ",
+        ),
+        ([&program, &program], "changed", "same.txt", "rank 1 differs from rank 0 in the weights: checksum "),
+        ([&program, &other], "model", "same.txt", "rank 1 differs from rank 0 in program file: checksum "),
+    ] {
+        let ended = run(&mut mpirun_of_two(folders, programs, &args(model, data)));
+        assert_eq!(ended.code, Some(2), "{}", ended.stderr);
+        assert_eq!(ended.stderr.matches(message).count(), 1, "{}", ended.stderr);
+    }
+    run(&mut mpirun_of_two(folders, [&program, &program], &args("model", "same.txt"))).exits(0);
+}
+
+#[test]
+fn an_error_of_one_rank_ends_all_with_its_code_and_text() {
+    let _turn = turn();
+    let scratch = common::Scratch::with_text_model();
+    let folders = ["first", "second"].map(|name| scratch.path(name));
+    for folder in &folders {
+        fs::create_dir_all(folder).unwrap();
+    }
+    fs::write(folders[0].join("data.txt"), "the cat and the hat ".repeat(400)).unwrap();
+    let program = PathBuf::from(ballast([""; 0]).get_program());
+    let mut args = train(&scratch.path("out"), &["data.validation_fraction=0", "steps=1"]);
+    args.extend(["--model".into(), scratch.src().display().to_string(), "--data".into(), "data.txt".into()]);
+    let started = Instant::now();
+    let ended = run(&mut mpirun_of_two([&folders[0], &folders[1]], [&program, &program], &args));
+    assert_eq!(ended.code, Some(3), "{}", ended.stderr);
+    assert!(ended.stderr.contains("data.txt: cannot read"), "{}", ended.stderr);
+    assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
 }
 
 #[test]

@@ -11,12 +11,16 @@ use common::{Listener, config};
 /// Files whose bytes must not depend on the ranks.
 const FILES: [&str; 2] = ["model/model.safetensors", "model/config.json"];
 
+/// The same of a run with adapters.
+const ADAPTER_FILES: [&str; 2] = ["adapter/adapter_model.safetensors", "adapter/adapter_config.json"];
+
 /// Content of the finished model and of the last checkpoint's optimizer state, and the losses.
 type Outcome = (Vec<Vec<u8>>, Vec<u64>, String);
 
 fn outcome(out: &Path, steps: u64, listener: &Listener, evaluation: String) -> Outcome {
     let optimizer = format!("checkpoints/step-{steps:08}/optimizer.safetensors");
-    let files = FILES.iter().map(|file| out.join(file)).chain([out.join(optimizer)]);
+    let files = if out.join("adapter").exists() { ADAPTER_FILES } else { FILES };
+    let files = files.iter().map(|file| out.join(file)).chain([out.join(optimizer)]);
     let content =
         files.map(|file| std::fs::read(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display())));
     (content.collect(), listener.losses(), evaluation)
@@ -98,6 +102,26 @@ fn experts_and_shared_layers_have_the_same_bits() {
     let indexer = ["steps=3", "model.preset=deepseek", "loss.indexer_scale=1.0", "precision.recompute=full"];
     compare(&with(&indexer), &[2], &["optimizer", "weights"]);
     compare(&with(&["steps=3", "model.preset=gemma"]), &[4], &["weights"]);
+}
+
+#[test]
+fn the_number_of_messages_on_their_way_changes_no_bit() {
+    for window in ["cluster.window=0", "cluster.window=7"] {
+        compare(&with(&["steps=3", window]), &[2], &["none", "optimizer", "weights"]);
+    }
+}
+
+/// Makes a model to adapt; the setting that names it.
+fn base_of_adapters(folder: &Path) -> String {
+    train(&folder.join("base"), 1, &["steps=3"]);
+    format!("model.checkpoint={:?}", folder.join("base/model").display().to_string())
+}
+
+#[test]
+fn adapters_have_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let base = base_of_adapters(folder.path());
+    compare(&with(&["steps=3", "lora.rank=4", &base]), &[2, 4], &["none", "gradients", "weights"]);
 }
 
 #[test]
@@ -197,33 +221,9 @@ fn ranks_that_were_started_differently_are_refused_with_the_difference() {
     for error in start(|rank| ["optimizer.learning_rate=1e-3", "optimizer.learning_rate=2e-3"][rank]) {
         assert!(error.contains("rank 1 differs from rank 0 in `optimizer.learning_rate`: 0.002"), "{error}");
     }
-    let file = |name: &str, text: &str| {
-        let path = folder.path().join(name);
-        std::fs::write(&path, text).unwrap();
-        path.display().to_string()
-    };
-    let texts = ["one document\n", "two documents\n"].map(|text| text.repeat(40));
-    let data = [file("0.txt", &texts[0]), file("1.txt", &texts[1])];
-    let tokenizer = folder.path().join("tokenizer-run");
-    Trainer::new(config(&tokenizer, &["steps=1"])).unwrap();
-    let tokenizer = format!("model.tokenizer={:?}", tokenizer.join("tokenizer").display().to_string());
-    let out = folder.path().join("data");
-    let errors = threads::run(2, |world| {
-        // The same path, with other content on another machine: a file that changes between the ranks.
-        let shared = folder.path().join(format!("shared-{}.txt", world.rank()));
-        std::fs::copy(&data[world.rank()], &shared).unwrap();
-        let mut config = config(&out, &with(&["steps=1", &tokenizer, "data.validation_fraction=0.1"]));
-        config.data.task = None;
-        config.data.files = vec![ballast_train::data::DataFile { path: data[0].clone().into(), weight: 1.0 }];
-        if world.rank() == 1 {
-            config.data.files[0].path = data[1].clone().into();
-        }
-        Trainer::new_on(config, world).map(|_| ()).unwrap_err().to_string()
-    });
-    assert!(
-        errors.iter().all(|error| error.contains("rank 1 differs from rank 0 in `data.files`")),
-        "{errors:?}"
-    );
+    for error in start(|rank| ["seed=1", "seed=2"][rank]) {
+        assert!(error.contains("rank 1 differs from rank 0 in `seed`: 2, but 1 on rank 0"), "{error}");
+    }
 }
 
 #[test]
@@ -284,14 +284,18 @@ fn a_protected_tensor_that_differs_on_one_rank_is_named_with_the_rank() {
 /// bits depend on `cluster.context` alone, not on the number of ranks.
 #[test]
 fn ranks_that_share_sequences_train_like_one() {
-    for preset in ["hybrid", "hybrid-moe", "gemma", "deepseek"] {
+    for preset in ["hybrid", "hybrid-moe", "gemma", "deepseek", "adapters"] {
         let folder = tempfile::tempdir().unwrap();
-        let preset_setting = format!("model.preset={preset}");
+        let preset_setting = match preset {
+            "adapters" => base_of_adapters(folder.path()),
+            preset => format!("model.preset={preset}"),
+        };
         let mut settings = vec!["batch.groups=2", "batch.accumulation=2", "steps=4", "evaluation.batches=3"];
         settings.extend(["precision.preset=f32", &*preset_setting]);
         match preset {
             "hybrid-moe" => settings.push("loss.balance=0.01"),
             "deepseek" => settings.push("loss.indexer_scale=1.0"),
+            "adapters" => settings.push("lora.rank=4"),
             _ => {}
         }
         let alone = train(&folder.path().join("alone"), 1, &settings);

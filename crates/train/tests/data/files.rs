@@ -26,6 +26,26 @@ fn an_epoch_has_every_document_once_in_an_order_of_its_own() {
 }
 
 #[test]
+fn groups_together_have_every_document_once_in_each_epoch() {
+    for (documents, groups) in [(12, 4), (10, 4), (7, 3), (3, 8), (5, 1)] {
+        let data = Data::numbered("a.jsonl", documents);
+        let mut epochs = vec![Vec::new(); 3];
+        for group in 0..groups {
+            let mut files = train(&data.config(&["a.jsonl"]), 5).unwrap();
+            files.take_share(group as u64, groups as u64);
+            for place in (group..epochs.len() * documents).step_by(groups) {
+                epochs[place / documents].extend(lines(&take(&mut files, 1)));
+            }
+        }
+        for (epoch, mut lines) in epochs.into_iter().enumerate() {
+            lines.sort_unstable();
+            let every: Vec<u64> = (1..=documents as u64).collect();
+            assert_eq!(lines, every, "{documents} documents, {groups} groups, epoch {epoch}");
+        }
+    }
+}
+
+#[test]
 fn held_out_documents_are_never_trained_on_and_come_in_one_order() {
     let data = Data::numbered("a.jsonl", 60);
     let mut config = data.config(&["a.jsonl"]);
