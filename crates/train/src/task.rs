@@ -70,8 +70,8 @@ impl Documents for Task {
         Ok(())
     }
 
-    fn take_share(&mut self, group: u64, groups: u64) {
-        self.share = (group, groups);
+    fn share(&self, group: u64, groups: u64) -> Box<dyn Documents> {
+        Box::new(Task { seed: self.seed, split: self.split, drawn: 0, share: (group, groups) })
     }
 }
 

@@ -230,21 +230,19 @@ impl Trainer {
         ledger.check(&model, "cast")?;
         ranks.on_first(|| setup::write_tokenizer(&config))?;
         let encoder = Arc::new(setup::encoder(&config)?);
-        let mut streams = Vec::new();
-        for group in ranks.own_groups() {
-            let open = || setup::documents(&config, Split::Train, &encoder);
-            let Some(mut documents) = ranks.world.while_busy(open)? else {
-                return Err(Error::Config("`data` has no documents to train on".into()));
-            };
-            documents.take_share(group as u64, config.batch.groups as u64);
-            streams.push(setup::packer(&config, documents));
-        }
-        let held_out = || setup::documents(&config, Split::Validation, &encoder);
-        let validation = held_out()?.map(|documents| setup::packer(&config, documents));
-        let sample_documents = match held_out()? {
-            Some(documents) => setup::first_documents(documents, config.samples.count)?,
+        let documents = |split| ranks.world.while_busy(|| setup::documents(&config, split, &encoder));
+        let Some(training) = documents(Split::Train)? else {
+            return Err(Error::Config("`data` has no documents to train on".into()));
+        };
+        let groups = config.batch.groups as u64;
+        let stream = |group: usize| setup::packer(&config, training.share(group as u64, groups));
+        let streams = ranks.own_groups().map(stream).collect();
+        let held_out = documents(Split::Validation)?;
+        let sample_documents = match &held_out {
+            Some(documents) => setup::first_documents(documents.share(0, 1), config.samples.count)?,
             None => Vec::new(),
         };
+        let validation = held_out.map(|documents| setup::packer(&config, documents));
         optimizer.check()?;
         let mut trainer = Trainer {
             sidecars: setup::sidecars(&config)?,

@@ -15,6 +15,7 @@ use super::{Cursor, DataConfig, Document, Documents, FileCursor, Packing, TextEn
 use crate::error::{Error, Result};
 
 /// Files drawn by weight, shuffled in every epoch.
+#[derive(Clone)]
 pub struct Files {
     sources: Vec<Source>,
     role: Split,
@@ -27,8 +28,9 @@ pub struct Files {
     share: (u64, u64),
 }
 
+#[derive(Clone)]
 struct Source {
-    index: Index,
+    index: Arc<Index>,
     weight: f64,
     held_out: HeldOut,
     /// The used part of its documents.
@@ -45,7 +47,7 @@ impl Source {
     }
 
     fn cursor(&self) -> FileCursor {
-        let Index { bytes, content, .. } = self.index;
+        let Index { bytes, content, .. } = *self.index;
         FileCursor { taken: self.taken, bytes, content: Some(content) }
     }
 }
@@ -57,7 +59,7 @@ impl Files {
         encoder.check(config)?;
         let separator = config.document_separator.as_deref();
         let source = |path: &Path, weight, held_out, part| -> Result<Source> {
-            let index = Index::open(path, separator)?;
+            let index = Arc::new(Index::open(path, separator)?);
             let held_out = HeldOut::new(index.len(), held_out, seed);
             Ok(Source { index, weight, held_out, part, taken: 0, barren: 0 })
         };
@@ -254,8 +256,12 @@ impl Documents for Files {
         Ok(())
     }
 
-    fn take_share(&mut self, group: u64, groups: u64) {
-        self.share = (group, groups);
+    fn share(&self, group: u64, groups: u64) -> Box<dyn Documents> {
+        let mut files = Files { drawn: 0, skipped: 0, share: (group, groups), ..self.clone() };
+        for source in &mut files.sources {
+            (source.taken, source.barren) = (0, 0);
+        }
+        Box::new(files)
     }
 
     fn epochs_since(&self, cursor: &Cursor) -> u64 {

@@ -88,9 +88,9 @@ pub trait Documents: Send {
     /// Restores a position.
     fn seek(&mut self, cursor: &Cursor) -> Result;
 
-    /// Restricts the stream to every `groups`th document, from document `group` on. The streams of all groups
-    /// together have every document once.
-    fn take_share(&mut self, group: u64, groups: u64);
+    /// A stream of the same documents from the start: every `groups`th of them, from document `group` on. The streams
+    /// of all groups together have every document once. The files are not read again.
+    fn share(&self, group: u64, groups: u64) -> Box<dyn Documents>;
 
     /// Number of times that every document has come since `cursor`; 0 for a stream without repetition.
     fn epochs_since(&self, _cursor: &Cursor) -> u64 {

@@ -41,7 +41,7 @@ impl Documents for Counted {
         Ok(())
     }
 
-    fn take_share(&mut self, _: u64, _: u64) {
+    fn share(&self, _: u64, _: u64) -> Box<dyn Documents> {
         unreachable!("these tests read all documents");
     }
 }
