@@ -18,6 +18,10 @@ const BUSY: u64 = u64::MAX;
 /// Time after which a waiting rank tells the others for whom it waits, and a busy one that it is busy.
 const PATIENCE: Duration = Duration::from_millis(500);
 
+/// Time after the time limit in which a rank listens for whom the others wait now. They tell it several times, and what
+/// they said before is not used: it may have been read late.
+const LISTENING: Duration = Duration::from_millis(1500);
+
 /// Some ranks of a cluster. All members must call the collective operations of a group in the same order.
 #[derive(Clone, Debug)]
 pub struct Group {
@@ -39,6 +43,8 @@ struct Waits {
     by_rank: BTreeMap<usize, (u64, Instant)>,
     /// Time of the last look.
     read: Option<Instant>,
+    /// Time at which everything about waiting was forgotten.
+    forgotten: Option<Instant>,
 }
 
 /// A message that is expected.
@@ -130,7 +136,7 @@ impl Group {
             return Ok(bytes);
         }
         let started = Instant::now();
-        let mut told = None;
+        let (mut told, mut overdue) = (None, None);
         for turn in 0u32.. {
             if let Some(bytes) = self.transport.take(receive.ticket)? {
                 self.traffic.wait(started.elapsed());
@@ -142,10 +148,15 @@ impl Group {
                 self.tell(self.members[receive.from] as u64)?;
                 self.hear_waiting(Duration::ZERO)?;
             }
-            if waited > self.timeout
-                && let Some(rank) = self.silent_rank(self.members[receive.from])?
-            {
-                return Err(Error::Silent { rank, seconds: self.timeout.as_secs() });
+            if waited > self.timeout {
+                let since = *overdue.get_or_insert_with(Instant::now);
+                if since.elapsed() < LISTENING {
+                    self.forget_before(since)?;
+                } else if let Some(rank) = self.silent_rank(self.members[receive.from])? {
+                    return Err(Error::Silent { rank, seconds: self.timeout.as_secs() });
+                } else {
+                    overdue = None;
+                }
             }
             pause(turn);
         }
@@ -224,9 +235,21 @@ impl Group {
         Ok(())
     }
 
+    /// Forgets what others said about waiting, once for each time `since`.
+    fn forget_before(&self, since: Instant) -> Result {
+        let forgotten = |waits: &Waits| waits.forgotten.is_some_and(|forgotten| forgotten >= since);
+        if forgotten(&self.waits.lock().unwrap_or_else(|poisoned| poisoned.into_inner())) {
+            return Ok(());
+        }
+        self.hear_waiting(Duration::ZERO)?;
+        let mut waits = self.waits.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        waits.by_rank.retain(|_, (whom, _)| *whom == BUSY);
+        waits.forgotten = Some(Instant::now());
+        Ok(())
+    }
+
     /// The rank that holds up the others: the one that `first` waits for, or that one, and so on. A rank that
-    /// waits for nobody has stopped, and so has one that said so long ago. `None` if that rank was busy within the time
-    /// limit.
+    /// waits for nobody has stopped. `None` if that rank was busy within the time limit.
     fn silent_rank(&self, first: usize) -> Result<Option<usize>> {
         self.hear_waiting(Duration::ZERO)?;
         let waits = self.waits.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -234,10 +257,7 @@ impl Group {
         for _ in 0..self.transport.size() {
             match waits.by_rank.get(&rank) {
                 Some((BUSY, heard)) if heard.elapsed() < self.timeout => return Ok(None),
-                Some((BUSY, _)) => break,
-                Some((next, heard))
-                    if *next != self.transport.rank() as u64 && heard.elapsed() < 3 * PATIENCE =>
-                {
+                Some((next, _)) if *next != BUSY && *next != self.transport.rank() as u64 => {
                     rank = *next as usize
                 }
                 _ => break,

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use ballast_cluster::Kind as Message;
 use ballast_model::params::{Grads, Kind, Part};
 use ballast_model::precision::Storage;
 use ballast_model::{Model, Plan, Precision, Step};
@@ -42,10 +41,6 @@ pub(super) struct Blueprint<'a> {
     pub(super) buckets: Vec<BucketShape>,
     /// Bytes of the weights that each rank owns, by part of the model.
     owned: BTreeMap<Part, Owned>,
-    /// Bytes that a rank sends for a micro-batch within its sequences, by part of them.
-    pub(super) sent_in_context: Vec<BTreeMap<Message, u64>>,
-    /// Most bytes that a rank sends within its sequences for a layer, forward and backward.
-    pub(super) exchanges: Vec<[usize; 2]>,
 }
 
 /// Bytes of the weights of a part that each rank owns.
@@ -95,31 +90,34 @@ impl<'a> Blueprint<'a> {
             grads,
             buckets,
             owned: BTreeMap::new(),
-            sent_in_context: vec![BTreeMap::new()],
-            exchanges: vec![[0; 2]; model.config.layers.len()],
         };
         blueprint.owned =
             blueprint.model_parts().into_iter().map(|part| (part, blueprint.count_owned(part))).collect();
-        if config.cluster.context > 1 {
-            blueprint.plan_exchanges()?;
-        }
         Ok(blueprint)
     }
 
-    fn plan_exchanges(&mut self) -> Result {
-        let (config, precision) = (&self.model.config, self.precision);
-        let (mut sent, mut exchanges) = (Vec::new(), self.exchanges.clone());
-        for part in 0..self.config.cluster.context {
-            self.with_step(part, |step| -> Result {
-                sent.push(Plan::sent(config, precision, step)?);
-                for (most, layer) in exchanges.iter_mut().zip(Plan::sent_by_layer(config, precision, step)?) {
-                    *most = [most[0].max(layer.forward), most[1].max(layer.backward)];
-                }
-                Ok(())
-            })?;
+    /// Parts of a sequence that stand for all in plans of memory and time, which differ little between them.
+    pub(super) fn sample_parts(&self) -> Vec<usize> {
+        match self.config.cluster.context {
+            few @ 0..=4 => (0..few).collect(),
+            many => vec![0, many / 2, many - 1],
         }
-        (self.sent_in_context, self.exchanges) = (sent, exchanges);
-        Ok(())
+    }
+
+    /// Most bytes that a rank sends within its sequences for each layer, forward and backward.
+    pub(super) fn exchanges(&self) -> Result<Vec<[usize; 2]>> {
+        let mut exchanges = vec![[0; 2]; self.model.config.layers.len()];
+        if self.config.cluster.context == 1 {
+            return Ok(exchanges);
+        }
+        for part in self.sample_parts() {
+            let sent =
+                self.with_step(part, |step| Plan::sent_by_layer(&self.model.config, self.precision, step))?;
+            for (most, layer) in exchanges.iter_mut().zip(sent) {
+                *most = [most[0].max(layer.forward), most[1].max(layer.backward)];
+            }
+        }
+        Ok(exchanges)
     }
 
     fn count_owned(&self, part: Part) -> Owned {

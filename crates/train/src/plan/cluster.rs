@@ -69,7 +69,7 @@ impl ClusterPlan {
         let precision = setup::precision(config, &model.config)?;
         let blueprint = Blueprint::new(config, model, &precision, ranks)?;
         let Fullest { rank, memory, loading } = Fullest::of(&blueprint)?;
-        let by_rank: Vec<_> = (0..ranks).map(|rank| blueprint.sent(rank)).collect();
+        let by_rank = blueprint.sent()?;
         let sent = |kind: &Kind| {
             let bytes = || by_rank.iter().map(|sent| sent.get(kind).copied().unwrap_or(0));
             Sent { kind: kind.name(), rank_bytes: bytes().max().unwrap_or(0), all_bytes: bytes().sum() }
@@ -81,7 +81,7 @@ impl ClusterPlan {
             memory,
             loading_bytes: loading,
             sent: Kind::COUNTED.iter().map(sent).filter(|sent| sent.all_bytes > 0).collect(),
-            time: blueprint.time(rates),
+            time: blueprint.time(rates)?,
             tokens: (batch.sequences * batch.accumulation * config.data.sequence_length) as u64,
         })
     }
@@ -103,7 +103,7 @@ impl Fullest {
     fn of(blueprint: &Blueprint<'_>) -> Result<Fullest> {
         let program = memory::current().unwrap_or(0);
         let mut fullest: Option<Fullest> = None;
-        for part in 0..blueprint.config.cluster.context {
+        for part in blueprint.sample_parts() {
             let activations = blueprint.activations(part)?;
             for rank in blueprint.fullest(CANDIDATES, part) {
                 let mut memory = blueprint.memory(&activations, rank);
@@ -155,7 +155,7 @@ impl Alternative {
                         let bytes = Fullest::of(&blueprint)?.needed();
                         if bytes <= limit {
                             let (settings, seconds) =
-                                (differences(config, &other), blueprint.time(rates).total);
+                                (differences(config, &other), blueprint.time(rates)?.total);
                             found.push(Alternative { ranks, settings, bytes, seconds });
                             // A stronger division would fit as well.
                             break;

@@ -105,8 +105,8 @@ struct Costs {
 
 impl Blueprint<'_> {
     /// Time of a step at these rates.
-    pub(super) fn time(&self, rates: &Rates) -> StepTime {
-        let costs = self.costs(rates);
+    pub(super) fn time(&self, rates: &Rates) -> Result<StepTime> {
+        let costs = self.costs(rates, &self.exchanges()?);
         let mut line = Timeline::default();
         let mut under_way = VecDeque::new();
         for _ in 0..self.rounds() {
@@ -130,13 +130,13 @@ impl Blueprint<'_> {
             }
             line.exchange(SMALL_GATHERS * rates.latency * (self.ranks - 1) as f64);
         }
-        StepTime { total: line.now, ..line.time }
+        Ok(StepTime { total: line.now, ..line.time })
     }
 
-    fn costs(&self, rates: &Rates) -> Costs {
+    fn costs(&self, rates: &Rates, exchanges: &[[usize; 2]]) -> Costs {
         let parts = self.model_parts();
         let exchange = |part: &Part| match part {
-            Part::Layer(index) if self.config.cluster.context > 1 => self.exchanges[*index].map(|bytes| {
+            Part::Layer(index) if self.config.cluster.context > 1 => exchanges[*index].map(|bytes| {
                 bytes as f64 / rates.bandwidth + rates.latency * self.config.cluster.context as f64
             }),
             _ => [0.0; 2],

@@ -4,14 +4,27 @@ use std::collections::BTreeMap;
 
 use ballast_cluster::Kind;
 use ballast_kernels::adamw::BLOCK;
+use ballast_model::Plan;
 use ballast_model::params::Part;
 
 use super::blueprint::Blueprint;
+use crate::error::Result;
 
 impl Blueprint<'_> {
-    /// Bytes that a rank sends in a step, by kind. Not counted: evaluations, samples, checkpoints, and the check of
+    /// Bytes that each rank sends in a step, by kind. Not counted: evaluations, samples, checkpoints, and the check of
     /// the protected tensors every `ledger.every` steps.
-    pub(super) fn sent(&self, rank: usize) -> BTreeMap<Kind, u64> {
+    pub(super) fn sent(&self) -> Result<Vec<BTreeMap<Kind, u64>>> {
+        let context = self.config.cluster.context;
+        let parts: Vec<BTreeMap<Kind, u64>> = (0..context)
+            .map(|part| {
+                self.with_step(part, |step| Ok(Plan::sent(&self.model.config, self.precision, step)?))
+            })
+            .collect::<Result<_>>()?;
+        Ok((0..self.ranks).map(|rank| self.sent_by(rank, &parts[self.context_part(rank)])).collect())
+    }
+
+    /// Bytes that a rank sends, of which `in_context` are sent for a micro-batch within its sequences.
+    fn sent_by(&self, rank: usize, in_context: &BTreeMap<Kind, u64>) -> BTreeMap<Kind, u64> {
         if self.is_solo() {
             return BTreeMap::new();
         }
@@ -24,7 +37,7 @@ impl Blueprint<'_> {
             (Kind::Setup, others * (8 + 4)),
         ]);
         let micro_batches = (self.rounds() * self.per_group()) as u64;
-        for (kind, bytes) in &self.sent_in_context[self.context_part(rank)] {
+        for (kind, bytes) in in_context {
             *sent.entry(*kind).or_default() += micro_batches * bytes;
         }
         sent.retain(|_, bytes| *bytes > 0);
