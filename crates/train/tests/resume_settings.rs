@@ -124,6 +124,7 @@ fn every_key_applies_or_is_refused_when_a_run_is_resumed() {
         ("batch.groups", &task, "2".into(), Refused("must be a multiple of `batch.groups` 2, got 1")),
         ("cluster.shard", &task, "optimizer".into(), Applies),
         ("cluster.context", &task, "2".into(), Refused("`cluster.context` cannot change from 1 to 2")),
+        ("cluster.window", &task, "0".into(), Applies),
         ("cluster.timeout", &task, "60".into(), Applies),
         ("optimizer.learning_rate", &task, "1e-5".into(), Applies),
         ("optimizer.beta1", &task, "0.5".into(), Applies),
