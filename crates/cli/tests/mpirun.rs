@@ -327,7 +327,7 @@ fn an_error_of_one_rank_ends_all_with_its_code_and_text() {
     let started = Instant::now();
     let ended = run(&mut mpirun_of_two([&folders[0], &folders[1]], [&program, &program], &args));
     assert_eq!(ended.code, Some(3), "{}", ended.stderr);
-    assert!(ended.stderr.contains("data.txt: cannot read"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("rank 1: data.txt: cannot open"), "{}", ended.stderr);
     assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
 }
 
