@@ -69,17 +69,17 @@ impl TensorFile {
         Ok(Array { shape, values: bytemuck::cast_slice(wide.as_ref()).to_vec() })
     }
 
-    /// Reads the elements `range` of an F32 tensor of this shape.
-    pub fn f32_range(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
+    /// Reads the bytes of the elements `range` of a tensor of this type and shape.
+    pub fn range(&self, name: &str, dtype: Dtype, shape: &[usize], range: Range<usize>) -> Result<Vec<u8>> {
         let t = self.find(name)?;
-        if t.dtype != Dtype::F32 || !t.shape.iter().map(|d| *d as usize).eq(shape.iter().copied()) {
-            let problem = format!("{} of shape {:?}, expected F32 of shape {shape:?}", t.dtype, t.shape);
+        if t.dtype != dtype || !t.shape.iter().map(|d| *d as usize).eq(shape.iter().copied()) {
+            let problem = format!("{} of shape {:?}, expected {dtype} of shape {shape:?}", t.dtype, t.shape);
             return Err(self.error(name, problem));
         }
-        let mut values = vec![0f32; range.len()];
-        let bytes = bytemuck::cast_slice_mut(&mut values);
-        self.file.files[t.file].read_at(bytes, t.begin + 4 * range.start as u64)?;
-        Ok(values)
+        let width = dtype.bits() / 8;
+        let mut bytes = vec![0; width as usize * range.len()];
+        self.file.files[t.file].read_at(&mut bytes, t.begin + width * range.start as u64)?;
+        Ok(bytes)
     }
 
     /// Reads an I32 or I64 tensor.
@@ -237,10 +237,9 @@ mod tests {
         second.finish().unwrap();
         assert_eq!(std::fs::read(&whole).unwrap(), std::fs::read(&shared).unwrap());
         let file = TensorFile::open(&shared).unwrap();
-        assert_eq!(file.f32_range("a", &[5, 5], 3..9).unwrap(), values[3..9]);
-        assert!(
-            file.f32_range("a", &[25], 3..9).unwrap_err().to_string().contains("expected F32 of shape [25]")
-        );
+        let read = |shape: &[usize]| file.range("a", Dtype::F32, shape, 3..9);
+        assert_eq!(read(&[5, 5]).unwrap(), bytemuck::cast_slice::<f32, u8>(&values[3..9]));
+        assert!(read(&[25]).unwrap_err().to_string().contains("expected F32 of shape [25]"));
         assert!(SharedFile::create(&shared, &described).is_err(), "no overwriting");
     }
 

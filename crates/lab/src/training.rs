@@ -8,7 +8,7 @@ use std::path::Path;
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::{Batch, LossOptions, Model, Plan, Precision, Recompute, Step, memory};
 use ballast_train::config::OptimizerConfig;
-use ballast_train::optimizer::{Optimizer, Place, Slot};
+use ballast_train::optimizer::{Optimizer, Place};
 
 use crate::choices::Choice;
 use crate::engine::sparse_loss;
@@ -92,13 +92,7 @@ impl Steps<'_> {
 
 /// The trained values in f32: master weights if there are any.
 fn values(optimizer: &Optimizer, model: &Model) -> Vec<Vec<f32>> {
-    let value = |slot: &Slot| match (&slot.master, slot.place) {
-        (Some(master), _) => master.clone(),
-        (None, Place::Weight(i)) => model.params.weights()[i].to_f32(),
-        (None, Place::Protected(i)) => model.params.protected()[i].values().to_vec(),
-        (None, Place::AdapterA(_) | Place::AdapterB(_)) => Vec::new(),
-    };
-    optimizer.slots.iter().map(value).collect()
+    optimizer.slots.iter().map(|slot| slot.values(model)).collect()
 }
 
 impl Outcome {

@@ -77,7 +77,7 @@ impl Trainer {
                 add("master", "f32", slot.elements());
             }
             for tensor in &slot.state {
-                add(tensor.kind.label, "f32", tensor.values.len());
+                add(tensor.kind.label, tensor.values.dtype(), tensor.values.len());
             }
             add("gradient", "f32", slot.elements());
         }

@@ -289,7 +289,7 @@ impl Trainer {
     /// Writes a checkpoint. If that fails, the older ones are intact, and the run continues with a notice;
     /// returns the error.
     fn checkpoint(&mut self, journal: &mut Journal<'_>, watcher: &dyn Watcher) -> Result<Option<Error>> {
-        self.optimizer.check()?;
+        self.optimizer.check(&self.model)?;
         self.ledger.check(&self.model, "save")?;
         let mut state = self.state()?;
         let step = self.step;

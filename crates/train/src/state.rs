@@ -118,7 +118,7 @@ impl State {
             checksums: ChecksumMethod::Blocks,
             parameters: parameters_checksum(optimizer),
             weights_checksum: division.weights_checksum(model)?,
-            optimizer_checksum: division.optimizer_checksum(optimizer)?,
+            optimizer_checksum: division.optimizer_checksum(optimizer, model)?,
         })
     }
 }
@@ -247,7 +247,7 @@ impl Store {
         }
         let weights = shared.then_some(&*weights);
         ranks.on_first(|| self.save_model(&folder, state, model, files, observer, weights))?;
-        division.write_optimizer(optimizer, &folder.join("optimizer.safetensors"))?;
+        division.write_optimizer(optimizer, model, &folder.join("optimizer.safetensors"))?;
         ranks.on_first(|| staging.map_or(Ok(()), |staging| self.commit(staging, state)))?;
         Ok(target)
     }
@@ -465,22 +465,24 @@ pub(crate) fn restore(
     }
     let path = checkpoint.join("optimizer.safetensors");
     let file = TensorFile::open(&path)?;
-    let (found, wanted) = (file.names().count(), optimizer.tensors().count());
+    let (found, wanted) = (file.names().count(), optimizer.saved(model).count());
     if found != wanted {
         let problem = format!(
             "it has {found} tensors, expected {wanted}; resume with the configuration that the run was started with"
         );
         return refuse(path, &problem);
     }
-    for (name, shape, range, values) in optimizer.tensors_mut() {
-        // A state tensor of another shape than its parameter is never divided.
-        let range = if values.len() == range.len() { range } else { 0..values.len() };
-        values.copy_from_slice(&file.f32_range(&name, shape, range)?);
-    }
+    // First the checks that name the element.
+    let refused = |error: Error| match error {
+        Error::Diverged(problem) => Error::Resume { path: path.clone(), problem },
+        error => error,
+    };
+    optimizer
+        .restore(model, &mut |name, dtype, shape, range| Ok(file.range(name, dtype, shape, range)?))
+        .map_err(refused)?;
     optimizer.updates = state.updates;
-    // First the check that names the element.
-    optimizer.check().map_err(|error| Error::Resume { path: path.clone(), problem: error.to_string() })?;
-    let tensors = tensors_of_optimizer(optimizer);
+    optimizer.check(model).map_err(refused)?;
+    let tensors = tensors_of_optimizer(optimizer, model);
     if !agrees(tensors, division.divides_updates(), &state.optimizer_checksum)? {
         return refuse(
             path,

@@ -221,7 +221,8 @@ impl Trainer {
         }
         let mut grads = setup::grads(&config, &model)?;
         let own = shard.divides_updates().then_some(&shards);
-        let optimizer = Optimizer::divided(&model, &grads, &config.optimizer, &precision, own);
+        let mut optimizer = Optimizer::divided(&model, &grads, &config.optimizer, &precision, own);
+        optimizer.seed = config.seed;
         if shard.divides_gradients() {
             grads.release();
         }
@@ -243,7 +244,7 @@ impl Trainer {
             None => Vec::new(),
         };
         let validation = held_out.map(|documents| setup::packer(&config, documents));
-        optimizer.check()?;
+        optimizer.check(&model)?;
         let mut trainer = Trainer {
             sidecars: setup::sidecars(&config)?,
             tokenizer: setup::tokenizer_checksum(&encoder)?,

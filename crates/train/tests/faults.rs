@@ -204,7 +204,7 @@ fn a_protected_tensor_that_somebody_else_changed_stops_the_run() {
 fn a_moment_that_is_not_finite_is_never_saved() {
     let folder = tempfile::tempdir().unwrap();
     let mut trainer = Trainer::new(config(folder.path(), &["steps=2", "checkpoints.every=1"])).unwrap();
-    trainer.optimizer.slots[3].state[0].values[7] = f32::NAN;
+    common::set_state(&mut trainer.optimizer.slots[3].state[0], 7, f32::NAN);
     let name = trainer.optimizer.slots[3].name.clone();
     let error = trainer.run(&Listener::default()).unwrap_err().to_string();
     assert!(

@@ -104,7 +104,11 @@ fn a_run_with_muon_learns_and_protected_tensors_stay_f32() {
             }
             _ => {}
         }
-        assert!(slot.state.iter().all(|tensor| tensor.values.iter().any(|x| *x != 0.0)), "{}", slot.name);
+        assert!(
+            slot.state.iter().all(|tensor| tensor.values.to_f32().iter().any(|x| *x != 0.0)),
+            "{}",
+            slot.name
+        );
     }
     assert!(muon > 8 && protected > 8, "{muon} {protected}");
     assert_eq!(trainer.ledger.f32_tensors(), trainer.ledger.entries.len());
@@ -122,7 +126,8 @@ fn a_resumed_run_with_muon_has_the_bits_of_one_that_was_not_stopped() {
         let out = folder.path().join(format!("{preset}-stopped"));
         let mut first = Trainer::new(config(&out, &settings)).unwrap();
         first.run(&Listener::stopping_after(2)).unwrap();
-        let names: Vec<String> = first.optimizer.tensors().map(|(name, ..)| name).collect();
+        let names: Vec<String> =
+            first.optimizer.tensors(&first.model).into_iter().map(|(name, ..)| name).collect();
         drop(first);
         assert!(
             names.iter().any(|name| name.starts_with("momentum."))
@@ -132,7 +137,12 @@ fn a_resumed_run_with_muon_has_the_bits_of_one_that_was_not_stopped() {
         second.run(&Listener::default()).unwrap();
         assert_eq!(weights_checksum(&second.model), weights_checksum(&whole.model), "{preset}");
         let bits = |trainer: &Trainer| -> Vec<Vec<u32>> {
-            trainer.optimizer.tensors().map(|(_, _, x)| x.iter().map(|x| x.to_bits()).collect()).collect()
+            trainer
+                .optimizer
+                .tensors(&trainer.model)
+                .iter()
+                .map(|(_, _, x)| x.iter().map(|x| x.to_bits()).collect())
+                .collect()
         };
         assert!(bits(&second) == bits(&whole), "{preset}: masters, momentum and moments");
     }
@@ -179,7 +189,7 @@ fn a_bad_update_of_muon_is_not_applied() {
     // f32 holds it; the nearest bf16 is infinity.
     let mut wide = start("wide", &["precision.preset=bf16", "optimizer.muon.weight_decay=0"]);
     let slot = wide.optimizer.slots.iter_mut().find(is_muon).unwrap();
-    slot.master.as_mut().unwrap()[5] = 3.4e38;
+    common::set_master(slot, &wide.model, 5, 3.4e38);
     let name = slot.name.clone();
     let before = weights_checksum(&wide.model);
     let error = wide.attempt(&mut |_| {}).unwrap_err().to_string();
@@ -187,11 +197,11 @@ fn a_bad_update_of_muon_is_not_applied() {
     assert_eq!((weights_checksum(&wide.model), wide.optimizer.updates), (before, 0));
     let mut infinite = start("infinite", &["precision.preset=f32"]);
     let slot = infinite.optimizer.slots.iter_mut().find(is_muon).unwrap();
-    slot.state[0].values[3] = f32::INFINITY;
+    common::set_state(&mut slot.state[0], 3, f32::INFINITY);
     let name = slot.name.clone();
     let error = infinite.attempt(&mut |_| {}).unwrap_err().to_string();
     assert!(error.contains(&name) && error.contains("momentum NaN"), "{error}");
-    let error = infinite.optimizer.check().unwrap_err().to_string();
+    let error = infinite.optimizer.check(&infinite.model).unwrap_err().to_string();
     assert!(error.contains("the momentum of") && error.contains("element 3"), "{error}");
     // Coefficients under which the Newton-Schulz steps overflow.
     let mut wild = start("wild", &["optimizer.muon.ns_coefficients=[1e9, 1e9, 1e9]"]);

@@ -78,6 +78,7 @@ fn compare(settings: &[&str]) {
 #[test]
 fn bytes_and_optimizer_memory_of_bf16_runs_are_those_of_the_plan() {
     compare(&["precision.preset=bf16"]);
+    compare(&["precision.preset=bf16", "optimizer.moments=8bit"]);
 }
 
 #[test]

@@ -111,6 +111,12 @@ fn the_number_of_messages_on_their_way_changes_no_bit() {
     }
 }
 
+#[test]
+fn moments_in_fewer_bits_have_the_same_bits() {
+    compare(&with(&["steps=3", "optimizer.moments=8bit"]), &[2, 4], &["none", "gradients", "weights"]);
+    compare(&with(&["steps=3", "optimizer.moments=bf16", "optimizer.kind=muon"]), &[2], &["optimizer"]);
+}
+
 /// Makes a model to adapt; the setting that names it.
 fn base_of_adapters(folder: &Path) -> String {
     train(&folder.join("base"), 1, &["steps=3"]);

@@ -37,7 +37,12 @@ fn half_a_run_and_the_rest_with_other_threads_give_the_bits_of_a_whole_run() {
         assert_eq!((losses.len(), &losses), (8, &heard.losses()));
         assert_eq!(weights_checksum(&second.model), weights_checksum(&whole.model));
         let values = |trainer: &Trainer| -> Vec<Vec<u32>> {
-            trainer.optimizer.tensors().map(|(_, _, x)| x.iter().map(|x| x.to_bits()).collect()).collect()
+            trainer
+                .optimizer
+                .tensors(&trainer.model)
+                .iter()
+                .map(|(_, _, x)| x.iter().map(|x| x.to_bits()).collect())
+                .collect()
         };
         assert!(values(&second) == values(&whole), "masters and moments");
         assert_eq!(

@@ -132,6 +132,7 @@ fn every_key_applies_or_is_refused_when_a_run_is_resumed() {
         ("optimizer.eps", &task, "1e-6".into(), Applies),
         ("optimizer.weight_decay", &task, "0.5".into(), Applies),
         ("optimizer.clip", &task, "0.5".into(), Applies),
+        ("optimizer.moments", &task, "bf16".into(), Refused("the optimizer state was saved in that type")),
         ("optimizer.kind", &task, "muon".into(), Refused("`optimizer.kind` cannot change")),
         ("optimizer.muon.lr_ratio", &task, "0.5".into(), Applies),
         ("optimizer.muon.adjust_lr", &task, "original".into(), Applies),

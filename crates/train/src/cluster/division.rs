@@ -12,7 +12,7 @@ use ballast_model::precision::Storage;
 use super::{Ranks, Shards};
 use crate::checksum::{self, TensorBytes};
 use crate::error::{Error, Result};
-use crate::optimizer::{Optimizer, Place};
+use crate::optimizer::{Optimizer, SavedTensor};
 
 /// Division of a run's tensors over its ranks.
 #[derive(Clone, Debug)]
@@ -36,15 +36,15 @@ impl Division {
     }
 
     /// The checksum of all masters and state tensors of an optimizer, in order.
-    pub(crate) fn optimizer_checksum(&self, optimizer: &Optimizer) -> Result<String> {
-        self.checksum(&checksum::tensors_of_optimizer(optimizer), self.divides_updates())
+    pub(crate) fn optimizer_checksum(&self, optimizer: &Optimizer, model: &Model) -> Result<String> {
+        self.checksum(&checksum::tensors_of_optimizer(optimizer, model), self.divides_updates())
     }
 
     /// The checksum of tensors, whose weights the ranks share if `divided`.
     pub(crate) fn checksum(&self, tensors: &[TensorBytes<'_>], divided: bool) -> Result<String> {
         let mut blocks = checksum::blocks(tensors);
         if divided {
-            self.shards.gather_blocks(&self.ranks, &mut blocks, |at| tensors[at].weight)?;
+            self.shards.gather_blocks(&self.ranks, &mut blocks, |at| tensors[at].weight())?;
         }
         Ok(checksum::of_blocks(&blocks))
     }
@@ -80,17 +80,18 @@ impl Division {
     }
 
     /// Writes masters and optimizer state; every rank writes its share.
-    pub(crate) fn write_optimizer(&self, optimizer: &Optimizer, path: &Path) -> Result {
-        let all: Vec<_> = optimizer.slots_and_tensors().collect();
+    pub(crate) fn write_optimizer(&self, optimizer: &Optimizer, model: &Model, path: &Path) -> Result {
+        let all: Vec<SavedTensor<'_>> = optimizer.saved(model).collect();
         let tensors: Vec<Described<'_>> =
-            all.iter().map(|(_, name, shape, _)| (&name[..], Dtype::F32, *shape)).collect();
+            all.iter().map(|tensor| (&tensor.name[..], tensor.dtype, &tensor.shape[..])).collect();
         let is_first = self.ranks.world.is_first();
         self.write_together(path, &tensors, &mut |file| {
-            for (index, (slot, _, _, values)) in all.iter().enumerate() {
+            for (index, tensor) in all.iter().enumerate() {
                 // Tensors that every rank has are written by the first.
-                let own = matches!(slot.place, Place::Weight(_)) && self.divides_updates();
+                let own = tensor.weight.is_some() && self.divides_updates();
                 if own || is_first {
-                    file.write(index, 4 * slot.range.start as u64, bytemuck::cast_slice(values))?;
+                    let begin = tensor.dtype.bits() / 8 * tensor.begin as u64;
+                    file.write(index, begin, &tensor.bytes())?;
                 }
             }
             Ok(())

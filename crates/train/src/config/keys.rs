@@ -68,6 +68,10 @@ pub const KEYS: &[(&str, &str)] = &[
         "AdamW: weight decay of matrices; norms, biases and protected tensors never decay",
     ),
     ("optimizer.clip", "largest global gradient norm; larger gradients are scaled down; 0: no clipping"),
+    (
+        "optimizer.moments",
+        "storage of the moments of weights: f32, bf16 or 8bit; fewer bits are rounded at random, from the seed",
+    ),
     ("optimizer.masters", "keep f32 masters of bf16 weights; false rounds every update to bf16"),
     ("optimizer.muon.lr_ratio", "Muon: its learning rate as a multiple of optimizer.learning_rate"),
     (

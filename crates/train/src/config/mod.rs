@@ -171,7 +171,32 @@ pub struct OptimizerConfig {
     pub weight_decay: f64,
     pub clip: f64,
     pub masters: bool,
+    pub moments: MomentStorage,
     pub muon: MuonConfig,
+}
+
+/// Storage of the moments of weights. Those of protected tensors and adapters are always f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub enum MomentStorage {
+    #[default]
+    #[serde(rename = "f32")]
+    F32,
+    #[serde(rename = "bf16")]
+    Bf16,
+    #[serde(rename = "8bit")]
+    Bits8,
+}
+
+impl MomentStorage {
+    /// Name in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            MomentStorage::F32 => "f32",
+            MomentStorage::Bf16 => "bf16",
+            MomentStorage::Bits8 => "8bit",
+        }
+    }
 }
 
 /// Optimizer of the matrices inside the layers; AdamW has everything else.
@@ -407,6 +432,7 @@ impl Default for OptimizerConfig {
             weight_decay: 0.01,
             clip: 1.0,
             masters: true,
+            moments: MomentStorage::F32,
             muon: MuonConfig::default(),
         }
     }

@@ -52,6 +52,7 @@ pub fn on_resume(key: &str) -> OnResume {
         "optimizer.learning_rate" | "optimizer.beta1" | "optimizer.beta2" | "optimizer.eps" => Applies,
         "optimizer.weight_decay" | "optimizer.clip" => Applies,
         "optimizer.kind" => Refused("the optimizer state was saved for that optimizer"),
+        "optimizer.moments" => Refused("the optimizer state was saved in that type"),
         "optimizer.muon.lr_ratio" | "optimizer.muon.adjust_lr" | "optimizer.muon.momentum" => Applies,
         "optimizer.muon.nesterov" | "optimizer.muon.weight_decay" | "optimizer.muon.eps" => Applies,
         "optimizer.muon.ns_steps" | "optimizer.muon.ns_coefficients" => Applies,

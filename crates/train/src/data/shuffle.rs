@@ -23,6 +23,8 @@ pub(crate) enum Purpose {
     Split,
     /// The content of a document of the embedded task.
     Task,
+    /// The rounding of optimizer state.
+    Moments,
 }
 
 /// A hash of the seed and counters.

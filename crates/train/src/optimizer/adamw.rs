@@ -5,7 +5,7 @@ use ballast_kernels::adamw::{Options, adamw_fault, adamw_step, adamw_step_with_c
 use ballast_model::precision::Storage;
 use half::bf16;
 
-use super::rule::{BadElement, StateKind, StateTensor, Step, UpdateRule};
+use super::rule::{BadElement, StateKind, Step, UpdateRule};
 use crate::config::OptimizerConfig;
 use crate::error::Result;
 
@@ -15,14 +15,14 @@ static STATE: [StateKind; 2] = [
         prefix: "m",
         label: "first moment",
         shape: <[usize]>::to_vec,
-        initial: 0.0,
+        signed: true,
         is_valid: f32::is_finite,
     },
     StateKind {
         prefix: "v",
         label: "second moment",
         shape: <[usize]>::to_vec,
-        initial: 0.0,
+        signed: false,
         is_valid: |x| x.is_finite() && x >= 0.0,
     },
 ];
@@ -69,12 +69,12 @@ impl UpdateRule for AdamW {
     fn bad_element(
         &self,
         w: &[f32],
-        state: &[StateTensor],
+        state: &[&[f32]],
         step: &Step<'_>,
         storage: Storage,
     ) -> Result<Option<BadElement>> {
         let [m, v] = state else { unreachable!("AdamW has two state tensors") };
-        let (m, v, options) = (&m.values, &v.values, self.options(step.lr));
+        let options = self.options(step.lr);
         let Step { gradient: g, scale, number, .. } = *step;
         let found = match storage {
             Storage::F32 => adamw_fault::<f32>(w, m, v, g, scale, number, &options)?,
@@ -94,13 +94,13 @@ impl UpdateRule for AdamW {
         &self,
         w: &mut [f32],
         copy: Option<&mut [bf16]>,
-        state: &mut [StateTensor],
+        state: &mut [&mut [f32]],
         step: &Step<'_>,
         _workspace: &mut [f32],
     ) -> Result {
         let [m, v] = state else { unreachable!("AdamW has two state tensors") };
         let Step { gradient, scale, lr, number } = *step;
-        let (m, v, options) = (&mut m.values, &mut v.values, self.options(lr));
+        let options = self.options(lr);
         Ok(adamw_step_with_copy(w, copy, m, v, gradient, scale, number, &options)?)
     }
 }

@@ -1,9 +1,9 @@
-//! The optimizer: f32 masters and f32 state for every learned parameter, whatever type the model computes in.
+//! The optimizer: an f32 master for every learned parameter, whatever type the model computes in, and its state.
 //!
 //! ```text
-//! weight, bf16      master f32 -> update -> rounded into the model
+//! weight, bf16      master -> update -> rounded into the model; the master is stored beside the rounded value
 //! weight, f32       the model's own value is the master
-//! protected         in place, in f32; a tensor that the policy leaves out, like a bf16 weight
+//! protected         in place, in f32; a tensor that the policy leaves out has an f32 master
 //! adapter           in place, in f32
 //! ```
 //! This file has what all optimizers share: slots, masters, norms, clipping, the check before an update,
@@ -15,6 +15,8 @@
 mod adamw;
 mod muon;
 mod rule;
+mod saved;
+mod stored;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,18 +24,26 @@ use std::sync::Arc;
 
 use ballast_kernels::Rounding;
 use ballast_kernels::adamw::{block_squares, clip_factor};
-use ballast_model::params::{Grads, Spec, Weight};
+use ballast_kernels::moments::Noise;
+use ballast_kernels::remainder::Remainders;
+use ballast_model::params::{Adapter, Grads, Spec, Weight};
 use ballast_model::precision::Storage;
 use ballast_model::{Config as ModelConfig, Model, Precision};
+use half::bf16;
 
 use crate::cluster::Shards;
-use crate::config::{OptimizerConfig, OptimizerKind};
+use crate::config::{MomentStorage, OptimizerConfig, OptimizerKind};
+use crate::data::shuffle::{Purpose, hash};
 use crate::error::{Error, Result};
 
 use adamw::AdamW;
 use muon::Muon;
 pub(crate) use rule::state_bytes;
 pub use rule::{BadElement, StateKind, StateTensor, Step, UpdateRule};
+pub use saved::SavedTensor;
+pub(crate) use stored::block_workspace;
+pub use stored::{Master, Stored};
+use stored::{Value, ValueRef};
 
 /// Place of a parameter in the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +74,7 @@ pub struct Slot {
     /// Elements that this process updates: all, unless the ranks of a run share the parameter.
     pub range: Range<usize>,
     /// f32 value of these elements, where the model stores a rounded one.
-    pub master: Option<Vec<f32>>,
+    pub master: Option<Master>,
     /// State tensors of the rule, in its order.
     pub state: Vec<StateTensor>,
     /// The optimizer of this parameter.
@@ -86,6 +96,8 @@ pub struct Optimizer {
     /// Number of updates so far.
     pub updates: u32,
     clip: f64,
+    /// Seed of the rounding of state that is stored in fewer bits.
+    pub seed: u64,
 }
 
 /// Norms of the gradients of a step.
@@ -196,10 +208,14 @@ impl Optimizer {
                        suffix: &str,
                        place: Place,
                        rule: Arc<dyn UpdateRule>,
-                       master: Option<Vec<f32>>| {
+                       master: Option<Master>| {
             let range = match (place, shards) {
                 (Place::Weight(i), Some(shards)) => shards.own(i),
                 _ => 0..shape.iter().product(),
+            };
+            let moments = match place {
+                Place::Weight(_) => config.moments,
+                _ => MomentStorage::F32,
             };
             slots.push(Slot {
                 name: format!("{}{suffix}", model.parameter_name(spec)),
@@ -208,7 +224,7 @@ impl Optimizer {
                 group: if suffix.is_empty() { group_of(&spec.name) } else { "adapters" },
                 decays: !matches!(place, Place::Protected(_)) && decays(spec, Role::Weight),
                 master,
-                state: rule::new_state(&*rule, shape, &range),
+                state: rule::new_state(&*rule, shape, &range, moments),
                 range,
                 rule,
             });
@@ -217,9 +233,13 @@ impl Optimizer {
         for (i, (spec, weight)) in model.specs.weights.iter().zip(model.params.weights()).enumerate() {
             if grads.weight_place(i).is_some() {
                 let own = shards.map(|shards| shards.own(i)).filter(|_| weight.len() == spec.len());
-                let master = (bf16 && config.masters).then(|| match own {
-                    Some(own) => weight.clone().into_share(Some(own)).to_f32(),
-                    None => weight.to_f32(),
+                let master = (bf16 && config.masters).then(|| {
+                    let values = match own {
+                        Some(own) => weight.clone().into_share(Some(own)).to_f32(),
+                        None => weight.to_f32(),
+                    };
+                    // The model rounds its weights in the same way.
+                    Master::Beside(Remainders::split(&mut vec![bf16::ZERO; values.len()], &values))
                 });
                 add(
                     spec,
@@ -234,7 +254,7 @@ impl Optimizer {
         for (i, (spec, tensor)) in model.specs.protected.iter().zip(model.params.protected()).enumerate() {
             if !grads.protected(i).is_empty() {
                 let rounded = is_rounded(precision, spec);
-                let master = (rounded && config.masters).then(|| tensor.values().to_vec());
+                let master = (rounded && config.masters).then(|| Master::F32(tensor.values().to_vec()));
                 let rule = rule_for(config, &model.config, spec, Role::Protected);
                 add(spec, &spec.shape, "", Place::Protected(i), rule, master);
             }
@@ -246,50 +266,17 @@ impl Optimizer {
             add(spec, &[low.rank, inputs], ".lora_A", Place::AdapterA(i), rule.clone(), None);
             add(spec, &[outputs, low.rank], ".lora_B", Place::AdapterB(i), rule, None);
         }
-        Optimizer { slots, updates: 0, clip: config.clip }
-    }
-
-    /// All tensors to save: name, shape, values. `<prefix>.<parameter>` for state, `master.<parameter>` for
-    /// masters.
-    pub fn tensors(&self) -> impl Iterator<Item = (String, &[usize], &[f32])> {
-        self.slots_and_tensors().map(|(_, name, shape, values)| (name, shape, values))
-    }
-
-    /// [`Optimizer::tensors`] with the slot of each; `values` are those of the slot's range.
-    pub(crate) fn slots_and_tensors(&self) -> impl Iterator<Item = (&Slot, String, &[usize], &[f32])> {
-        self.slots.iter().flat_map(|slot| {
-            let master = slot.master.as_deref().map(|values| ("master", &slot.shape[..], values));
-            let state =
-                slot.state.iter().map(|tensor| (tensor.kind.prefix, &tensor.shape[..], &tensor.values[..]));
-            let parts = state.chain(master);
-            parts.map(move |(prefix, shape, values)| (slot, format!("{prefix}.{}", slot.name), shape, values))
-        })
-    }
-
-    /// The tensors of [`Optimizer::tensors`], to be filled, with the range of the elements.
-    pub fn tensors_mut(&mut self) -> impl Iterator<Item = (String, &[usize], Range<usize>, &mut [f32])> {
-        self.slots.iter_mut().flat_map(|slot| {
-            let Slot { name, shape, state, master, range, .. } = slot;
-            let (name, shape, range) = (&*name, &shape[..], range.clone());
-            let master = master.as_deref_mut().map(|values| ("master", shape, values));
-            let state = state
-                .iter_mut()
-                .map(|tensor| (tensor.kind.prefix, &tensor.shape[..], &mut tensor.values[..]));
-            let parts = state.chain(master);
-            parts.map(move |(prefix, shape, values)| {
-                (format!("{prefix}.{name}"), shape, range.clone(), values)
-            })
-        })
+        Optimizer { slots, updates: 0, clip: config.clip, seed: 0 }
     }
 
     /// Bytes of masters.
     pub fn master_bytes(&self) -> usize {
-        self.slots.iter().filter_map(|slot| slot.master.as_ref()).map(|master| 4 * master.len()).sum()
+        self.slots.iter().filter_map(|slot| slot.master.as_ref()).map(Master::bytes).sum()
     }
 
     /// Bytes of the rules' state: moments of AdamW, momentum of Muon.
     pub fn state_bytes(&self) -> usize {
-        self.slots.iter().flat_map(|slot| &slot.state).map(|tensor| 4 * tensor.values.len()).sum()
+        self.slots.iter().flat_map(|slot| &slot.state).map(|tensor| tensor.values.bytes()).sum()
     }
 
     /// Norms of the gradients.
@@ -355,10 +342,13 @@ impl Optimizer {
         self.updates += 1;
         let longest = self.slots.iter().map(|slot| slot.rule.workspace()).max().unwrap_or(0);
         let mut workspace = vec![0.0; longest];
-        for slot in self.slots.iter_mut().filter(|slot| !slot.range.is_empty()) {
-            let step = Step { gradient: gradient(grads, slot.place), scale, lr, number: self.updates };
+        let (seed, number) = (self.seed, self.updates);
+        for (index, slot) in self.slots.iter_mut().enumerate().filter(|(_, slot)| !slot.range.is_empty()) {
+            let step = Step { gradient: gradient(grads, slot.place), scale, lr, number };
             let needed = slot.rule.workspace();
-            update(slot, model, &step, &mut workspace[..needed])?;
+            let noise = |state: usize| slot_noise(seed, number, index, state, slot.range.start);
+            let noise: Vec<Noise> = (0..slot.state.len()).map(noise).collect();
+            update(slot, model, &step, &noise, &mut workspace[..needed])?;
         }
         Ok(())
     }
@@ -370,7 +360,7 @@ impl Optimizer {
 
     /// Returns an error that names the first invalid state or master: a non-finite value, or a negative
     /// second moment.
-    pub fn check(&self) -> Result {
+    pub fn check(&self, model: &Model) -> Result {
         for slot in &self.slots {
             let check = |what: &str, values: &[f32], valid: fn(f32) -> bool| match values
                 .iter()
@@ -385,42 +375,73 @@ impl Optimizer {
                 ))),
             };
             for StateTensor { kind, values, .. } in &slot.state {
-                check(kind.label, values, kind.is_valid)?;
+                check(kind.label, &values.to_f32(), kind.is_valid)?;
             }
-            check("master", slot.master.as_deref().unwrap_or_default(), f32::is_finite)?;
+            if slot.master.is_some() {
+                check("master", &slot.value(model).to_f32(), f32::is_finite)?;
+            }
         }
         Ok(())
     }
 }
 
+impl Slot {
+    /// The value of the parameter in f32, where it is: the master if there is one.
+    fn value<'a>(&'a self, model: &'a Model) -> ValueRef<'a> {
+        match (&self.master, self.place) {
+            (Some(Master::F32(values)), _) => ValueRef::F32(values),
+            (Some(Master::Beside(remainders)), Place::Weight(i)) => match &model.params.weights()[i] {
+                Weight::Bf16(w) => ValueRef::Split(&w[held(w.len(), self)], remainders),
+                // Before the model is rounded, it has all bits itself.
+                Weight::F32(w) => ValueRef::F32(&w[held(w.len(), self)]),
+            },
+            (_, Place::Weight(i)) => match &model.params.weights()[i] {
+                Weight::F32(w) => ValueRef::F32(&w[held(w.len(), self)]),
+                Weight::Bf16(w) => ValueRef::Bf16(&w[held(w.len(), self)]),
+            },
+            (_, Place::Protected(i)) => ValueRef::F32(model.params.protected()[i].values()),
+            (_, Place::AdapterA(i)) => ValueRef::F32(adapter(model, i).map_or(&[], |low| &low.a)),
+            (_, Place::AdapterB(i)) => ValueRef::F32(adapter(model, i).map_or(&[], |low| &low.b)),
+        }
+    }
+
+    /// The value of the parameter in f32: the master if there is one.
+    pub fn values(&self, model: &Model) -> Vec<f32> {
+        self.value(model).to_f32().into_owned()
+    }
+
+    /// Storage of the parameter in the model.
+    fn storage(&self, model: &Model) -> Storage {
+        match self.place {
+            Place::Weight(i) => match &model.params.weights()[i] {
+                Weight::F32(_) => Storage::F32,
+                Weight::Bf16(_) => Storage::Bf16,
+            },
+            Place::Protected(i) if is_rounded(model.precision(), &model.specs.protected[i]) => Storage::Bf16,
+            _ => Storage::F32,
+        }
+    }
+}
+
+fn adapter(model: &Model, weight: usize) -> Option<&Adapter> {
+    model.params.adapters()[weight].as_ref()
+}
+
 /// The first element of a slot that an update would leave non-finite.
 fn bad_update_of(slot: &Slot, model: &Model, step: &Step<'_>) -> Result<Option<BadUpdate>> {
-    let Slot { name, place, master, state, rule, range, .. } = slot;
-    let wide: Vec<f32>;
-    let (own, storage): (&[f32], Storage) = match *place {
-        Place::Weight(i) => match (&model.params.weights()[i], master) {
-            (Weight::F32(w), _) => (&w[held(w.len(), slot)], Storage::F32),
-            (Weight::Bf16(_), Some(master)) => (master, Storage::Bf16),
-            (Weight::Bf16(w), None) => {
-                wide = w[held(w.len(), slot)].iter().map(|x| x.to_f32()).collect();
-                (&wide, Storage::Bf16)
-            }
-        },
-        Place::Protected(i) => {
-            let rounded = is_rounded(model.precision(), &model.specs.protected[i]);
-            let storage = if rounded { Storage::Bf16 } else { Storage::F32 };
-            (model.params.protected()[i].values(), storage)
-        }
-        Place::AdapterA(i) | Place::AdapterB(i) => {
-            let Some(low) = &model.params.adapters()[i] else { return Ok(None) };
-            (if matches!(place, Place::AdapterA(_)) { &low.a } else { &low.b }, Storage::F32)
-        }
-    };
-    let w = master.as_deref().unwrap_or(own);
-    let Some(after) = rule.bad_element(w, state, step, storage)? else { return Ok(None) };
-    let (gradient, before) = (step.gradient[after.element], w[after.element]);
-    let after = BadElement { element: range.start + after.element, ..after };
-    Ok(Some(BadUpdate { name: name.clone(), gradient, before, after }))
+    let values: Vec<&Stored> = slot.state.iter().map(|tensor| &tensor.values).collect();
+    let found = stored::bad_element(&*slot.rule, &slot.value(model), &values, step, slot.storage(model))?;
+    let Some((before, after)) = found else { return Ok(None) };
+    let gradient = step.gradient[after.element];
+    let after = BadElement { element: slot.range.start + after.element, ..after };
+    Ok(Some(BadUpdate { name: slot.name.clone(), gradient, before, after }))
+}
+
+/// The noise of a state tensor in an update. Elements are counted from the start of the parameter, so the same element
+/// has the same noise on any number of ranks.
+fn slot_noise(seed: u64, update: u32, slot: usize, state: usize, begin: usize) -> Noise {
+    let counters = [u64::from(update) << 8 | state as u64, slot as u64];
+    Noise::new(hash(seed, Purpose::Moments, counters)).starting_at(begin)
 }
 
 /// The elements that a slot updates in a weight of which the model holds `len` elements: all, or the own ones.
@@ -429,45 +450,48 @@ fn held(len: usize, slot: &Slot) -> Range<usize> {
 }
 
 /// Updates a slot and its parameter in the model.
-fn update(slot: &mut Slot, model: &mut Model, step: &Step<'_>, workspace: &mut [f32]) -> Result {
+fn update(
+    slot: &mut Slot,
+    model: &mut Model,
+    step: &Step<'_>,
+    noise: &[Noise],
+    workspace: &mut [f32],
+) -> Result {
     let held = match slot.place {
         Place::Weight(i) => held(model.params.weights()[i].len(), slot),
         _ => 0..slot.elements(),
     };
     let Slot { place, master, state, rule, .. } = slot;
-    match *place {
-        Place::Weight(i) => match (&mut model.params.weights_mut()[i], master) {
-            (Weight::F32(w), _) => rule.update(&mut w[held], None, state, step, workspace),
-            (Weight::Bf16(w), Some(master)) => {
-                rule.update(master, Some(&mut w[held]), state, step, workspace)
-            }
-            (Weight::Bf16(w), None) => {
-                let w = &mut w[held];
-                let mut wide: Vec<f32> = w.iter().map(|x| x.to_f32()).collect();
-                rule.update(&mut wide, Some(w), state, step, workspace)
-            }
+    let rounded = match *place {
+        Place::Protected(i) => is_rounded(model.precision(), &model.specs.protected[i]),
+        _ => false,
+    };
+    let value = match (*place, master) {
+        (Place::Weight(i), master) => match (&mut model.params.weights_mut()[i], master) {
+            (Weight::F32(w), _) => Value::F32(&mut w[held], None),
+            (Weight::Bf16(w), Some(Master::Beside(remainders))) => Value::Split(&mut w[held], remainders),
+            (Weight::Bf16(w), Some(Master::F32(master))) => Value::F32(master, Some(&mut w[held])),
+            (Weight::Bf16(w), None) => Value::Bf16(&mut w[held]),
         },
-        Place::Protected(i) => {
-            let rounded = is_rounded(model.precision(), &model.specs.protected[i]);
-            let w = model.params.protected_mut()[i].values_mut();
-            match master {
-                None => rule.update(w, None, state, step, workspace)?,
-                Some(master) => {
-                    rule.update(master, None, state, step, workspace)?;
-                    w.copy_from_slice(master);
-                }
-            }
-            if rounded {
-                Rounding::Bf16.round_all(w);
-            }
-            Ok(())
-        }
-        Place::AdapterA(i) | Place::AdapterB(i) => {
+        (Place::Protected(_), Some(Master::F32(master))) => Value::F32(master, None),
+        (Place::Protected(i), _) => Value::F32(model.params.protected_mut()[i].values_mut(), None),
+        (Place::AdapterA(i) | Place::AdapterB(i), _) => {
             let Some(low) = &mut model.params.adapters_mut()[i] else { return Ok(()) };
-            let w = if matches!(place, Place::AdapterA(_)) { &mut low.a } else { &mut low.b };
-            rule.update(w, None, state, step, workspace)
+            Value::F32(if matches!(place, Place::AdapterA(_)) { &mut low.a } else { &mut low.b }, None)
+        }
+    };
+    let mut values: Vec<&mut Stored> = state.iter_mut().map(|tensor| &mut tensor.values).collect();
+    stored::update(&**rule, value, &mut values, step, noise, workspace)?;
+    if let Place::Protected(i) = *place {
+        let w = model.params.protected_mut()[i].values_mut();
+        if let Some(Master::F32(master)) = &slot.master {
+            w.copy_from_slice(master);
+        }
+        if rounded {
+            Rounding::Bf16.round_all(w);
         }
     }
+    Ok(())
 }
 
 /// Returns true if the model runs with rounded values of a protected tensor.

@@ -27,7 +27,7 @@ use ballast_model::params::Spec;
 use ballast_model::precision::Storage;
 use half::bf16;
 
-use super::rule::{BadElement, StateKind, StateTensor, Step, UpdateRule};
+use super::rule::{BadElement, StateKind, Step, UpdateRule};
 use crate::config::{LrAdjustment, MuonConfig};
 use crate::error::Result;
 
@@ -49,7 +49,7 @@ static STATE: [StateKind; 1] = [StateKind {
     prefix: "momentum",
     label: "momentum",
     shape: <[usize]>::to_vec,
-    initial: 0.0,
+    signed: true,
     is_valid: f32::is_finite,
 }];
 
@@ -158,12 +158,12 @@ impl UpdateRule for Muon {
     fn bad_element(
         &self,
         w: &[f32],
-        state: &[StateTensor],
+        state: &[&[f32]],
         step: &Step<'_>,
         storage: Storage,
     ) -> Result<Option<BadElement>> {
         let [momentum] = state else { unreachable!("Muon has one state tensor") };
-        let (m, options, mut work) = (&momentum.values, self.options(step.lr), Vec::new());
+        let (m, options, mut work) = (momentum, self.options(step.lr), Vec::new());
         let Step { gradient: g, scale, .. } = *step;
         let fault = match storage {
             Storage::F32 => muon_fault::<f32>(w, m, g, scale, &self.parts, &options, &mut work)?,
@@ -183,13 +183,13 @@ impl UpdateRule for Muon {
         &self,
         w: &mut [f32],
         copy: Option<&mut [bf16]>,
-        state: &mut [StateTensor],
+        state: &mut [&mut [f32]],
         step: &Step<'_>,
         workspace: &mut [f32],
     ) -> Result {
         let [momentum] = state else { unreachable!("Muon has one state tensor") };
-        let (m, options) = (&mut momentum.values, self.options(step.lr));
-        Ok(muon_step(w, copy, m, step.gradient, step.scale, &self.parts, &options, workspace)?)
+        let options = self.options(step.lr);
+        Ok(muon_step(w, copy, momentum, step.gradient, step.scale, &self.parts, &options, workspace)?)
     }
 }
 

@@ -10,6 +10,8 @@ use std::ops::Range;
 use ballast_model::precision::Storage;
 use half::bf16;
 
+use super::stored::Stored;
+use crate::config::MomentStorage;
 use crate::error::Result;
 
 /// A kind of state tensor: `m` of AdamW, for example.
@@ -21,8 +23,8 @@ pub struct StateKind {
     pub label: &'static str,
     /// Shape of the tensor for a parameter of this shape.
     pub shape: fn(&[usize]) -> Vec<usize>,
-    /// Value of every element before the first update.
-    pub initial: f32,
+    /// True if values may be negative. All are 0 before the first update.
+    pub signed: bool,
     /// Returns true for values that an update can leave behind.
     pub is_valid: fn(f32) -> bool,
 }
@@ -34,8 +36,8 @@ pub struct StateTensor {
     pub kind: &'static StateKind,
     /// Shape.
     pub shape: Vec<usize>,
-    /// Values of the elements that this process updates, f32 in every precision.
-    pub values: Vec<f32>,
+    /// Values of the elements that this process updates.
+    pub values: Stored,
 }
 
 /// The arguments of one update that do not depend on the rule.
@@ -91,7 +93,7 @@ pub trait UpdateRule: Debug + Send + Sync {
     fn bad_element(
         &self,
         w: &[f32],
-        state: &[StateTensor],
+        state: &[&[f32]],
         step: &Step<'_>,
         storage: Storage,
     ) -> Result<Option<BadElement>>;
@@ -102,24 +104,30 @@ pub trait UpdateRule: Debug + Send + Sync {
         &self,
         w: &mut [f32],
         copy: Option<&mut [bf16]>,
-        state: &mut [StateTensor],
+        state: &mut [&mut [f32]],
         step: &Step<'_>,
         workspace: &mut [f32],
     ) -> Result;
 }
 
 /// State tensors before the first update, for the elements `range` of a parameter of this shape.
-pub(super) fn new_state(rule: &dyn UpdateRule, shape: &[usize], range: &Range<usize>) -> Vec<StateTensor> {
+pub(super) fn new_state(
+    rule: &dyn UpdateRule,
+    shape: &[usize],
+    range: &Range<usize>,
+    storage: MomentStorage,
+) -> Vec<StateTensor> {
     let whole = range.len() == shape.iter().product::<usize>();
     let tensor = |kind: &'static StateKind| {
         let shape = (kind.shape)(shape);
         let len = if whole { shape.iter().product() } else { range.len() };
-        StateTensor { kind, values: vec![kind.initial; len], shape }
+        StateTensor { kind, values: Stored::zeros(storage, len, kind.signed), shape }
     };
     rule.state().iter().map(tensor).collect()
 }
 
 /// Bytes of the state of a parameter of this shape.
-pub(crate) fn state_bytes(rule: &dyn UpdateRule, shape: &[usize]) -> usize {
-    rule.state().iter().map(|kind| 4 * (kind.shape)(shape).iter().product::<usize>()).sum()
+pub(crate) fn state_bytes(rule: &dyn UpdateRule, shape: &[usize], storage: MomentStorage) -> usize {
+    let len = |kind: &StateKind| (kind.shape)(shape).iter().product::<usize>();
+    rule.state().iter().map(|kind| Stored::bytes_of(storage, len(kind))).sum()
 }

@@ -1,15 +1,18 @@
 //! Memory of a rank.
 
 use ballast_cluster::TreeSum;
+use ballast_kernels::remainder::Remainders;
 use ballast_model::params::{Kind, Part, Spec};
 use ballast_model::precision::Storage;
 use ballast_model::{Model, Plan, Precision, memory};
 use serde::Serialize;
 
 use super::blueprint::{Blueprint, BucketShape};
-use crate::config::TrainConfig;
+use crate::config::{MomentStorage, TrainConfig};
 use crate::error::Result;
-use crate::optimizer::{Role, UpdateRule, adapter_rule, is_rounded, rule_for, state_bytes};
+use crate::optimizer::{
+    Role, Stored, UpdateRule, adapter_rule, block_workspace, is_rounded, rule_for, state_bytes,
+};
 
 /// Bytes by purpose.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -58,7 +61,10 @@ impl Blueprint<'_> {
         let states = OptimizerBytes::of(self, rank);
         let gathered = self.gathered_weights();
         let of_weights = if self.divides_weights() { "weights, own share" } else { "weights" };
-        let of_masters = if self.divides_updates() { "masters, f32, own share" } else { "masters, f32" };
+        let of_masters = match self.divides_updates() {
+            true => "masters: bits that bf16 lacks, own share",
+            false => "masters: bits that bf16 lacks",
+        };
         let before = [
             (of_weights, self.held_weights(rank)),
             ("weights gathered: the part in use and the next", gathered),
@@ -80,6 +86,7 @@ impl Blueprint<'_> {
             ("temporary tensors", plan.transient),
             ("scratch of all threads", plan.scratch),
             ("optimizer workspace", states.workspace),
+            ("masters and state in f32, a block per thread", states.blocks),
         ];
         let named = |(name, bytes): (&str, usize)| (name.to_string(), bytes);
         let rows = before.into_iter().map(named).chain(states.states).chain(after.into_iter().map(named));
@@ -223,27 +230,34 @@ struct OptimizerBytes {
     /// By name.
     states: Vec<(String, usize)>,
     workspace: usize,
+    /// Blocks that are widened for an update.
+    blocks: usize,
 }
 
 impl OptimizerBytes {
     fn of(blueprint: &Blueprint<'_>, rank: usize) -> OptimizerBytes {
         let Blueprint { config, precision, model, .. } = blueprint;
         let divided = blueprint.divides_updates();
-        let mut all = OptimizerBytes { masters: 0, states: Vec::new(), workspace: 0 };
+        let mut all = OptimizerBytes { masters: 0, states: Vec::new(), workspace: 0, blocks: 0 };
         for (index, spec) in model.specs.weights.iter().enumerate() {
             if !blueprint.is_learned(index) {
                 continue;
             }
             let own = if divided { blueprint.shards.range(index, rank).len() } else { spec.len() };
             if config.optimizer.masters && precision.params == Storage::Bf16 {
-                all.masters += 4 * own;
+                all.masters += Remainders::bytes_of(own);
             }
-            all.add(
-                &*rule_for(&config.optimizer, &model.config, spec, Role::Weight),
-                &spec.shape,
-                own,
-                divided,
-            );
+            let rule = rule_for(&config.optimizer, &model.config, spec, Role::Weight);
+            let moments = config.optimizer.moments;
+            all.add(&*rule, &spec.shape, own, divided, moments);
+            if precision.params == Storage::Bf16 || moments != MomentStorage::F32 {
+                let states = rule.state().len();
+                if rule.is_divisible() {
+                    all.blocks = all.blocks.max(block_workspace(states) * rayon::current_num_threads());
+                } else {
+                    all.workspace = all.workspace.max((1 + states) * own + rule.workspace());
+                }
+            }
         }
         for (spec, learned) in model.specs.protected.iter().zip(&blueprint.learned_protected) {
             if !learned {
@@ -253,20 +267,32 @@ impl OptimizerBytes {
                 all.masters += 4 * spec.len();
             }
             let rule = rule_for(&config.optimizer, &model.config, spec, Role::Protected);
-            all.add(&*rule, &spec.shape, spec.len(), false);
+            all.add(&*rule, &spec.shape, spec.len(), false, MomentStorage::F32);
         }
         let adapters = model.adapter_bytes() / 4;
-        all.add(&adapter_rule(&config.optimizer, true), &[adapters], adapters, false);
+        let rule = adapter_rule(&config.optimizer, true);
+        all.add(&rule, &[adapters], adapters, false, MomentStorage::F32);
         all.workspace *= 4;
+        all.blocks *= 4;
         all
     }
 
     /// Adds the state of a parameter of which a rank has `own` elements.
-    fn add(&mut self, rule: &dyn UpdateRule, shape: &[usize], own: usize, divided: bool) {
+    fn add(
+        &mut self,
+        rule: &dyn UpdateRule,
+        shape: &[usize],
+        own: usize,
+        divided: bool,
+        moments: MomentStorage,
+    ) {
         self.workspace = rule.workspace().max(self.workspace);
-        let whole = own == shape.iter().product::<usize>();
-        let bytes = if whole { state_bytes(rule, shape) } else { 4 * own * rule.state().len() };
-        let name = format!("{}, f32{}", rule.state_name(), if divided { ", own share" } else { "" });
+        let bytes = match own == shape.iter().product::<usize>() {
+            true => state_bytes(rule, shape, moments),
+            false => rule.state().len() * Stored::bytes_of(moments, own),
+        };
+        let share = if divided { ", own share" } else { "" };
+        let name = format!("{}, {}{share}", rule.state_name(), moments.name());
         match self.states.iter_mut().find(|(known, _)| *known == name) {
             Some((_, all)) => *all += bytes,
             None => self.states.push((name, bytes)),

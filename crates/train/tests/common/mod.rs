@@ -7,7 +7,9 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use ballast_checkpoint::jobs::Observer;
+use ballast_model::Model;
 use ballast_train::metrics::MetricsEntry;
+use ballast_train::optimizer::{Master, Slot, StateTensor, Stored};
 use ballast_train::report::Sample;
 use ballast_train::{Summary, TrainConfig, Trainer, Watcher};
 
@@ -113,4 +115,17 @@ pub fn completions(prompts: &[usize], completion: &str) -> String {
     let line =
         |n: &usize| format!("{{\"prompt\": \"{}\", \"completion\": \"{completion}\"}}\n", "p".repeat(*n));
     prompts.iter().map(line).collect()
+}
+
+/// Sets an element of a state tensor in f32.
+pub fn set_state(tensor: &mut StateTensor, element: usize, value: f32) {
+    let Stored::F32(values) = &mut tensor.values else { panic!("state in f32") };
+    values[element] = value;
+}
+
+/// Gives a slot an f32 master in which one element is another than the model's.
+pub fn set_master(slot: &mut Slot, model: &Model, element: usize, value: f32) {
+    let mut values = slot.values(model);
+    values[element] = value;
+    slot.master = Some(Master::F32(values));
 }
