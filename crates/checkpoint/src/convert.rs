@@ -323,7 +323,7 @@ pub(crate) fn copy_sidecars(source: &Checkpoint, folder: &Path, dtype: Option<Dt
         let (from, to) = (source.root.join(name), folder.join(name));
         if name.as_os_str() == "config.json"
             && let Some(config) = source.config.clone()
-            && (dtype.is_some() || source.is_in_memory())
+            && (dtype.is_some() || source.is_in_memory() || !from.exists())
         {
             let config = match dtype {
                 Some(dtype) => config_with_dtype(config, dtype),

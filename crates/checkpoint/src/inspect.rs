@@ -1,6 +1,6 @@
 //! Summary of a checkpoint from its headers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use ballast_contract::{Architecture, Dtype, Policy, Registry, Role};
 use serde::Serialize;
@@ -84,6 +84,9 @@ pub struct InspectReport {
     pub sidecars: Vec<String>,
     /// Disagreements between index and shards.
     pub issues: Vec<String>,
+    /// Optimizer state beside the model, in torch's formats, by dtype.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub state: BTreeMap<Dtype, Amount>,
     /// All tensors.
     pub tensors: Vec<TensorSummary>,
 }
@@ -101,8 +104,12 @@ pub fn inspect(checkpoint: &Checkpoint, registry: &Registry, policy: &Policy) ->
         .files
         .iter()
         .zip(&file_names)
+        .filter(|(f, _)| !f.is_assembled())
         .map(|(f, name)| FileSummary { file: name.clone(), bytes: f.bytes, tensors: 0 })
         .collect();
+    // A tensor in parts counts where its first part lies.
+    let numbers: HashMap<&str, usize> =
+        file_names.iter().zip(0..files.len()).map(|(name, number)| (name.as_str(), number)).collect();
     let mut total = Amount::default();
     let mut by_dtype: BTreeMap<Dtype, Amount> = BTreeMap::new();
     let mut by_role: BTreeMap<(Role, Dtype), Amount> = BTreeMap::new();
@@ -110,7 +117,9 @@ pub fn inspect(checkpoint: &Checkpoint, registry: &Registry, policy: &Policy) ->
     let mut tensors = Vec::new();
     for t in &checkpoint.tensors {
         let role = Role::of(&t.name);
-        files[t.file].tensors += 1;
+        if let Some(number) = numbers.get(file_names[t.file].as_str()) {
+            files[*number].tensors += 1;
+        }
         for amount in
             [&mut total, by_dtype.entry(t.dtype).or_default(), by_role.entry((role, t.dtype)).or_default()]
         {
@@ -137,6 +146,13 @@ pub fn inspect(checkpoint: &Checkpoint, registry: &Registry, policy: &Policy) ->
             rule,
         });
     }
+    let mut state: BTreeMap<Dtype, Amount> = BTreeMap::new();
+    for t in &checkpoint.state {
+        let amount = state.entry(t.dtype).or_default();
+        amount.tensors += 1;
+        amount.parameters += t.elements();
+        amount.bytes += t.bytes;
+    }
     Ok(InspectReport {
         architecture,
         layout: Layout::detect(checkpoint),
@@ -148,6 +164,7 @@ pub fn inspect(checkpoint: &Checkpoint, registry: &Registry, policy: &Policy) ->
         metadata: checkpoint.metadata.iter().cloned().collect(),
         sidecars: checkpoint.sidecars.iter().map(|p| p.to_string_lossy().into_owned()).collect(),
         issues: checkpoint.issues.iter().map(ToString::to_string).collect(),
+        state,
         tensors,
     })
 }

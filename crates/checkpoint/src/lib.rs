@@ -1,8 +1,9 @@
-//! Safetensors checkpoints, single files or sharded sets: open, stream, write atomically, convert, audit,
+//! Checkpoints, as safetensors or in torch's formats: open, stream, write atomically, convert, audit,
 //! compare, repair.
 
 #![forbid(unsafe_code)]
 
+mod assembly;
 pub mod audit;
 pub mod cast;
 pub mod convert;
@@ -20,6 +21,7 @@ pub mod staging;
 pub mod synthetic;
 pub mod tensor_file;
 pub mod tied;
+pub mod torch;
 mod transfer;
 pub mod verify;
 pub mod view;

@@ -1,5 +1,5 @@
-//! A checkpoint on disk: one safetensors file, a folder with or without an index, or a folder of
-//! tensor-parallel ranks.
+//! A checkpoint on disk: one safetensors file, a folder with or without an index, a folder of tensor-parallel
+//! ranks, or one of torch's formats ([`crate::torch`]).
 //!
 //! Tensors are read by position, not memory-mapped: a mapped file that shrinks kills the process with a
 //! signal, a positional read returns an error. A checkpoint is never loaded into memory as a whole.
@@ -8,22 +8,25 @@ use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use ballast_contract::{Architecture, Dtype, Registry};
 use serde_json::Value;
 
+use crate::assembly::Assembly;
 use crate::encoding::without_mark;
 use crate::error::{Error, Place, Result};
 use crate::header::{self, Header, TensorInfo};
 use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
+use crate::torch;
 
 /// Returns the name of the folder of tensor-parallel rank `rank`.
 pub fn rank_folder(rank: usize) -> String {
     format!("mp_rank_{rank:02}")
 }
 
-/// One safetensors file of a checkpoint.
+/// One file of a checkpoint, or a tensor that is put together from several.
 #[derive(Debug)]
 pub struct ShardFile {
     /// Path.
@@ -39,6 +42,7 @@ pub struct ShardFile {
 enum Data {
     File(File),
     Memory(Vec<u8>),
+    Assembly(Assembly),
 }
 
 /// A tensor in memory that is treated like one in a file.
@@ -55,11 +59,32 @@ pub struct MemoryTensor {
 }
 
 impl ShardFile {
+    /// Opens a file.
+    pub(crate) fn open(path: &Path) -> Result<ShardFile> {
+        require_file(path)?;
+        let handle = File::open(path).map_err(Error::io(path, "open"))?;
+        let metadata = handle.metadata().map_err(Error::io(path, "look at"))?;
+        let (bytes, modified) = (metadata.len(), metadata.modified().ok());
+        Ok(ShardFile { path: path.into(), bytes, modified, data: Data::File(handle) })
+    }
+
+    /// A file whose bytes are in memory.
+    pub(crate) fn in_memory(path: &Path, bytes: Vec<u8>) -> ShardFile {
+        let length = bytes.len() as u64;
+        ShardFile { path: path.into(), bytes: length, modified: None, data: Data::Memory(bytes) }
+    }
+
+    /// Returns true if this is a tensor that is put together from several files, not a file of its own.
+    pub(crate) fn is_assembled(&self) -> bool {
+        matches!(self.data, Data::Assembly(_))
+    }
+
     /// Fills `buffer` from byte `at` of the file.
     pub fn read_at(&self, buffer: &mut [u8], at: u64) -> Result<()> {
         let read = match &self.data {
+            Data::Assembly(assembly) => return assembly.read_at(buffer, at),
             Data::File(file) => file.read_exact_at(buffer, at),
-            Data::Memory(data) => match data.get(at as usize..at as usize + buffer.len()) {
+            Data::Memory(data) => match data.get(at as usize..(at as usize).saturating_add(buffer.len())) {
                 Some(bytes) => {
                     buffer.copy_from_slice(bytes);
                     Ok(())
@@ -85,7 +110,7 @@ impl ShardFile {
     pub(crate) fn handle(&self) -> Option<&File> {
         match &self.data {
             Data::File(file) => Some(file),
-            Data::Memory(_) => None,
+            Data::Memory(_) | Data::Assembly(_) => None,
         }
     }
 
@@ -137,10 +162,12 @@ impl StoredTensor {
 pub struct Checkpoint {
     /// Path of the file or folder.
     pub root: PathBuf,
-    /// Safetensors files.
-    pub files: Vec<ShardFile>,
-    /// All tensors, file by file in the order of their data.
+    /// Files, and after them the tensors that are put together from several.
+    pub files: Vec<Arc<ShardFile>>,
+    /// All tensors of the model, file by file in the order of their data.
     pub tensors: Vec<StoredTensor>,
+    /// Tensors beside the model, in torch's formats: optimizer state.
+    pub state: Vec<StoredTensor>,
     /// `__metadata__` of the files, merged.
     pub metadata: Vec<(String, String)>,
     /// Content of config.json, if there is one.
@@ -161,10 +188,14 @@ impl Checkpoint {
     /// are in [`Checkpoint::issues`].
     pub fn open(path: &Path) -> Result<Checkpoint> {
         let kind = fs::metadata(path).map_err(Error::io(path, "open"))?;
+        if let Some(folder) = torch::iteration(path)? {
+            return Checkpoint::open(&folder);
+        }
         let mut checkpoint = Checkpoint {
             root: path.to_path_buf(),
             files: Vec::new(),
             tensors: Vec::new(),
+            state: Vec::new(),
             metadata: Vec::new(),
             config: None,
             sidecars: Vec::new(),
@@ -179,6 +210,15 @@ impl Checkpoint {
             _ => path,
         };
         checkpoint.config = read_config(&folder.join("config.json"))?;
+        if let Some(format) = torch::format_of(path) {
+            if kind.is_dir() {
+                checkpoint.sidecars = sidecars(folder)?;
+                // It states the format of Megatron's files, which the tensors may leave.
+                checkpoint.sidecars.retain(|name| name != Path::new("metadata.json"));
+            }
+            checkpoint.add_torch(torch::read(format)?)?;
+            return Ok(checkpoint);
+        }
         if kind.is_file() && !path.to_string_lossy().ends_with(INDEX_SUFFIX) {
             checkpoint.add_files(&[path.to_path_buf()], 0)?;
             return Ok(checkpoint);
@@ -207,6 +247,7 @@ impl Checkpoint {
             root: PathBuf::new(),
             files: Vec::new(),
             tensors: Vec::new(),
+            state: Vec::new(),
             metadata: vec![("format".into(), "pt".into())],
             config: Some(config),
             sidecars: vec!["config.json".into()],
@@ -224,6 +265,7 @@ impl Checkpoint {
             root: like.root.clone(),
             files: Vec::new(),
             tensors: Vec::new(),
+            state: Vec::new(),
             metadata: like.metadata.clone(),
             config: like.config.clone(),
             sidecars: like.sidecars.clone(),
@@ -242,7 +284,7 @@ impl Checkpoint {
             }
             let path = like.root.join(format!("{name} (in memory)"));
             let file = checkpoint.files.len();
-            checkpoint.files.push(ShardFile { path, bytes, modified: None, data: Data::Memory(data) });
+            checkpoint.files.push(Arc::new(ShardFile::in_memory(&path, data)));
             checkpoint.tensors.push(StoredTensor { name, dtype, shape, file, begin: 0, bytes, rank: 0 });
         }
         let mut reopened: HashMap<usize, usize> = HashMap::new();
@@ -250,7 +292,7 @@ impl Checkpoint {
             let file = match reopened.get(&tensor.file) {
                 Some(file) => *file,
                 None => {
-                    checkpoint.files.push(open_shard(&like.files[tensor.file].path)?.0);
+                    checkpoint.files.push(like.files[tensor.file].clone());
                     reopened.insert(tensor.file, checkpoint.files.len() - 1);
                     checkpoint.files.len() - 1
                 }
@@ -264,7 +306,7 @@ impl Checkpoint {
     pub fn add_tensors_of(&mut self, path: &Path) -> Result<()> {
         let (shard, header) = open_shard(path)?;
         let file = self.files.len();
-        self.files.push(shard);
+        self.files.push(Arc::new(shard));
         for TensorInfo { name, dtype, shape, begin, bytes } in header.tensors {
             self.tensors.push(StoredTensor { name, dtype, shape, file, begin, bytes, rank: 0 });
         }
@@ -297,7 +339,8 @@ impl Checkpoint {
         if self.root.as_os_str().is_empty() {
             return Vec::new();
         }
-        let sidecars = self.sidecars.iter().map(|name| self.root.join(name));
+        // A config.json by Megatron's arguments is not on disk.
+        let sidecars = self.sidecars.iter().map(|name| self.root.join(name)).filter(|path| path.exists());
         let files = self.files.iter().filter(|f| f.handle().is_some()).map(|f| f.path.clone());
         std::iter::once(self.root.clone()).chain(files).chain(sidecars).collect()
     }
@@ -340,6 +383,53 @@ impl Checkpoint {
     /// Returns a `__metadata__` value.
     pub fn metadata_value(&self, key: &str) -> Option<&str> {
         self.metadata.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
+    }
+
+    fn add_torch(&mut self, found: torch::TorchCheckpoint) -> Result<()> {
+        self.ranks = found.ranks.len();
+        if self.config.is_none() && found.config.is_some() {
+            self.config = found.config;
+            self.sidecars.push("config.json".into());
+        }
+        self.files = found.files;
+        for (rank, tensors) in found.ranks.into_iter().enumerate() {
+            for tensor in tensors {
+                let stored = self.store(tensor, rank)?;
+                self.tensors.push(stored);
+            }
+        }
+        for tensor in found.state {
+            let stored = self.store(tensor, 0)?;
+            self.state.push(stored);
+        }
+        self.tensors.sort_by_key(|t| (t.file, t.begin));
+        Ok(())
+    }
+
+    /// Returns a tensor by its place in a file; one that is in several places becomes a file of its own.
+    fn store(&mut self, tensor: torch::Found, rank: usize) -> Result<StoredTensor> {
+        let torch::Found { name, dtype, shape, parts } = tensor;
+        let width = dtype.bytes().unwrap_or(1);
+        let assembly = Assembly::new(&name, &shape, width, parts)?;
+        let bytes = assembly.bytes();
+        let (file, begin) = match assembly.plain() {
+            Some(part) => {
+                let file = self.files.iter().position(|file| Arc::ptr_eq(file, &part.file));
+                let missing = || Error::tensor(&name, "its file was not opened");
+                (file.ok_or_else(missing)?, part.begin)
+            }
+            None => {
+                let path = assembly.paths().next().cloned().unwrap_or_default();
+                self.files.push(Arc::new(ShardFile {
+                    path,
+                    bytes,
+                    modified: None,
+                    data: Data::Assembly(assembly),
+                }));
+                (self.files.len() - 1, 0)
+            }
+        };
+        Ok(StoredTensor { name, dtype, shape, file, begin, bytes, rank })
     }
 
     fn add_folder(&mut self, folder: &Path, rank: usize) -> Result<()> {
@@ -431,7 +521,7 @@ impl Checkpoint {
             let (file, header) = open_shard(path)?;
             let shard = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let index = self.files.len();
-            self.files.push(file);
+            self.files.push(Arc::new(file));
             for (key, value) in header.metadata {
                 if known.insert(key.clone()) {
                     self.metadata.push((key, value));
@@ -451,13 +541,10 @@ impl Checkpoint {
     }
 }
 
-fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
-    require_file(path)?;
-    let handle = File::open(path).map_err(Error::io(path, "open"))?;
-    let metadata = handle.metadata().map_err(Error::io(path, "look at"))?;
-    let bytes = metadata.len();
-    let file =
-        ShardFile { path: path.into(), bytes, modified: metadata.modified().ok(), data: Data::File(handle) };
+/// Opens a safetensors file and reads its header.
+pub(crate) fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
+    let file = ShardFile::open(path)?;
+    let bytes = file.bytes;
     let mut first = [0; 8];
     let first = &mut first[..bytes.min(8) as usize];
     file.read_at(first, 0)?;
@@ -522,6 +609,8 @@ fn sidecars(folder: &Path) -> Result<Vec<PathBuf>> {
             INDEX_SUFFIX,
             ".bin",
             ".bin.index.json",
+            ".ckpt",
+            ".distcp",
             ".pt",
             ".pth",
             ".gguf",

@@ -130,6 +130,7 @@ pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec
 
 /// Converts Megatron, by rank, to hf (split projections, split experts).
 pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Result<Vec<View>> {
+    let ranks: Vec<Vec<View>> = ranks.into_iter().map(without_extra_state).collect::<Result<_>>()?;
     let mut kinds: BTreeMap<u64, LayerKind> = BTreeMap::new();
     for view in &ranks[0] {
         let Some((layer, rest)) = layer_of(&view.name, "decoder.layers.") else { continue };
@@ -232,6 +233,28 @@ pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Resul
         }
     }
     Ok(made)
+}
+
+/// Returns true for the name of the extra state of a Transformer Engine module.
+pub(crate) fn is_extra_state(name: &str) -> bool {
+    name.contains("._extra_state")
+}
+
+/// Removes the extra state of Transformer Engine's modules, which must be empty.
+fn without_extra_state(views: Vec<View>) -> Result<Vec<View>> {
+    let (extra, rest): (Vec<View>, Vec<View>) =
+        views.into_iter().partition(|view| is_extra_state(&view.name));
+    match extra.into_iter().find(|view| view.elements() > 0) {
+        Some(view) => {
+            let problem = format!(
+                "{} bytes of extra state, of FP8 training perhaps, that no other layout can hold; train without it or \
+                 remove it in Megatron",
+                view.bytes()
+            );
+            Err(Error::tensor(&view.name, problem))
+        }
+        None => Ok(rest),
+    }
 }
 
 impl Recipe {

@@ -23,6 +23,7 @@ use crate::error::{Error, Result};
 use crate::open::Checkpoint;
 use crate::view::View;
 
+pub(crate) use self::megatron::is_extra_state;
 /// The naming convention of a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]

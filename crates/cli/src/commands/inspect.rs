@@ -81,6 +81,12 @@ fn text(report: &InspectReport, list_tensors: bool) -> String {
             [count(amount.tensors), count(amount.parameters), bytes(amount.bytes)];
         roles.add_row(["total".to_string(), dtype.to_string(), tensors, parameters, size, String::new()]);
     }
+    for (dtype, amount) in &report.state {
+        let [tensors, parameters, size] =
+            [count(amount.tensors), count(amount.parameters), bytes(amount.bytes)];
+        let role = "beside the model (optimizer)".to_string();
+        roles.add_row([role, dtype.to_string(), tensors, parameters, size, String::new()]);
+    }
     text += &format!("{files}\n{roles}\n");
     if report.protected.is_empty() {
         text += "the policy protects none of these tensors\n";

@@ -1,0 +1,237 @@
+//! Folders of torch.distributed.checkpoint: `.metadata` says which box of which tensor lies in which range of
+//! which `.distcp` file. Megatron's `torch_dist` is the same with names of its own ([`super::megatron`]).
+//!
+//! Every range is a file of `torch.save` with one tensor, or with other data, which is looked at only to see
+//! whether it is empty.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+use ballast_contract::Dtype;
+
+use super::archive::Archive;
+use super::pickle::{Id, MOST_BYTES, Pickle};
+use super::saved::{Found, Saved, dtype_of, single_tensor};
+use crate::assembly::Part;
+use crate::error::{Error, Place, Result};
+use crate::header;
+use crate::open::ShardFile;
+
+/// Name of the file that describes the folder.
+pub(crate) const METADATA: &str = ".metadata";
+
+/// Most parts of one tensor.
+const MOST_PARTS: usize = 1 << 14;
+
+struct Metadata<'a> {
+    path: PathBuf,
+    pickle: &'a Pickle<'a>,
+}
+
+/// A range of a file.
+struct StorageInfo {
+    file: String,
+    offset: u64,
+    length: u64,
+}
+
+/// Reads the tensors of a folder; `open` opens a file of it, each once.
+pub(crate) fn read(
+    folder: &Path,
+    open: &mut dyn FnMut(&Path) -> Result<Arc<ShardFile>>,
+) -> Result<Vec<Found>> {
+    let path = folder.join(METADATA);
+    let bytes = fs::metadata(&path).map_err(Error::io(&path, "look at"))?.len();
+    if bytes > MOST_BYTES {
+        let problem = format!("{bytes} bytes; at most {MOST_BYTES} are read");
+        return Err(Error::Header { file: path, place: Place::default(), problem });
+    }
+    let bytes = fs::read(&path).map_err(Error::io(&path, "read"))?;
+    let pickle = Pickle::parse(&bytes, &path, 0)?;
+    let metadata = Metadata { path: path.clone(), pickle: &pickle };
+    let places = metadata.places()?;
+    let mut found = Vec::new();
+    for (key, value) in metadata.part(metadata.state(pickle.root(), "Metadata")?, "state_dict_metadata")? {
+        let name = pickle.text(key).ok_or_else(|| metadata.malformed("a tensor without a name"))?;
+        if pickle.callable(value).is_some_and(|(_, class)| class == "BytesStorageMetadata") {
+            // Random states, schedules and the like; only the extra state of a module belongs to the model.
+            if name.contains("._extra_state") {
+                found.extend(metadata.bytes(name, &places, folder, open)?);
+            }
+            continue;
+        }
+        found.push(metadata.tensor(name, value, &places, folder, open)?);
+    }
+    Ok(found)
+}
+
+type Places<'a> = HashMap<(&'a str, Option<Vec<u64>>), StorageInfo>;
+
+impl<'a> Metadata<'a> {
+    fn malformed(&self, problem: &str) -> Error {
+        let problem = format!("{problem}; it is not the metadata of torch.distributed.checkpoint");
+        Error::Header { file: self.path.clone(), place: Place::default(), problem }
+    }
+
+    fn of_tensor(&self, name: &str, problem: String) -> Error {
+        let place = Place { tensor: Some(name.into()), byte: None };
+        Error::Header { file: self.path.clone(), place, problem }
+    }
+
+    /// The fields of an object of this class.
+    fn state(&self, id: Id, class: &str) -> Result<Id> {
+        self.pickle.state(id, class).ok_or_else(|| self.malformed(&format!("expected a {class}")))
+    }
+
+    fn field(&self, state: Id, name: &str) -> Result<Id> {
+        self.pickle.entry(state, name).ok_or_else(|| self.malformed(&format!("field {name} is missing")))
+    }
+
+    /// The entries of a field that is a dict.
+    fn part(&self, state: Id, name: &str) -> Result<Vec<(Id, Id)>> {
+        let field = self.field(state, name)?;
+        let entries = self.pickle.entries(field);
+        Ok(entries.ok_or_else(|| self.malformed(&format!("field {name} is not a dict")))?.to_vec())
+    }
+
+    /// The range of every part of every tensor.
+    fn places(&self) -> Result<Places<'a>> {
+        let mut places = HashMap::new();
+        for (key, value) in self.part(self.state(self.pickle.root(), "Metadata")?, "storage_data")? {
+            let key = self.state(key, "MetadataIndex")?;
+            let name = self.pickle.text(self.field(key, "fqn")?);
+            let name = name.ok_or_else(|| self.malformed("a part without the name of its tensor"))?;
+            let offsets = self.pickle.entry(key, "offset").and_then(|id| self.pickle.counts(id));
+            let info = self.state(value, "_StorageInfo")?;
+            let file = self.pickle.text(self.field(info, "relative_path")?);
+            let numbers = [self.field(info, "offset")?, self.field(info, "length")?];
+            let (Some(file), [Some(offset), Some(length)]) = (file, numbers.map(|id| self.pickle.count(id)))
+            else {
+                return Err(self.of_tensor(name, "its place in the files is not stated".into()));
+            };
+            if let Some(transforms) = self.pickle.entry(info, "transform_descriptors")
+                && self.pickle.elements(transforms).is_some_and(|all| !all.is_empty())
+            {
+                return Err(self.of_tensor(name, "it is compressed or encrypted".into()));
+            }
+            let info = StorageInfo { file: file.into(), offset, length };
+            if places.insert((name, offsets), info).is_some() {
+                return Err(self.of_tensor(name, "a part of it has two places".into()));
+            }
+        }
+        Ok(places)
+    }
+
+    /// Opens the file of a range, which must lie in the folder.
+    fn open(
+        &self,
+        name: &str,
+        info: &StorageInfo,
+        folder: &Path,
+        open: &mut dyn FnMut(&Path) -> Result<Arc<ShardFile>>,
+    ) -> Result<(Arc<ShardFile>, std::ops::Range<u64>)> {
+        let relative = Path::new(&info.file);
+        if !relative.components().all(|part| matches!(part, Component::Normal(_))) {
+            return Err(self.of_tensor(name, format!("its file {:?} lies outside of the folder", info.file)));
+        }
+        let file = open(&folder.join(relative))?;
+        let end = info.offset.checked_add(info.length);
+        let end = end.ok_or_else(|| self.of_tensor(name, "its place exceeds 2^64 bytes".into()))?;
+        Ok((file, info.offset..end))
+    }
+
+    fn tensor(
+        &self,
+        name: &str,
+        value: Id,
+        places: &Places<'_>,
+        folder: &Path,
+        open: &mut dyn FnMut(&Path) -> Result<Arc<ShardFile>>,
+    ) -> Result<Found> {
+        let state = self.state(value, "TensorStorageMetadata")?;
+        let properties = self.state(self.field(state, "properties")?, "TensorProperties")?;
+        // The state of TensorProperties is a tuple that begins with the type.
+        let dtype = self.pickle.elements(properties).and_then(|all| self.pickle.global(*all.first()?));
+        let dtype = dtype.and_then(|(_, name)| dtype_of(name));
+        let dtype = dtype.ok_or_else(|| self.of_tensor(name, "its type is unknown".into()))?;
+        let shape = self.pickle.counts(self.field(state, "size")?);
+        let shape = shape.filter(|shape| header::elements(shape).and_then(|n| dtype.bytes_for(n)).is_some());
+        let shape = shape.ok_or_else(|| self.of_tensor(name, "its shape has no size below 2^64".into()))?;
+        let chunks = self.pickle.elements(self.field(state, "chunks")?);
+        let chunks = chunks.ok_or_else(|| self.of_tensor(name, "its parts are not a list".into()))?;
+        if chunks.len() > MOST_PARTS {
+            return Err(
+                self.of_tensor(name, format!("{} parts; at most {MOST_PARTS} are read", chunks.len()))
+            );
+        }
+        let mut parts = Vec::with_capacity(chunks.len());
+        for chunk in chunks {
+            let chunk = self.state(*chunk, "ChunkStorageMetadata")?;
+            let bounds = [self.field(chunk, "offsets")?, self.field(chunk, "sizes")?];
+            let [Some(offsets), Some(sizes)] = bounds.map(|id| self.pickle.counts(id)) else {
+                return Err(self.of_tensor(name, "a part of it has no offsets or sizes".into()));
+            };
+            let Some(info) = places.get(&(name, Some(offsets.clone()))) else {
+                return Err(
+                    self.of_tensor(name, format!("its part at {offsets:?} has no place in the files"))
+                );
+            };
+            let (file, window) = self.open(name, info, folder, open)?;
+            let stored = single_tensor(&file, window, name)?;
+            if stored.dtype != dtype || stored.shape != sizes {
+                let problem = format!(
+                    "its part at {offsets:?} is {} {:?} in {}, expected {dtype} {sizes:?}",
+                    stored.dtype, stored.shape, info.file
+                );
+                return Err(self.of_tensor(name, problem));
+            }
+            parts.extend(stored.parts.into_iter().map(|part| Part { offsets: offsets.clone(), ..part }));
+        }
+        Ok(Found { name: name.into(), dtype, shape, parts })
+    }
+
+    /// Extra state of a module: nothing if it is empty, else a tensor of bytes that stands for it.
+    fn bytes(
+        &self,
+        name: &str,
+        places: &Places<'_>,
+        folder: &Path,
+        open: &mut dyn FnMut(&Path) -> Result<Arc<ShardFile>>,
+    ) -> Result<Option<Found>> {
+        let Some(info) = places.get(&(name, None)) else {
+            return Err(self.of_tensor(name, "it has no place in the files".into()));
+        };
+        let (file, window) = self.open(name, info, folder, open)?;
+        if is_empty(&file, window.clone())? {
+            return Ok(None);
+        }
+        let shape = vec![info.length];
+        let part = crate::assembly::whole(&file, window.start, &shape);
+        Ok(Some(Found { name: name.into(), dtype: Dtype::U8, shape, parts: vec![part] }))
+    }
+}
+
+/// Returns true if a file of `torch.save` has no tensor with elements and no other data.
+fn is_empty(file: &Arc<ShardFile>, window: std::ops::Range<u64>) -> Result<bool> {
+    let archive = Archive::open(file, window)?;
+    let (bytes, begin) = archive.pickle()?;
+    // Data of unknown classes is not empty.
+    let Ok(pickle) = Pickle::parse(&bytes, &file.path, begin) else { return Ok(false) };
+    let saved = Saved::new(&pickle, &archive, begin);
+    let nothing = |id: Id| {
+        use super::pickle::Node;
+        matches!(pickle.node(id), Node::None)
+            || matches!(pickle.node(id), Node::Bytes(range) if range.is_empty())
+    };
+    let root = pickle.root();
+    let values: Vec<Id> = pickle.elements(root).map_or(vec![root], <[Id]>::to_vec);
+    for value in values {
+        let is_empty_tensor = saved.tensor(value, "")?.is_some_and(|t| t.shape.contains(&0));
+        if !is_empty_tensor && !nothing(value) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}

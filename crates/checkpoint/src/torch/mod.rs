@@ -1,0 +1,241 @@
+//! Checkpoints in torch's own formats, opened as any other: nothing in them is executed.
+//!
+//! | path | format |
+//! |---|---|
+//! | `*.pt`, `*.pth`, `*.bin`, `*.ckpt` | one file of `torch.save` |
+//! | folder with `.metadata` | torch.distributed.checkpoint, or Megatron's `torch_dist` |
+//! | folder with `mp_rank_XX/model_optim_rng.pt` | Megatron's legacy format, by tensor-parallel rank |
+//! | folder with `latest_checkpointed_iteration.txt` | its iteration, in one of the two |
+//! | folder with `pytorch_model*.bin` | Hugging Face, before safetensors |
+//! | folder of safetensors with `DCP_SHARDING_INFO` | NeMo Automodel, tensors in pieces |
+//!
+//! - [`pickle`]: pickles as data. `archive.rs`: the zip files around them. `saved.rs`: tensors in one such file.
+//! - `distributed.rs`: tensors in parts, over many files. `pieces.rs`: the same in safetensors
+//!   files. `megatron.rs`: Megatron's names and arguments.
+
+mod archive;
+mod distributed;
+mod megatron;
+pub mod pickle;
+mod pieces;
+mod saved;
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ballast_contract::Dtype;
+use serde_json::Value;
+
+use self::archive::Archive;
+use self::pickle::{Id, Pickle};
+pub(crate) use self::saved::Found;
+use self::saved::Saved;
+use crate::assembly::Assembly;
+use crate::error::{Error, Place, Result};
+use crate::open::{ShardFile, rank_folder};
+
+/// Tensors of a checkpoint in one of torch's formats.
+#[derive(Default)]
+pub(crate) struct TorchCheckpoint {
+    /// Tensors of the model, by rank.
+    pub(crate) ranks: Vec<Vec<Found>>,
+    /// Tensors beside the model: optimizer state.
+    pub(crate) state: Vec<Found>,
+    /// config.json by the arguments that Megatron saves.
+    pub(crate) config: Option<Value>,
+    /// Files, each once.
+    pub(crate) files: Vec<Arc<ShardFile>>,
+}
+
+/// The format of a path.
+pub(crate) enum Format {
+    /// Files of `torch.save` with one state dict together.
+    Files(Vec<PathBuf>),
+    /// A folder with `.metadata`.
+    Distributed(PathBuf),
+    /// Files of `torch.save`, one for each rank.
+    Ranks(Vec<PathBuf>),
+    /// Safetensors files with pieces of tensors.
+    Pieces(Vec<PathBuf>),
+}
+
+/// Folder of a Megatron checkpoint's iteration, if `path` is the folder above it.
+pub(crate) fn iteration(path: &Path) -> Result<Option<PathBuf>> {
+    let tracker = path.join("latest_checkpointed_iteration.txt");
+    if !tracker.is_file() || path.join(distributed::METADATA).is_file() {
+        return Ok(None);
+    }
+    let text = fs::read_to_string(&tracker).map_err(Error::io(&tracker, "read"))?;
+    let folder = match text.trim() {
+        "release" => "release".to_string(),
+        number => match number.parse::<u64>() {
+            Ok(number) => format!("iter_{number:07}"),
+            Err(_) => {
+                let problem = format!("expected an iteration or \"release\", got {:?}", text.trim());
+                return Err(Error::Index { file: tracker, problem });
+            }
+        },
+    };
+    Ok(Some(path.join(folder)))
+}
+
+/// Returns the format of a path, or none if it is not one of torch's.
+pub(crate) fn format_of(path: &Path) -> Option<Format> {
+    if path.is_file() {
+        let name = path.file_name()?.to_string_lossy().into_owned();
+        let is_torch = [".pt", ".pth", ".bin", ".ckpt"].iter().any(|suffix| name.ends_with(suffix));
+        return is_torch.then(|| Format::Files(vec![path.into()]));
+    }
+    if path.join(distributed::METADATA).is_file() {
+        return Some(Format::Distributed(path.into()));
+    }
+    let of_rank = |rank: usize| path.join(rank_folder(rank)).join("model_optim_rng.pt");
+    if of_rank(0).is_file() {
+        return Some(Format::Ranks((0..).map(of_rank).take_while(|file| file.is_file()).collect()));
+    }
+    let mut names: Vec<String> =
+        fs::read_dir(path).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+    names.sort();
+    let files = |wanted: &dyn Fn(&str) -> bool| -> Vec<PathBuf> {
+        names.iter().filter(|name| wanted(name)).map(|name| path.join(name)).collect()
+    };
+    // A folder with safetensors files is read from them.
+    let safetensors = files(&|name| name.ends_with(".safetensors"));
+    if let Some(first) = safetensors.first() {
+        return pieces::is_piece(first).then_some(Format::Pieces(safetensors));
+    }
+    let shards = files(&|name| name.starts_with("pytorch_model") && name.ends_with(".bin"));
+    (!shards.is_empty()).then_some(Format::Files(shards))
+}
+
+/// Reads the descriptions of all tensors.
+pub(crate) fn read(format: Format) -> Result<TorchCheckpoint> {
+    let mut checkpoint = TorchCheckpoint::default();
+    match format {
+        Format::Files(paths) => {
+            let mut model = Vec::new();
+            for path in paths {
+                let file = checkpoint.open(&path)?;
+                let (tensors, state, config) = read_file(&file)?;
+                model.extend(tensors);
+                checkpoint.state.extend(state);
+                checkpoint.config = checkpoint.config.or(config);
+            }
+            checkpoint.ranks.push(model);
+        }
+        Format::Ranks(paths) => {
+            for path in paths {
+                let file = checkpoint.open(&path)?;
+                let (tensors, state, config) = read_file(&file)?;
+                checkpoint.ranks.push(tensors);
+                checkpoint.state.extend(state);
+                checkpoint.config = checkpoint.config.or(config);
+            }
+        }
+        Format::Pieces(paths) => {
+            let found = pieces::read(&paths, &mut |file| {
+                let file = Arc::new(file);
+                checkpoint.files.push(file.clone());
+                file
+            })?;
+            checkpoint.ranks.push(found);
+        }
+        Format::Distributed(folder) => {
+            let mut opened: HashMap<PathBuf, Arc<ShardFile>> = HashMap::new();
+            let found = distributed::read(&folder, &mut |path| {
+                if let Some(file) = opened.get(path) {
+                    return Ok(file.clone());
+                }
+                let file = checkpoint.open(path)?;
+                opened.insert(path.into(), file.clone());
+                Ok(file)
+            })?;
+            let found = megatron::as_one_rank(found)?;
+            let (state, model): (Vec<Found>, Vec<Found>) =
+                found.into_iter().partition(|t| is_optimizer_state(&t.name));
+            checkpoint.ranks.push(without_wrapper(model));
+            checkpoint.state = state;
+            let common = folder.join("common.pt");
+            if common.is_file() {
+                checkpoint.config = read_arguments(&common)?;
+            }
+        }
+    }
+    Ok(checkpoint)
+}
+
+impl TorchCheckpoint {
+    fn open(&mut self, path: &Path) -> Result<Arc<ShardFile>> {
+        let file = Arc::new(ShardFile::open(path)?);
+        self.files.push(file.clone());
+        Ok(file)
+    }
+}
+
+fn is_optimizer_state(name: &str) -> bool {
+    ["optimizer.", "optim.", "chained_0.", "chained_1."].iter().any(|prefix| name.starts_with(prefix))
+}
+
+/// Removes the key under which a whole model was saved: `model.model.layers...` and `model.lm_head...`.
+fn without_wrapper(mut model: Vec<Found>) -> Vec<Found> {
+    let inner = |name: &str| name.strip_prefix("model.").map(str::to_string);
+    let is_wrapped = !model.is_empty()
+        && model.iter().all(|t| inner(&t.name).is_some())
+        && model.iter().any(|t| inner(&t.name).is_some_and(|name| name.starts_with("model.")));
+    if is_wrapped {
+        for tensor in &mut model {
+            tensor.name = inner(&tensor.name).unwrap_or_default();
+        }
+    }
+    model
+}
+
+/// Lists the tensors of a file of `torch.save` that is in memory: names, types and shapes.
+pub fn list(path: &Path, bytes: Vec<u8>) -> Result<Vec<(String, Dtype, Vec<u64>)>> {
+    let (model, state, _) = read_file(&Arc::new(ShardFile::in_memory(path, bytes)))?;
+    let described = |tensor: Found| {
+        let Found { name, dtype, shape, parts } = tensor;
+        Assembly::new(&name, &shape, dtype.bytes().unwrap_or(1), parts)?;
+        Ok((name, dtype, shape))
+    };
+    model.into_iter().chain(state).map(described).collect()
+}
+
+/// Tensors of the model in one file of `torch.save`, tensors beside it, and Megatron's arguments.
+fn read_file(file: &Arc<ShardFile>) -> Result<(Vec<Found>, Vec<Found>, Option<Value>)> {
+    let archive = Archive::open(file, 0..file.bytes)?;
+    let (bytes, begin) = archive.pickle()?;
+    let pickle = Pickle::parse(&bytes, &file.path, begin)?;
+    let saved = Saved::new(&pickle, &archive, begin);
+    let root = pickle.root();
+    let Some(entries) = pickle.entries(root) else {
+        return Err(Error::Header {
+            file: file.path.clone(),
+            place: Place { tensor: None, byte: Some(begin) },
+            problem: "expected a dict of tensors (a state dict)".into(),
+        });
+    };
+    let is_dict = |id: Id| pickle.entries(id).is_some();
+    let model = ["model", "state_dict", "model_state_dict", "module"]
+        .into_iter()
+        .find_map(|key| pickle.entry(root, key).filter(|id| is_dict(*id)));
+    let Some(model) = model else {
+        return Ok((saved.tensors(root, "")?, Vec::new(), None));
+    };
+    let mut state = Vec::new();
+    for (key, value) in entries.iter().filter(|(_, value)| *value != model) {
+        state.extend(saved.tensors(*value, pickle.text(*key).unwrap_or("?"))?);
+    }
+    Ok((saved.tensors(model, "")?, state, megatron::config_from_args(&pickle)))
+}
+
+/// Megatron's arguments in common.pt, as a config.json.
+fn read_arguments(path: &Path) -> Result<Option<Value>> {
+    let file = Arc::new(ShardFile::open(path)?);
+    let archive = Archive::open(&file, 0..file.bytes)?;
+    let (bytes, begin) = archive.pickle()?;
+    let pickle = Pickle::parse(&bytes, &file.path, begin)?;
+    Ok(megatron::config_from_args(&pickle))
+}

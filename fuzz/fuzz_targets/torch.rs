@@ -1,0 +1,31 @@
+//! Reads arbitrary bytes as a file of torch.save, and as a bare pickle: an error or a list of tensors, in time and
+//! memory that the length of the file bounds.
+
+#![no_main]
+
+use std::path::Path;
+
+use ballast_checkpoint::header::elements;
+use ballast_checkpoint::torch::list;
+use ballast_checkpoint::torch::pickle::{Node, Pickle};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|file: &[u8]| {
+    let path = Path::new("x.pt");
+    if let Ok(pickle) = Pickle::parse(file, path, 0) {
+        // Every value that the root refers to exists.
+        let root = pickle.root();
+        for id in pickle.elements(root).unwrap_or_default() {
+            pickle.node(*id);
+        }
+        for (key, value) in pickle.entries(root).unwrap_or_default() {
+            assert!(!matches!(pickle.node(*key), Node::Text(_)) || pickle.text(*key).is_some());
+            pickle.callable(*value);
+        }
+    }
+    let Ok(tensors) = list(path, file.to_vec()) else { return };
+    for (name, dtype, shape) in tensors {
+        let bytes = elements(&shape).and_then(|n| dtype.bytes_for(n));
+        assert!(bytes.is_some(), "{name} has no size");
+    }
+});
