@@ -22,7 +22,7 @@ Path = str | PathLike[str]
 """A file or folder."""
 
 Progress = Callable[[str, int, int], object]
-"""Is called with the name of a phase, the amount done, and the total: bytes or steps.
+"""Is called with the name of a phase, the amount done, and the total: bytes or steps; 0 if unknown.
 
 An exception in it cancels the command.
 """
