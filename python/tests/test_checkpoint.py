@@ -253,6 +253,24 @@ def test_an_exception_of_the_callback_cancels_and_is_raised(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+def test_a_forked_process_is_refused_instead_of_waiting_forever(release: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from ballast.checkpoint import audit\n"
+        "first = os.fork()\n"  # before any use: allowed
+        "if first == 0: audit(sys.argv[1]); os._exit(0)\n"
+        "assert os.waitpid(first, 0)[1] == 0\n"
+        "audit(sys.argv[1])\n"
+        "second = os.fork()\n"
+        "if second == 0:\n"
+        "    try: audit(sys.argv[1])\n"
+        "    except ValueError as error: os._exit(7 if 'spawn' in str(error) else 8)\n"
+        "    os._exit(9)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) == 7\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(release)], check=True, timeout=60)
+
+
 def test_the_package_imports_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, ballast\n"

@@ -6,7 +6,7 @@
 use std::ffi::OsString;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use ballast_checkpoint::jobs::Observer;
@@ -15,13 +15,28 @@ use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError};
 use pyo3::prelude::*;
 
 use crate::contract::Policy;
-use crate::errors;
+use crate::errors::{self, UsageError};
 
 /// Time between two looks at signals and progress.
 const INTERVAL: Duration = Duration::from_millis(50);
 
 /// Time that a cancelled command has before its thread is left to itself, if it may be.
 const GRACE: Duration = Duration::from_millis(500);
+
+/// The process that has used the thread pool.
+static PROCESS: OnceLock<u32> = OnceLock::new();
+
+/// Refuses to go on in a forked process: a fork copies the state of the thread pool but not its threads, and
+/// would wait for them forever.
+fn check_fork() -> PyResult<()> {
+    if *PROCESS.get_or_init(std::process::id) == std::process::id() {
+        return Ok(());
+    }
+    Err(UsageError::new_err(
+        "this process was forked after ballast had started its threads, which a fork does not copy; start it \
+         with the method \"spawn\" or \"forkserver\" of multiprocessing",
+    ))
+}
 
 /// Progress of a command, and the wish to cancel it.
 #[derive(Default)]
@@ -84,6 +99,7 @@ pub(crate) fn call(
     progress: Option<Bound<'_, PyAny>>,
     may_leave: bool,
 ) -> PyResult<(String, bool, Vec<String>)> {
+    check_fork()?;
     let shared = Arc::new(Shared::default());
     let policy = policy.map(|policy| policy.get().with_registry());
     let call = Call { args, policy, observer: shared.clone() };
