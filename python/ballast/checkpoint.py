@@ -8,7 +8,7 @@ not finite is null there and nan here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import fspath
 from typing import Literal
 
@@ -106,7 +106,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class Inspection(Report):
-    """The summary of a checkpoint. `tensors` is empty unless it was asked for."""
+    """The summary of a checkpoint. `tensors` is empty unless it was asked for; `state` is optimizer state."""
 
     architecture: Architecture
     layout: Layout
@@ -120,6 +120,7 @@ class Inspection(Report):
     issues: tuple[str, ...]
     tensors: tuple[TensorSummary, ...]
     unknown_config_keys: tuple[str, ...] = ()
+    state: dict[str, Amount] = field(default_factory=dict)
 
 
 def inspect(path: Path, *, tensors: bool = False, policy: Path | Policy = "strict") -> Inspection:

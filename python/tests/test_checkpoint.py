@@ -56,11 +56,14 @@ def assert_same(data: Any, document: Any) -> None:  # noqa: ANN401
         assert data == document
 
 
-def test_every_report_is_the_document_of_the_command_line(release: Path, tmp_path: Path) -> None:
+def test_every_report_is_the_document_of_the_command_line(root: Path, release: Path, tmp_path: Path) -> None:
+    torch_dist = root / "fixtures/torch/torch_dist_tp2"
+    assert inspect(torch_dist).state["F32"].tensors > 50
     rounded, repaired = tmp_path / "rounded", tmp_path / "repaired"
     megatron = "--layout megatron --tp 2 --zero-centered-gamma false --dry-run".split()
     cases: list[tuple[Report, list[str | Path]]] = [
         (inspect(release, tensors=True), ["inspect", release, "--tensors"]),
+        (inspect(torch_dist), ["inspect", torch_dist]),
         (inspect(release, policy="nemo"), ["inspect", release, "--policy", "nemo"]),
         (audit(release), ["audit", release]),
         (
