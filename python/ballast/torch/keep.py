@@ -166,7 +166,7 @@ def _upcast_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
             state_dict[prefix + key] = loaded.to(torch.float32)
     if rounded:
         warnings.warn(
-            f"{_listed(rounded)} loaded into protected tensors: f32 bits that the checkpoint had once are lost",
+            f"{_listed(rounded)} loaded into protected tensors: the f32 bits were lost before",
             RoundedWarning,
             stacklevel=2,
         )

@@ -65,7 +65,11 @@ def mp_policy(
     It is for code that calls torch's `fully_shard` itself, such as accelerate. All parameters of a unit must
     be stored in f32: torch refuses others. `fully_shard` of this module has no such limit.
     """
-    is_protected = _finder(model, policy)
+    return replace(base, **_override(base, _finder(model, policy)))
+
+
+def _override(base: MixedPrecisionPolicy, is_protected: Callable[[nn.Parameter], bool]) -> dict[str, Any]:
+    """Returns the fields of a policy that make torch compute and reduce protected tensors in f32."""
     before = base.param_dtype_override_fn
 
     def override(parameter: nn.Parameter) -> torch.dtype | None:
@@ -73,10 +77,10 @@ def mp_policy(
             return torch.float32
         return None if before is None else before(parameter)
 
-    return replace(base, reduce_dtype=torch.float32, param_dtype_override_fn=override)
+    return {"reduce_dtype": torch.float32, "param_dtype_override_fn": override}
 
 
-def _finder(model: nn.Module, policy: PolicyLike) -> Callable[[torch.Tensor], bool]:
+def _finder(model: nn.Module, policy: PolicyLike) -> Callable[[nn.Parameter], bool]:
     """Returns a test for protected tensors. It looks them up when asked: a move replaces parameters."""
     tensors = protected_tensors(model, policy)
     return lambda parameter: any(parameter is protected.tensor for protected in tensors)
@@ -108,8 +112,13 @@ def _shard_unit(
     """Shards one unit, and the modules in it that hold protected tensors."""
     holders = _holders(unit, islands)
     if unit in holders:
-        name = type(unit).__name__
-        raise UsageError(f"{name} holds protected tensors itself: shard the layer that contains it instead")
+        # One module cannot be two units: torch's override keeps the dtype of single parameters.
+        if any(p.dtype != torch.float32 for p in unit.parameters() if p.requires_grad and p not in ignored):
+            name = type(unit).__name__
+            raise UsageError(f"{name} holds protected tensors beside bf16 ones: shard the layer around it")
+        mixed = replace(mp_policy, **_override(mp_policy, lambda parameter: parameter in islands))
+        torch_fully_shard(unit, mp_policy=mixed, ignored_params=ignored, **arguments)
+        return
     torch_fully_shard(unit, mp_policy=mp_policy, ignored_params=ignored | islands, **arguments)
     in_f32 = MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False

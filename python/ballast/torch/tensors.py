@@ -112,8 +112,8 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[str]]]:
     for path, module in model.named_modules(remove_duplicate=False):
         if type(module).__name__.endswith("GatedDeltaNet"):
             mixers.append(path)
-        own = [key for key, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None]
-        for key in own:
+        tensors = {**module._parameters, **module._buffers}
+        for key in (key for key, tensor in tensors.items() if tensor is not None):
             name = f"{path}.{key}" if path else key
             alike = [plain_name(name)]
             mixer = next((m for m in mixers if not m or name.startswith(m + ".")), None)
