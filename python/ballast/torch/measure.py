@@ -167,7 +167,7 @@ def _summed(values: list[float]) -> list[float]:
 
 
 def over_ranks(faults: list[Fault]) -> list[Fault]:
-    """Returns the faults of all ranks, the nearest to the cause first; they are sent only if there are any."""
+    """Returns the faults of all ranks, the nearest to the cause first. Without any, one number is sent."""
     if _ranks() == 1 or not _summed([float(bool(faults))])[0]:
         return sorted(faults)
     gathered: list[Any] = [None] * _ranks()

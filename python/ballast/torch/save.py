@@ -75,21 +75,20 @@ def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _lower(model: nn.Module, state: dict[str, torch.Tensor], policy: PolicyLike, dtype: torch.dtype) -> None:
-    """Casts a state dict in place. Tensors that share memory share it afterwards."""
+    """Casts a state dict in place. Tied tensors stay one tensor, so that transformers saves one of them."""
     protected = {tensor.name for tensor in protected_tensors(model, policy)}
+    first: dict[int, str] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    source = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
     rounded = []
-    lowered: dict[tuple[Any, ...], torch.Tensor] = {}
     for name, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            continue
-        is_protected = plain_name(name) in protected
-        if is_protected and tensor.dtype != torch.float32:
-            rounded.append(name)
-        wanted = torch.float32 if is_protected else dtype
-        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), wanted)
-        if tensor.is_meta or tensor.numel() == 0 or memory not in lowered:
-            lowered[memory] = tensor.to(wanted)
-        state[name] = lowered[memory]
+        if source.get(name, name) != name:
+            state[name] = state[source[name]]
+        elif isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            is_protected = plain_name(name) in protected
+            if is_protected and tensor.dtype != torch.float32:
+                rounded.append(name)
+            state[name] = tensor.to(torch.float32 if is_protected else dtype)
     if rounded:
         warnings.warn(
             f"{', '.join(rounded)}: not float32 in memory; saved as F32, but bits were lost before",

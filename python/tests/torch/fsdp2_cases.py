@@ -247,6 +247,7 @@ def training(storage: str, checkpointing: bool = False, clip: bool = True) -> nn
         with torch.no_grad():
             model(**own_batch())
         model.train()
+    model.reshard()  # the root unit stays gathered after an evaluation
     model.optimizer = optimizer
     return model
 

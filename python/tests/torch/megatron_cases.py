@@ -18,7 +18,7 @@ LAYERS = 3
 
 
 def converted() -> dict[str, torch.Tensor]:
-    """The linear-attention layers of the released file in Megatron's layout, in f32 where the file has bits."""
+    """The linear-attention layers of the released file in Megatron's layout."""
     file = release_tensors()
     state = {}
     for layer in range(LAYERS):
@@ -126,20 +126,11 @@ def kept(before: bool, policy: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     ledger.close()
-    moved = {
-        key: all(
-            not torch.equal(p, start[name]) for name, p in model.named_parameters() if name.endswith(key)
-        )
-        for key in ("A_log", "out_norm.weight")
-    }
-    beyond = {
-        key: all(
-            bool((p != p.bfloat16().float()).any())
-            for name, p in model.named_parameters()
-            if name.endswith(key)
-        )
-        for key in ("A_log", "out_norm.weight")
-    }
+    moved, beyond = {}, {}
+    for key in ("A_log", "out_norm.weight"):
+        found = {name: p.detach() for name, p in model.named_parameters() if name.endswith(key)}
+        moved[key] = all(not torch.equal(p, start[name]) for name, p in found.items())
+        beyond[key] = all(bool((p != p.bfloat16().float()).any()) for p in found.values())
     if policy == "strict":
         handle.verify()
     return {

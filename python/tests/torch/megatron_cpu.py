@@ -5,6 +5,8 @@ flash-linear-attention (those of transformers), the norm of Transformer Engine, 
 Import it before megatron.
 """
 
+# ruff: noqa: E402 (the stand-ins come first)
+
 from __future__ import annotations
 
 import contextlib

@@ -60,9 +60,7 @@ def test_plain_torch_rounds_them() -> None:
     assert_rounded(model, before)
 
 
-@pytest.mark.parametrize(
-    "flag", ["swap_module_params_on_conversion", "overwrite_module_params_on_conversion"]
-)
+@pytest.mark.parametrize("flag", ["swap_module_params", "overwrite_module_params"])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_the_flags_of_torch_leave_the_bits(flag: str, gradients: bool) -> None:
     model = tiny_model()
