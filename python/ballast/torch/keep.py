@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ballast.errors import CheckFailed
-from ballast.torch.tensors import PolicyLike, Protected, is_rounded, plain_name, protected_tensors
+from ballast.torch.tensors import PolicyLike, Protected, dtype_word, is_rounded, plain_name, protected_tensors
 
 _GUARD = "_ballast_guard"
 
@@ -28,9 +28,8 @@ class RoundedWarning(UserWarning):
 class Kept:
     """The protected tensors of a model that `keep_fp32` keeps."""
 
-    def __init__(self, model: nn.Module, tensors: list[Protected]) -> None:
+    def __init__(self, tensors: list[Protected]) -> None:
         """Records the tensors as they are now; `keep_fp32` makes it."""
-        self._model = model
         self._tensors = tensors
         self.rounded = tuple(t.name for t in tensors if _has_values(t) and is_rounded(t.tensor))
         """Names of the tensors that had the bits of bf16 only."""
@@ -49,9 +48,9 @@ class Kept:
             if tensor is None:
                 problems.append(f"{kept.name} was removed")
             elif tensor.dtype != torch.float32:
-                problems.append(f"{kept.name} is {_word(tensor.dtype)}, expected float32")
+                problems.append(f"{kept.name} is {dtype_word(tensor.dtype)}, expected f32")
             elif kept.name in self._exact and is_rounded(tensor):
-                problems.append(f"{kept.name} is float32 but all its values were rounded to bf16")
+                problems.append(f"{kept.name} is f32 but all its values were rounded to bf16")
         if problems:
             raise CheckFailed("protected-tensor check failed: " + "; ".join(problems))
 
@@ -94,11 +93,11 @@ def keep_fp32(model: nn.Module, policy: PolicyLike = "strict") -> Kept:
         kept.module.__dict__[_GUARD] = _Guard(keys if guard is None else keys | guard.keys)
         if not any(map(_is_ours, kept.module._load_state_dict_pre_hooks.values())):
             kept.module.register_load_state_dict_pre_hook(_upcast_loaded)
-    kept = Kept(model, tensors)
+    kept = Kept(tensors)
     if kept.rounded:
         warnings.warn(
-            f"{_listed(kept.rounded)}: all values are bf16 values, so f32 bits may have been lost before "
-            "keep_fp32; load with ballast.torch.loading, and check the file with `ballast audit`",
+            f"{_listed(kept.rounded)}: all values are bf16 values: they come from a bf16 file, or were "
+            "rounded before keep_fp32 (ballast.torch.loading keeps the bits of an F32 file)",
             RoundedWarning,
             stacklevel=2,
         )
@@ -162,7 +161,7 @@ def _upcast_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     for key in sorted(guarded_keys(module)):
         loaded = state_dict.get(prefix + key)
         if isinstance(loaded, torch.Tensor) and loaded.is_floating_point() and loaded.dtype != torch.float32:
-            rounded.append(f"{plain_name(prefix + key)} ({_word(loaded.dtype)})")
+            rounded.append(f"{plain_name(prefix + key)} ({dtype_word(loaded.dtype)})")
             state_dict[prefix + key] = loaded.to(torch.float32)
     if rounded:
         warnings.warn(
@@ -189,10 +188,6 @@ def _upcast(kept: Protected) -> None:
 
 def _has_values(kept: Protected) -> bool:
     return kept.tensor is not None and not kept.tensor.is_meta
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _listed(names: list[str] | tuple[str, ...]) -> str:

@@ -27,7 +27,7 @@ from ballast.errors import BallastError, CheckFailed, NonFiniteError, UsageError
 from ballast.torch.measure import Counter, Norms, gradient_norms, over_ranks, peak_memory, rank
 from ballast.torch.metrics import Evaluation, Event, MetricsWriter, Step
 from ballast.torch.sites import Fault, Sites
-from ballast.torch.tensors import PolicyLike, Protected, local, protected_tensors
+from ballast.torch.tensors import PolicyLike, Protected, dtype_word, local, protected_tensors
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState
@@ -226,7 +226,7 @@ class Ledger(TrainerCallback):
                     f"expected {entry.last:016x}"
                 )
             elif read is not None and read != torch.float32 and dtype == "f32":
-                problems.append(f"forward read {entry.name} as {_word(read)}, expected f32")
+                problems.append(f"forward read {entry.name} as {dtype_word(read)}, expected f32")
             else:
                 entry.checks += 1
                 entry.live += read == torch.float32
@@ -371,17 +371,8 @@ class Ledger(TrainerCallback):
         return control
 
 
-def _word(dtype: torch.dtype) -> str:
-    """Returns a dtype in Ballast's words.
-
-    >>> _word(torch.float32), _word(torch.bfloat16)
-    ('f32', 'bf16')
-    """
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "f")
-
-
 def _dtype(tensor: Protected) -> str:
-    return "removed" if tensor.tensor is None else _word(tensor.tensor.dtype)
+    return "removed" if tensor.tensor is None else dtype_word(tensor.tensor.dtype)
 
 
 def _checksums(tensors: list[Protected]) -> list[int]:

@@ -91,7 +91,7 @@ def _lower(model: nn.Module, state: dict[str, torch.Tensor], policy: PolicyLike,
             state[name] = tensor.to(torch.float32 if is_protected else dtype)
     if rounded:
         warnings.warn(
-            f"{', '.join(rounded)}: not float32 in memory; saved as F32, but bits were lost before",
+            f"{', '.join(rounded)}: not f32 in memory; saved as F32, but bits were lost before",
             RoundedWarning,
             stacklevel=3,
         )

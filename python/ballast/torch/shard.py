@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from ballast.errors import UsageError
 from ballast.torch.keep import guarded_keys
-from ballast.torch.tensors import PolicyLike, plain_name, protected_tensors
+from ballast.torch.tensors import PolicyLike, dtype_word, plain_name, protected_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,8 +46,8 @@ def fully_shard(
     protected = _protected_parameters(model, policy)
     for name, parameter in protected.items():
         if parameter.dtype != torch.float32:
-            found = str(parameter.dtype).removeprefix("torch.")
-            raise UsageError(f"{name} is {found}, expected float32: call keep_fp32 first", tensor=name)
+            found = dtype_word(parameter.dtype)
+            raise UsageError(f"{name} is {found}, expected f32: call keep_fp32 first", tensor=name)
     ignored = set(kwargs.pop("ignored_params", None) or ())
     islands = {p for p in protected.values() if p not in ignored}
     for unit in [*_layers(model), model]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ballast.torch.tensors import Protected, local, plain_name
+from ballast.torch.tensors import Protected, dtype_word, local, plain_name
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,13 @@ class Sites:
         self._handles: list[RemovableHandle] = []
         for tensor in protected:
             self._watch_parameter(tensor)
-        for path, module in model.named_modules():
-            self._watch_module(plain_name(path), module)
+        modules = [(plain_name(path), module) for path, module in model.named_modules()]
+        for path, module in modules:
+            self._watch_module(path, module)
+        # After the modules: the decay comes after the projection that it is computed from.
+        for path, module in modules:
+            if hasattr(module, "A_log"):
+                self._watch_linear_attention(path, module)
 
     def remove(self) -> None:
         """Removes the hooks."""
@@ -74,10 +79,9 @@ class Sites:
         for order, (direction, seen) in enumerate((("forward", self._forward), ("backward", self._backward))):
             found = _first_non_finite(seen)
             if found is not None:
-                dtype = str(found.dtype).removeprefix("torch.")
                 text = (
                     f"micro-batch {found.micro_batch}: {found.site} is the first site with non-finite values "
-                    f"({dtype}, {direction})"
+                    f"({dtype_word(found.dtype)}, {direction})"
                 )
                 return Fault(order + 1, text)
         return None
@@ -101,8 +105,6 @@ class Sites:
                     self._see(path or key or "output", value)
 
         self._handles.append(module.register_forward_hook(after))
-        if hasattr(module, "A_log"):
-            self._watch_linear_attention(path, module)
 
     def _watch_linear_attention(self, path: str, module: nn.Module) -> None:
         def decay(_: nn.Module, __: object, a: torch.Tensor) -> None:

@@ -142,3 +142,12 @@ def is_rounded(tensor: torch.Tensor) -> bool:
     if values.is_meta or values.numel() == 0 or bool((values == values.flatten()[0]).all()):
         return False
     return bool((values == values.to(torch.bfloat16).to(values.dtype)).all())
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """Returns a dtype in Ballast's words.
+
+    >>> dtype_word(torch.float32), dtype_word(torch.bfloat16)
+    ('f32', 'bf16')
+    """
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "f")

@@ -227,6 +227,61 @@ def ours_unkept() -> str:
     return error_of(lambda: fully_shard(tiny_model().bfloat16(), mp_policy=BASE))
 
 
+def adapted() -> dict[str, Any]:
+    """Adapters in f32 on a frozen base in bf16: one step moves them, and no protected tensor."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model()
+    before = bits(model)
+    keep_fp32(model)
+    config = LoraConfig(target_modules=["in_proj_qkv", "out_proj", "q_proj"], r=2, init_lora_weights=False)
+    model = get_peft_model(model.bfloat16(), config)
+    fully_shard(model, mp_policy=BASE)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    start = {name: whole(p.detach()).clone() for name, p in trained.items()}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    model(**own_batch()).loss.backward()
+    optimizer.step()
+    base = model.base_model.model
+    return {
+        "adapters": len(trained),
+        "moved": sum(not torch.equal(whole(p.detach()), start[name]) for name, p in trained.items()),
+        "stored": sorted({str(p.dtype) for p in protected(base).values()}),
+        "same bits": all(torch.equal(whole(p.detach()), before[name]) for name, p in protected(base).items()),
+    }
+
+
+def without_values() -> bool:
+    """A model made on the meta device, sharded, given memory, and loaded."""
+    source = tiny_model()
+    with torch.device("meta"):
+        model = tiny_model()
+    keep_fp32(model)
+    model.bfloat16()
+    fully_shard(model, mp_policy=BASE)
+    model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, source.state_dict(), options=options)
+    model.tie_weights()
+    expected = bits(source)
+    return all(torch.equal(whole(p.detach()), expected[name]) for name, p in protected(model).items())
+
+
+def replicated() -> dict[str, Any]:
+    """DDP takes mixed dtypes."""
+    model = tiny_model()
+    keep_fp32(model)
+    model.bfloat16()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped(**own_batch()).loss.backward()
+    expected = reference()
+    worst = max(
+        float((p.grad - expected[name]).norm() / expected[name].norm())
+        for name, p in protected(model).items()
+    )
+    return {"stored": stored(model), "worst": worst}
+
+
 def training(storage: str, checkpointing: bool = False, clip: bool = True) -> nn.Module:
     model = tiny_model()
     keep_fp32(model)
@@ -392,7 +447,8 @@ def accelerated() -> dict[str, Any]:
             mixed_precision_policy=mp,
             cpu_ram_efficient_loading=False,
         )
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        results["kind"] = str(accelerator.distributed_type)
         accelerator.state.fsdp_plugin = plugin
         accelerator.state.distributed_type = "FSDP"
         results[kind] = measured(fsdp2_prepare_model(accelerator, model))
@@ -417,6 +473,9 @@ def main() -> None:
         "ours by layer": ours_by_layer,
         "ours attention alone": ours_attention_alone,
         "ours unkept": ours_unkept,
+        "adapted": adapted,
+        "without values": without_values,
+        "replicated": replicated,
         "trained": trained,
         "dcp f32": partial(saved_and_reloaded, "f32"),
         "dcp bf16": partial(saved_and_reloaded, "bf16"),

@@ -103,7 +103,20 @@ def test_a_layer_that_holds_protected_tensors_itself(results: Results) -> None:
 
 
 def test_a_model_that_was_lowered_is_refused(results: Results) -> None:
-    assert "is bfloat16, expected float32: call keep_fp32 first" in results["ours unkept"]
+    assert "is bf16, expected f32: call keep_fp32 first" in results["ours unkept"]
+
+
+def test_adapters_train_on_a_frozen_base_in_bf16(results: Results) -> None:
+    expected = {"adapters": 10, "moved": 10, "stored": [HIGH], "same bits": True}
+    assert results["adapted"] == expected
+
+
+def test_a_model_made_without_values_gets_all_bits(results: Results) -> None:
+    assert results["without values"] is True
+
+
+def test_ddp_takes_mixed_dtypes(results: Results) -> None:
+    assert results["replicated"] == {"stored": {"protected": [HIGH], "rest": [LOW]}, "worst": 0.0}
 
 
 def test_training_gives_the_bits_of_the_unsharded_model(results: Results) -> None:
@@ -150,13 +163,14 @@ def test_the_ledger_sees_that_plain_fsdp2_computes_in_bf16(results: Results) -> 
 def test_a_fault_on_one_rank_leaves_out_the_update_on_both(results: Results) -> None:
     found = results["ledger"]
     assert found["allowed"] == [True, False, True]
-    site = "model.layers.1.mlp.down_proj is the first site with non-finite values (bfloat16, forward)"
+    site = "model.layers.1.mlp.down_proj is the first site with non-finite values (bf16, forward)"
     assert found["faults"][0] == f"step 2: rank 1: micro-batch 1: {site}"
     assert found["finite"]
     assert found["summary"] == "7 protected tensors: f32 for 2/2 steps"
 
 
 def test_accelerate_computes_in_bf16_and_with_mp_policy_in_f32(results: Results) -> None:
+    assert results["accelerated"]["kind"].endswith("MULTI_CPU"), "cpu=True ignores the FSDP plugin"
     plain, ours = results["accelerated"]["plain"], results["accelerated"]["ours"]
     assert plain["stored"] == ours["stored"] == {"protected": [HIGH], "rest": [HIGH]}
     assert set(plain["computed"].values()) == {LOW}

@@ -145,7 +145,7 @@ def test_a_state_dict_in_bf16_does_not_lower_them(assign: bool) -> None:
     lowered = {name: tensor.bfloat16() for name, tensor in tiny_model(1).state_dict().items()}
     model = tiny_model()
     keep_fp32(model)
-    with pytest.warns(RoundedWarning, match=r"model.layers.0.linear_attn.A_log \(bfloat16\)"):
+    with pytest.warns(RoundedWarning, match=r"model.layers.0.linear_attn.A_log \(bf16\)"):
         model.load_state_dict(lowered, assign=assign)
     for name, tensor in protected(model).items():
         assert tensor.dtype == torch.float32
@@ -201,10 +201,10 @@ def test_verify_names_what_no_hook_can_catch() -> None:
     a_log = model.model.layers[0].linear_attn.A_log
     exact = a_log.data.clone()
     a_log.data = exact.bfloat16()
-    with pytest.raises(CheckFailed, match="model.layers.0.linear_attn.A_log is bfloat16, expected float32"):
+    with pytest.raises(CheckFailed, match="model.layers.0.linear_attn.A_log is bf16, expected f32"):
         kept.verify()
     a_log.data = exact.bfloat16().float()
-    with pytest.raises(CheckFailed, match="linear_attn.A_log is float32 but all its values were rounded"):
+    with pytest.raises(CheckFailed, match="linear_attn.A_log is f32 but all its values were rounded"):
         kept.verify()
     a_log.data = exact
     kept.verify()
@@ -212,7 +212,7 @@ def test_verify_names_what_no_hook_can_catch() -> None:
 
 def test_bits_that_were_lost_before_are_reported() -> None:
     model = tiny_model().bfloat16()
-    with pytest.warns(RoundedWarning, match="model.layers.0.linear_attn.dt_bias.*bits may have been lost"):
+    with pytest.warns(RoundedWarning, match="model.layers.0.linear_attn.dt_bias.*all values are bf16 values"):
         kept = keep_fp32(model)
     assert set(kept.rounded) >= set(protected(model))
     assert {p.dtype for p in protected(model).values()} == {torch.float32}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch_support import Texts, batch, bits, tiny_model
+from torch_support import ROOT, Texts, batch, bits, tiny_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ballast.errors import CheckFailed, NonFiniteError, UsageError
@@ -140,6 +140,7 @@ SITES = {
     "model.embed_tokens.weight": "model.embed_tokens",
     "model.layers.0.mlp.gate_proj.weight": "model.layers.0.mlp.gate_proj",
     f"{LAYER}.in_proj_qkv.weight": f"{LAYER}.in_proj_qkv",
+    f"{LAYER}.in_proj_a.weight": f"{LAYER}.in_proj_a",
     f"{LAYER}.conv1d.weight": f"{LAYER}.o",
     f"{LAYER}.out_proj.weight": f"{LAYER}.out_proj",
     "model.layers.2.self_attn.q_norm.weight": "model.layers.2.self_attn.q_norm",
@@ -151,7 +152,7 @@ def test_the_first_site_is_named_and_the_update_left_out(name: str) -> None:
     ledger = Ledger(on_fault="stop")
     model = train(ledger, before=poisoned(name, float("nan")))
     assert ledger.faults == [
-        f"step 2: micro-batch 1: {SITES[name]} is the first site with non-finite values (float32, forward)"
+        f"step 2: micro-batch 1: {SITES[name]} is the first site with non-finite values (f32, forward)"
     ]
     bad = [other for other, p in model.named_parameters() if not bool(p.isfinite().all())]
     assert bad == [name], "no other parameter was reached"
@@ -203,8 +204,32 @@ def test_the_first_gradient_is_named_in_the_order_of_backward() -> None:
     train(ledger, before=spoil)
     site = f"d.{LAYER}.o"
     assert ledger.faults == [
-        f"step 2: micro-batch 1: {site} is the first site with non-finite values (float32, backward)"
+        f"step 2: micro-batch 1: {site} is the first site with non-finite values (f32, backward)"
     ]
+
+
+def test_sites_are_watched_under_activation_checkpointing() -> None:
+    ledger = Ledger()
+
+    def before(step: int, model: nn.Module) -> None:
+        model.gradient_checkpointing_enable()
+        spoil(step, model)
+
+    train(ledger, before=before)
+    assert len(ledger.faults) == 1
+    assert f"d.{LAYER}.o is the first site" in ledger.faults[0]
+
+
+def test_a_micro_batch_is_named_by_its_number() -> None:
+    model = tiny_model().train()
+    ledger = Ledger(on_fault="skip")
+    ledger.attach(model)
+    for row in range(3):
+        if row == 2:
+            model.lm_head.weight.data[0] = float("nan")
+        model(**batch()).loss.backward()
+    assert not ledger.step(model)
+    assert ledger.faults[0].startswith("step 1: micro-batch 3: model.embed_tokens is the first site"), "tied"
 
 
 def test_without_sites_the_gradient_of_a_parameter_is_named() -> None:
@@ -312,6 +337,19 @@ def test_a_skipped_update_leaves_every_parameter_alone() -> None:
 def test_an_unknown_reaction_is_refused() -> None:
     with pytest.raises(UsageError, match="on_fault must be one of stop, skip, raise, got 'ignore'"):
         Ledger(on_fault="ignore")
+
+
+def test_the_fixture_that_the_report_is_drawn_from_is_what_the_ledger_writes(tmp_path: Path) -> None:
+    train(Ledger(tmp_path, on_fault="skip"), before=spoil)
+    folder = ROOT / "fixtures" / "training" / "torch"
+    shapes = [
+        {entry["kind"]: list(entry) for entry in entries(where) if entry["kind"] != "evaluation"}
+        for where in (tmp_path, folder)
+    ]
+    assert shapes[0] == shapes[1]
+    written, fixture = (json.loads((where / "ledger.json").read_text()) for where in (tmp_path, folder))
+    assert list(written) == list(fixture)
+    assert list(written["entries"][0]) == list(fixture["entries"][0])
 
 
 def test_an_incomplete_line_is_removed_before_others_follow(tmp_path: Path) -> None:
