@@ -31,7 +31,7 @@ class Kept:
     def __init__(self, tensors: list[Protected]) -> None:
         """Records the tensors as they are now; `keep_fp32` makes it."""
         self._tensors = tensors
-        self.rounded = tuple(t.name for t in tensors if _has_values(t) and is_rounded(t.tensor))
+        self.rounded = tuple(t.name for t in tensors if t.tensor is not None and is_rounded(t.tensor))
         """Names of the tensors that had the bits of bf16 only."""
         self._exact = frozenset(t.name for t in tensors if t.name not in self.rounded and _has_values(t))
 
@@ -86,13 +86,12 @@ def keep_fp32(model: nn.Module, policy: PolicyLike = "strict") -> Kept:
     """
     _install()
     tensors = protected_tensors(model, policy)
-    for kept in tensors:
-        _upcast(kept)
-        keys = {t.key for t in tensors if t.module is kept.module}
-        guard = kept.module.__dict__.get(_GUARD)
-        kept.module.__dict__[_GUARD] = _Guard(keys if guard is None else keys | guard.keys)
-        if not any(map(_is_ours, kept.module._load_state_dict_pre_hooks.values())):
-            kept.module.register_load_state_dict_pre_hook(_upcast_loaded)
+    for protected in tensors:
+        _upcast(protected)
+        module = protected.module
+        module.__dict__[_GUARD] = _Guard(guarded_keys(module) | {protected.key})
+        if not any(map(_is_ours, module._load_state_dict_pre_hooks.values())):
+            module.register_load_state_dict_pre_hook(_upcast_loaded)
     kept = Kept(tensors)
     if kept.rounded:
         warnings.warn(
@@ -129,7 +128,7 @@ def _install() -> None:
     global _apply_of_torch
     if _apply_of_torch is None:
         _apply_of_torch = nn.Module._apply
-        nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+        nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
 def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

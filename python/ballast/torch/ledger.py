@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ballast.errors import BallastError, CheckFailed, NonFiniteError, UsageError
 from ballast.torch.measure import Counter, Norms, gradient_norms, over_ranks, peak_memory, rank
-from ballast.torch.metrics import Evaluation, Event, MetricsWriter, Step
+from ballast.torch.metrics import Checksums, Evaluation, Event, MetricsWriter, Step
 from ballast.torch.sites import Fault, Sites
 from ballast.torch.tensors import PolicyLike, Protected, dtype_word, local, protected_tensors
 
@@ -83,7 +83,8 @@ class Ledger(TrainerCallback):
     ledger.close()
     ```
 
-    `folder` gets metrics.jsonl, in the format of `ballast train`, and ledger.json. `on_fault` says what
+    `folder` gets metrics.jsonl, in the format of `ballast train`, ledger.json with the record of every
+    tensor, and checksums.jsonl with dtype and checksum of every tensor by step. `on_fault` says what
     follows a fault: `stop` ends the run before the update, `skip` leaves out the update, `raise` raises
     `NonFiniteError` or `CheckFailed`. Without `sites`, only gradients are searched for non-finite values.
     """
@@ -116,6 +117,7 @@ class Ledger(TrainerCallback):
         self._counter: Counter | None = None
         self._release: list[Callable[[], None]] = []
         self._writer: MetricsWriter | None = None
+        self._checksums: MetricsWriter | None = None
         self._pending: Step | None = None
         self._step = 0
         self._begun = time.perf_counter()
@@ -143,6 +145,7 @@ class Ledger(TrainerCallback):
         self._release.append(register_optimizer_step_post_hook(updated).remove)
         if self._folder is not None and rank() == 0:
             self._writer = MetricsWriter(self._folder / "metrics.jsonl")
+            self._checksums = MetricsWriter(self._folder / "checksums.jsonl")
         self._begun = time.perf_counter()
         self._handle(self._check("build"))
 
@@ -197,8 +200,9 @@ class Ledger(TrainerCallback):
         finally:
             if self._writer is not None and self._folder is not None:
                 (self._folder / "ledger.json").write_text(json.dumps(self._document(), indent=1) + "\n")
-                self._writer.close()
-                self._writer = None
+                for writer in filter(None, (self._writer, self._checksums)):
+                    writer.close()
+                self._writer = self._checksums = None
 
     def summary(self) -> str:
         """Returns the result in one line: `9 protected tensors: f32 for 3/3 steps`."""
@@ -280,8 +284,9 @@ class Ledger(TrainerCallback):
             self._pending.peak_memory = peak_memory()
             self._begun = time.perf_counter()
             self.steps += 1
-            if not self.faults:
-                self.clean_steps = self.steps
+            if self._checksums is not None:
+                tensors = {entry.name: f"{entry.dtype} {entry.last:016x}" for entry in self.entries}
+                self._checksums.write(Checksums(self._step, tensors))
 
     # What is written.
 

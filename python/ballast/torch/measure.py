@@ -61,8 +61,8 @@ class Counter:
         loss = math.fsum(losses) / (1 if self._is_share or not losses else len(losses))
         tokens, trained = self._counts[True]
         self._losses, self._counts[True] = [], [0, 0]
-        loss, tokens, trained = _summed([loss if losses else math.nan, tokens, trained])
-        return Counts(loss / _ranks(), int(tokens), int(trained))
+        sums = _summed([loss if losses else math.nan, tokens, trained])
+        return Counts(sums[0] / _ranks(), int(sums[1]), int(sums[2]))
 
     def take_evaluated(self) -> int:
         """Returns the number of tokens in evaluations since the last call."""
@@ -74,8 +74,10 @@ class Counter:
         mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
         counts = self._counts[module.training]
         if isinstance(ids, torch.Tensor) and not ids.is_floating_point():
-            is_mask = isinstance(mask, torch.Tensor) and mask.shape == ids.shape
-            counts[0] += int(mask.sum()) if is_mask else ids.numel()
+            if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+                counts[0] += int(mask.sum())
+            else:
+                counts[0] += ids.numel()
         if isinstance(labels, torch.Tensor):
             counts[1] += int((labels[..., 1:] != -100).sum())
         self._is_share = kwargs.get("num_items_in_batch") is not None

@@ -54,6 +54,15 @@ class Event:
     text: str
 
 
+@dataclass
+class Checksums:
+    """The protected tensors after a step, in a file of their own."""
+
+    step: int
+    tensors: dict[str, str]
+    """dtype and checksum by name: `f32 9439371596256473`."""
+
+
 class MetricsWriter:
     """Appends entries to a file."""
 
@@ -67,7 +76,7 @@ class MetricsWriter:
             if complete < size:
                 os.truncate(path, complete)
 
-    def write(self, entry: Step | Evaluation | Event) -> None:
+    def write(self, entry: Step | Evaluation | Event | Checksums) -> None:
         """Appends one line."""
         kind = type(entry).__name__.lower()
         fields = {"kind": kind, **{name: _plain(value) for name, value in vars(entry).items()}}

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch_support import batch, bits, is_protected, protected, tiny_model
+from torch_support import ROOT, batch, bits, is_protected, protected, tiny_model
 
 from ballast.torch import Ledger, fully_shard, keep_fp32, mp_policy, save_pretrained
 
@@ -282,6 +282,25 @@ def replicated() -> dict[str, Any]:
     return {"stored": stored(model), "worst": worst}
 
 
+def families() -> dict[str, Any]:
+    """One step of every golden model, the rest stored in bf16: the parameters whose storage is f32."""
+    import transformers
+
+    results = {}
+    for folder in sorted((ROOT / "fixtures" / "models").iterdir()):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        model = getattr(transformers, config.architectures[0]).from_pretrained(folder, dtype=torch.float32)
+        keep_fp32(model)
+        fully_shard(model.bfloat16(), mp_policy=BASE)
+        model.train()
+        result = error_of(lambda model=model: model(**own_batch()).loss.backward())
+        in_f32 = {name: p for name, p in model.named_parameters() if p.dtype == torch.float32}
+        kinds = {name.split(".layers.")[1].split(".", 1)[1] for name in in_f32}
+        grads = sum(p.grad is not None and p.grad.dtype == torch.float32 for p in in_f32.values())
+        results[folder.name] = [result, sorted(kinds), len(in_f32), grads]
+    return results
+
+
 def training(storage: str, checkpointing: bool = False, clip: bool = True) -> nn.Module:
     model = tiny_model()
     keep_fp32(model)
@@ -476,6 +495,7 @@ def main() -> None:
         "adapted": adapted,
         "without values": without_values,
         "replicated": replicated,
+        "families": families,
         "trained": trained,
         "dcp f32": partial(saved_and_reloaded, "f32"),
         "dcp bf16": partial(saved_and_reloaded, "bf16"),

@@ -119,6 +119,17 @@ def test_ddp_takes_mixed_dtypes(results: Results) -> None:
     assert results["replicated"] == {"stored": {"protected": [HIGH], "rest": [LOW]}, "worst": 0.0}
 
 
+def test_every_family_trains_with_its_protected_tensors_in_f32(results: Results) -> None:
+    families = results["families"]
+    assert {error for error, *_ in families.values()} == {"none"}
+    linear = ["linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight"]
+    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+        assert families[name][1:] == [linear, 9, 9]
+    assert families["gemma4_moe"][1:] == [["router.proj.weight", "router.scale"], 12, 12]
+    # The choice of keys has no gradient.
+    assert families["deepseek_v32"][1:] == [["self_attn.indexer.weights_proj.weight"], 3, 0]
+
+
 def test_training_gives_the_bits_of_the_unsharded_model(results: Results) -> None:
     assert results["trained"] == {
         "checkpointing False": {"other": [], "moved": True},

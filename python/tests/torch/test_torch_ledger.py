@@ -78,6 +78,18 @@ def test_the_record_has_dtype_and_checksums_of_every_protected_tensor(tmp_path: 
         assert entry["beyond_bf16"] > 0
 
 
+def test_every_step_has_the_checksums_of_its_tensors(tmp_path: Path) -> None:
+    train(Ledger(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "checksums.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    name = f"{LAYER}.A_log"
+    values = [line["tensors"][name] for line in lines]
+    assert len(set(values)) == 3 and all(value.startswith("f32 ") for value in values)
+    record = json.loads((tmp_path / "ledger.json").read_text())
+    last = next(entry["last"] for entry in record["entries"] if entry["name"] == name)
+    assert values[-1] == f"f32 {last:016x}"
+
+
 def damage(step: int, model: nn.Module) -> None:
     """What no hook can catch: a value changed, then a tensor cast through `.data`."""
     a_log = model.get_parameter(f"{LAYER}.A_log")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -162,6 +163,26 @@ def test_what_is_saved_has_f32_and_bf16_and_passes_the_audit(tmp_path: Path, sto
         assert torch.equal(tensor.float(), FILE[name].float()), name
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["dtype"] == config["text_config"]["dtype"] == "bfloat16"
+    audited(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(folder.name for folder in (ROOT / "fixtures" / "models").iterdir()))
+def test_every_family_keeps_its_bits_from_file_to_file(tmp_path: Path, name: str) -> None:
+    folder = ROOT / "fixtures" / "models" / name
+    file = load_file(folder / "model.safetensors")
+    kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    with loading():
+        model = kind.from_pretrained(folder, dtype=torch.bfloat16)
+    kept = keep_fp32(model)
+    model.half().bfloat16()
+    kept.verify()
+    save_pretrained(model, tmp_path)
+    saved = saved_tensors(tmp_path)
+    assert saved.keys() == file.keys()
+    in_f32 = {key for key, tensor in saved.items() if tensor.dtype == torch.float32}
+    assert in_f32 == set(kept.names) & file.keys()
+    assert all(torch.equal(saved[key], file[key]) for key in in_f32)
+    assert bool(in_f32) == name.startswith(("qwen", "deepseek", "gemma4_moe"))
     audited(tmp_path)
 
 
