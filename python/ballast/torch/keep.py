@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ballast.errors import CheckFailed
+from ballast.errors import BallastWarning, CheckFailed
 from ballast.torch.tensors import PolicyLike, Protected, dtype_word, is_rounded, plain_name, protected_tensors
 
 _GUARD = "_ballast_guard"
 
 
-class RoundedWarning(UserWarning):
+class RoundedWarning(BallastWarning):
     """A protected tensor has the bits of bf16 only."""
 
 

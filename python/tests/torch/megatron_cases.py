@@ -94,6 +94,25 @@ def published_change() -> list[str]:
     return [*constructed, *dtypes(Float16Module(config, model))]
 
 
+def dtype_restored(before: bool) -> dict[str, Any]:
+    """The published change with the dtype restored after wrapping, as Megatron does for the router's bias."""
+    from megatron.core.transformer.module import Float16Module
+
+    config, state = configuration(HF), converted()
+    model = Decoder(config, LAYERS)
+    islands = [p for name, p in model.named_parameters() if name.endswith(("A_log", "out_norm.weight"))]
+    for parameter in islands:
+        parameter.data = parameter.data.float()
+    if before:
+        load(model, state)
+    model = Float16Module(config, model)
+    for parameter in islands:
+        parameter.data = parameter.data.float()
+    if not before:
+        load(model, state)
+    return {"wrapped": dtypes(model), "errors": errors(model, state)}
+
+
 def kept(before: bool, policy: str) -> dict[str, Any]:
     from megatron.core.transformer.module import Float16Module
 
@@ -167,6 +186,8 @@ def main() -> None:
         "plain, loaded after": plain(before=False),
         "plain, loaded before": plain(before=True),
         "published change": published_change(),
+        "restored, loaded after": dtype_restored(before=False),
+        "restored, loaded before": dtype_restored(before=True),
         "strict, loaded after": kept(before=False, policy="strict"),
         "strict, loaded before": kept(before=True, policy="strict"),
         "megatron, loaded after": kept(before=False, policy="megatron"),

@@ -38,6 +38,14 @@ def test_parameters_that_are_made_in_f32_are_lowered_by_the_wrapper(results: Res
     assert results["published change"] == [F32, BF16, F32, BF16, BF16, BF16]
 
 
+def test_a_dtype_that_is_restored_after_wrapping_has_lost_its_bits(results: Results) -> None:
+    after, before = results["restored, loaded after"], results["restored, loaded before"]
+    assert after["wrapped"] == before["wrapped"] == [F32, BF16, F32]
+    assert set(after["errors"].values()) == {0.0}
+    assert before["errors"]["A_log"] > 3e-3
+    assert before["errors"]["out_norm.weight"] > 1e-3
+
+
 @pytest.mark.parametrize(
     ("case", "dtypes"),
     [
