@@ -1,8 +1,9 @@
 """The protected-tensor check of a training loop in torch, and the detection of non-finite values.
 
 The ledger holds the dtype and a checksum of every protected tensor. A hook that torch calls after every
-optimizer step updates them, for the tensors that this optimizer has: any other change is a fault. Before an
-update the ledger looks for non-finite values (`sites.py`), and drops the gradients of a step that has one.
+optimizer step updates them, for the tensors that this optimizer has; so does `load_state_dict`. Any other
+change is a fault. Before an update the ledger looks for non-finite values (`sites.py`), and drops the
+gradients of a step that has one.
 """
 
 from __future__ import annotations
@@ -142,7 +143,12 @@ class Ledger(TrainerCallback):
             if (this := ledger()) is not None:
                 this._note_update(optimizer)
 
+        def loaded(*_: object) -> None:
+            if (this := ledger()) is not None:
+                this.note()
+
         self._release.append(register_optimizer_step_post_hook(updated).remove)
+        self._release.append(model.register_load_state_dict_post_hook(loaded).remove)
         if self._folder is not None and rank() == 0:
             self._writer = MetricsWriter(self._folder / "metrics.jsonl")
             self._checksums = MetricsWriter(self._folder / "checksums.jsonl")
@@ -177,8 +183,9 @@ class Ledger(TrainerCallback):
         return not faulty
 
     def note(self) -> None:
-        """Records the protected tensors as they are: after an update by an optimizer that is not torch's, or
-        after a checkpoint was loaded.
+        """Records the protected tensors as they are, after an update by an optimizer that is not torch's.
+
+        `load_state_dict` does it by itself.
         """
         for entry, checksum, tensor in zip(
             self.entries, _checksums(self._tensors), self._tensors, strict=True

@@ -126,15 +126,29 @@ def test_a_fault_ends_the_run(on_fault: str) -> None:
     assert len(ledger.faults) == 1
 
 
-def test_note_accepts_a_change() -> None:
+@pytest.mark.parametrize("way", ["load_state_dict", "note"])
+def test_a_load_and_a_noted_change_are_accepted(way: str) -> None:
     ledger = Ledger(on_fault="raise")
 
     def load(step: int, model: nn.Module) -> None:
-        if step == 2:
+        if step == 2 and way == "load_state_dict":
             model.load_state_dict(tiny_model(1).state_dict())
+        elif step == 2:
+            model.get_parameter(f"{LAYER}.A_log").data += 0.01
             ledger.note()
 
     train(ledger, before=load)
+    assert ledger.faults == []
+
+
+def test_the_best_model_at_the_end_is_a_load(tmp_path: Path) -> None:
+    ledger = Ledger(on_fault="raise")
+    more = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    more |= {"learning_rate": 1e-2, "metric_for_best_model": "loss", "greater_is_better": True}
+    run = trainer(ledger, tmp_path, max_steps=4, **more)
+    run.train()
+    assert run.state.best_global_step == 2, "the loss falls, so the first save counts as the best"
+    assert ledger.occasions == {"build": 1, "step": 4, "evaluation": 2, "save": 2, "end": 1}
     assert ledger.faults == []
 
 
@@ -276,10 +290,9 @@ def trainer(ledger: Ledger, folder: Path, **more: object) -> Trainer:
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=2,
-        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        **more,
+        **{"save_strategy": "no", **more},
     )
     model = tiny_model()
     keep_fp32(model)
