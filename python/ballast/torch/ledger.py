@@ -130,8 +130,10 @@ class Ledger(TrainerCallback):
         if self._counter is not None:
             return
         self._tensors = protected_tensors(model, self._policy)
-        for tensor, checksum in zip(self._tensors, _checksums(self._tensors), strict=True):
-            self.entries.append(Entry(tensor.name, _dtype(tensor), checksum, checksum))
+        self.entries = [
+            Entry(tensor.name, _dtype(tensor), checksum, checksum)
+            for tensor, checksum in zip(self._tensors, _checksums(self._tensors), strict=True)
+        ]
         self._counter = Counter(model)
         self._release.append(self._counter.remove)
         if self._wants_sites:
@@ -161,6 +163,9 @@ class Ledger(TrainerCallback):
         `number` is the number of the step, from 1; by default steps are counted.
         """
         self.attach(model)
+        if self.stopped:
+            _drop_gradients(model)
+            return False
         assert self._counter is not None
         self._write_pending()
         self._step = self._step + 1 if number is None else number
@@ -266,8 +271,7 @@ class Ledger(TrainerCallback):
         for fault in faults:
             self._write(Event(self._step, "fault", fault.text))
         if model is not None:
-            for parameter in model.parameters():
-                parameter.grad = None
+            _drop_gradients(model)
         if self.on_fault == "raise":
             kind: type[BallastError] = NonFiniteError if faults[0].order else CheckFailed
             raise kind(f"step {self._step}: {faults[0].text}")
@@ -381,6 +385,12 @@ class Ledger(TrainerCallback):
     def _ends(self, control: TrainerControl) -> TrainerControl:
         control.should_training_stop = control.should_training_stop or self.stopped
         return control
+
+
+def _drop_gradients(model: nn.Module) -> None:
+    """Makes the next update do nothing: an optimizer leaves out parameters without a gradient."""
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def _dtype(tensor: Protected) -> str:

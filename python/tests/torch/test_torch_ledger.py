@@ -121,8 +121,11 @@ def test_a_fault_ends_the_run(on_fault: str) -> None:
         with pytest.raises(CheckFailed, match=r"step 2: .*A_log changed outside the optimizer"):
             train(ledger, before=damage)
     else:
-        train(ledger, before=damage)
+        model = train(ledger, before=damage)
         assert ledger.stopped
+        model(**batch()).loss.backward()
+        assert not ledger.step(model), "a stopped run takes no further step"
+        assert all(p.grad is None for p in model.parameters())
     assert len(ledger.faults) == 1
 
 
@@ -317,6 +320,20 @@ def test_the_callback_records_a_run_of_the_trainer(tmp_path: Path) -> None:
         assert (entry["tokens"], entry["trained_tokens"]) == (20, 18)
     assert found[2]["loss"] == run.state.log_history[2]["eval_loss"]
     assert (found[2]["accuracy"], found[2]["tokens"]) == ("NaN", 80)
+
+
+def test_a_model_that_was_lowered_is_not_trained(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    run = trainer(ledger, tmp_path, max_steps=3, learning_rate=0.1)
+    run.model = tiny_model().bfloat16()
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    run.train()
+    assert run.state.global_step == 0
+    assert len(ledger.faults) == 6
+    assert (
+        "check failed at build: model.layers.0.linear_attn.dt_bias is bf16, expected f32" in ledger.faults[0]
+    )
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
 
 
 class Damage(TrainerCallback):
