@@ -138,8 +138,9 @@ class Sites:
     def _note(self, seen: list[Seen], site: str, value: torch.Tensor, micro_batch: int) -> None:
         part = local(value)
         if part.is_floating_point() and part.numel() > 0 and not part.is_meta and part.element_size() > 1:
-            largest = torch.linalg.vector_norm(part, ord=float("inf"))
-            seen.append(Seen(site, value.dtype, micro_batch, largest))
+            # NaN passes through both. `vector_norm(part, inf)` takes 25 times as long on a CPU.
+            least, most = torch.aminmax(part)
+            seen.append(Seen(site, value.dtype, micro_batch, torch.maximum(least.abs(), most.abs())))
 
 
 def _first_non_finite(seen: list[Seen]) -> Seen | None:

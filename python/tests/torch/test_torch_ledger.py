@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ballast.errors import CheckFailed, NonFiniteError, UsageError
 from ballast.torch import Ledger, keep_fp32
 from ballast.torch.metrics import Event, MetricsWriter
+from ballast.torch.sites import Sites
 
 LAYER = "model.layers.1.linear_attn"
 
@@ -269,6 +270,20 @@ def test_without_sites_the_gradient_of_a_parameter_is_named() -> None:
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_non_finite_value_among_large_ones_shows(value: float, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Identity()).train()
+    sites = Sites(model, [])
+    values = torch.full((3, 5), torch.finfo(dtype).max, dtype=dtype)
+    values[0] = -values[0]
+    model(values)
+    assert sites.first_fault() is None, "the largest values are finite"
+    values[2, 3] = value
+    model(values)
+    assert sites.first_fault().text.startswith("micro-batch 2: 0 is the first site with non-finite values")
+
+
 def test_the_tensors_of_another_optimizer_are_not_covered() -> None:
     model = tiny_model().train()
     ledger = Ledger(on_fault="raise")
@@ -329,10 +344,8 @@ def test_a_model_that_was_lowered_is_not_trained(tmp_path: Path) -> None:
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     run.train()
     assert run.state.global_step == 0
-    assert len(ledger.faults) == 6
-    assert (
-        "check failed at build: model.layers.0.linear_attn.dt_bias is bf16, expected f32" in ledger.faults[0]
-    )
+    assert len(ledger.faults) == 7, "with the inverse frequencies"
+    assert "check failed at build: model.layers.0.linear_attn.A_log is bf16" in ledger.faults[0]
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
 
 
