@@ -4,7 +4,7 @@ use std::path::Path;
 
 use ballast_train::ledger::Ledger;
 use ballast_train::metrics::{self, MetricsEntry};
-use ballast_train::report::{LedgerRow, Report, html};
+use ballast_train::report::{Report, html, ledger_rows};
 
 #[test]
 fn the_files_of_a_run_in_torch_are_read_and_drawn() {
@@ -32,16 +32,8 @@ fn the_files_of_a_run_in_torch_are_read_and_drawn() {
     let text = std::fs::read_to_string(folder.join("ledger.json")).unwrap();
     let ledger: Ledger = serde_json::from_str(&text).unwrap();
     assert_eq!(ledger.summary(), "7 protected tensors: f32 for 4/4 steps");
-    let rows = ledger.entries.iter().map(|entry| LedgerRow {
-        name: entry.name.clone(),
-        dtype: entry.dtype.clone(),
-        checks: entry.checks,
-        first_checksum: format!("{:016x}", entry.first),
-        last_checksum: format!("{:016x}", entry.last),
-        live: entry.live > 0,
-        fine: entry.dtype == "f32" && ledger.clean_steps == ledger.steps,
-    });
-    let report = Report { title: "torch", records: &records, ledger: rows.collect(), ..Report::default() };
+    let report =
+        Report { title: "torch", records: &records, ledger: ledger_rows(&ledger), ..Report::default() };
     let page = html(&report);
     for part in [
         "4 steps on 80 tokens",
