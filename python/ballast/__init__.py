@@ -4,9 +4,10 @@
 - `ballast.checkpoint`: inspect, audit, convert, diff and repair checkpoints.
 - `ballast.lab`: what each precision choice costs on a model, against f64.
 - `ballast.trace`: one pass of a model, compared with another framework's tensors.
+- `ballast.torch`: f32 that survives PyTorch: loading, casts, FSDP2, training and saving (extra `torch`).
 - `ballast.errors`: the exceptions.
 
-None of these needs torch or numpy. `python -m ballast` is the whole command line.
+Only `ballast.torch` needs torch, and nothing needs numpy. `python -m ballast` is the whole command line.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
     "trace",
 ]
 
-_MODULES = frozenset({"checkpoint", "contract", "lab", "trace"})
+_MODULES = frozenset({"checkpoint", "contract", "lab", "torch", "trace"})
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::metrics::{self, Evaluation, Event, MetricsEntry, MetricsWriter, ROLLBACK, RankUse};
 use crate::places;
 use crate::plan::MemoryPlan;
-use crate::report::{self, LedgerRow, PlanRow, Report, Sample};
+use crate::report::{self, PlanRow, Report, Sample};
 use crate::state;
 use crate::tensorboard::EventWriter;
 use crate::trainer::{Attempt, Trainer};
@@ -358,20 +358,11 @@ impl Trainer {
         let records = metrics::read(&out.join("metrics.jsonl"))?;
         let config = self.config.to_toml()?;
         let plan = self.memory_plan()?;
-        let ledger = self.ledger.entries.iter().map(|entry| LedgerRow {
-            name: entry.name.clone(),
-            dtype: entry.dtype.clone(),
-            checks: entry.checks,
-            first_checksum: format!("{:016x}", entry.first),
-            last_checksum: format!("{:016x}", entry.last),
-            live: entry.live > 0,
-            fine: entry.dtype == "f32" && self.ledger.clean_steps == self.ledger.steps,
-        });
         let report = Report {
             title: &format!("{} \u{2013} {}", out.display(), self.model.config.model_type),
             summary: self.facts(),
             records: &records,
-            ledger: ledger.collect(),
+            ledger: report::ledger_rows(&self.ledger),
             plan: plan
                 .rows
                 .iter()

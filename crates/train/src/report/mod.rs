@@ -7,6 +7,7 @@ mod curves;
 mod ranks;
 mod tables;
 
+use crate::ledger::{Entry, Ledger};
 use crate::metrics::{Event, MetricsEntry};
 use ballast_report::page::{block, inline, page};
 
@@ -48,6 +49,20 @@ pub struct LedgerRow {
     pub live: bool,
     /// All checks passed.
     pub fine: bool,
+}
+
+/// Returns the rows of a ledger.
+pub fn ledger_rows(ledger: &Ledger) -> Vec<LedgerRow> {
+    let row = |entry: &Entry| LedgerRow {
+        name: entry.name.clone(),
+        dtype: entry.dtype.clone(),
+        checks: entry.checks,
+        first_checksum: format!("{:016x}", entry.first),
+        last_checksum: format!("{:016x}", entry.last),
+        live: entry.live > 0,
+        fine: entry.dtype == "f32" && ledger.clean_steps == ledger.steps,
+    };
+    ledger.entries.iter().map(row).collect()
 }
 
 /// A row of the memory plan.

@@ -1,0 +1,195 @@
+"""Protected tensors that stay f32 whatever is done to their model.
+
+Every cast of a module goes through `nn.Module._apply`. It is wrapped once for the process: a module with
+protected tensors carries a `_Guard` with their names, and a guarded tensor follows a change of device, never
+one of dtype. The guard holds names only, so it survives deepcopy and pickling, and finds the tensors of a
+sharded or swapped module. A hook upcasts what `load_state_dict` would assign.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ballast.errors import BallastWarning, CheckFailed
+from ballast.torch.tensors import PolicyLike, Protected, dtype_word, is_rounded, plain_name, protected_tensors
+
+_GUARD = "_ballast_guard"
+
+
+class RoundedWarning(BallastWarning):
+    """A protected tensor has the bits of bf16 only."""
+
+
+class Kept:
+    """The protected tensors of a model that `keep_fp32` keeps."""
+
+    def __init__(self, tensors: list[Protected]) -> None:
+        """Records the tensors as they are now; `keep_fp32` makes it."""
+        self._tensors = tensors
+        self.rounded = tuple(t.name for t in tensors if t.tensor is not None and is_rounded(t.tensor))
+        """Names of the tensors that had the bits of bf16 only."""
+        self._exact = frozenset(t.name for t in tensors if t.name not in self.rounded and _has_values(t))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the protected tensors, as a checkpoint has them."""
+        return tuple(t.name for t in self._tensors)
+
+    def verify(self) -> None:
+        """Raises `CheckFailed` with the names of the tensors that are no longer f32, or were rounded."""
+        problems = []
+        for kept in self._tensors:
+            tensor = kept.tensor
+            if tensor is None:
+                problems.append(f"{kept.name} was removed")
+            elif tensor.dtype != torch.float32:
+                problems.append(f"{kept.name} is {dtype_word(tensor.dtype)}, expected f32")
+            elif kept.name in self._exact and is_rounded(tensor):
+                problems.append(f"{kept.name} is f32 but all its values were rounded to bf16")
+        if problems:
+            raise CheckFailed("protected-tensor check failed: " + "; ".join(problems))
+
+    def release(self) -> None:
+        """Ends the protection. The tensors stay as they are."""
+        for kept in self._tensors:
+            guard = kept.module.__dict__.pop(_GUARD, None)
+            if guard is not None:
+                hooks = kept.module._load_state_dict_pre_hooks
+                for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                    del hooks[key]
+
+    def __repr__(self) -> str:
+        """Returns the number of tensors."""
+        return f"Kept({len(self._tensors)} protected tensors)"
+
+
+def keep_fp32(model: nn.Module, policy: PolicyLike = "strict") -> Kept:
+    """Keeps the protected tensors of a model in f32 from now on.
+
+    `.to(bf16)`, `.half()`, wrappers that cast, evaluation in bf16, deepcopy, pickling, merges of adapters,
+    `load_state_dict` and `to_empty` leave them f32, with their bits where there are any. Names and state
+    dicts do not change. A tensor that is not f32 is upcast, and a warning names the tensors whose values
+    bf16 can represent: their bits were lost before.
+
+    >>> model = nn.Module()
+    >>> model.linear_attn = nn.Module()
+    >>> model.linear_attn.A_log = nn.Parameter(torch.tensor([0.1, 0.2]))
+    >>> kept = keep_fp32(model)
+    >>> model.bfloat16().linear_attn.A_log.tolist() == torch.tensor([0.1, 0.2]).tolist()
+    True
+    >>> kept.verify()
+    """
+    _install()
+    tensors = protected_tensors(model, policy)
+    for protected in tensors:
+        _upcast(protected)
+        module = protected.module
+        module.__dict__[_GUARD] = _Guard(guarded_keys(module) | {protected.key})
+        if not any(map(_is_ours, module._load_state_dict_pre_hooks.values())):
+            module.register_load_state_dict_pre_hook(_upcast_loaded)
+    kept = Kept(tensors)
+    if kept.rounded:
+        warnings.warn(
+            f"{_listed(kept.rounded)}: all values are bf16 values: they come from a bf16 file, or were "
+            "rounded before keep_fp32 (ballast.torch.loading keeps the bits of an F32 file)",
+            RoundedWarning,
+            stacklevel=2,
+        )
+    return kept
+
+
+def guarded_keys(module: nn.Module) -> frozenset[str]:
+    """Returns the names of the tensors of one module that `keep_fp32` keeps."""
+    guard = module.__dict__.get(_GUARD)
+    return frozenset() if guard is None else guard.keys
+
+
+class _Guard:
+    """The names of a module's protected tensors. It is pickled with the module, and installs the wrap."""
+
+    def __init__(self, keys: set[str] | frozenset[str]) -> None:
+        self.keys = frozenset(keys)
+        _install()
+
+    def __reduce__(self) -> tuple[type[_Guard], tuple[frozenset[str]]]:
+        return _Guard, (self.keys,)
+
+
+_apply_of_torch: Callable[..., nn.Module] | None = None
+
+
+def _install() -> None:
+    """Wraps `nn.Module._apply` once for the process."""
+    global _apply_of_torch
+    if _apply_of_torch is None:
+        _apply_of_torch = nn.Module._apply
+        nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    assert _apply_of_torch is not None
+    guard = self.__dict__.get(_GUARD)
+    if guard is None:
+        return _apply_of_torch(self, fn, recurse)
+    if recurse:
+        for child in self.children():
+            child._apply(fn)
+    tensors = [*self._parameters.items(), *self._buffers.items()]
+    guarded = [tensor for key, tensor in tensors if key in guard.keys and tensor is not None]
+    # A gradient has the dtype of its tensor.
+    guarded += [grad for tensor in guarded if (grad := tensor.grad) is not None]
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not any(tensor is other for other in guarded):
+            return fn(tensor)
+        # On an alias: a function that casts in place must not reach the tensor.
+        applied = fn(tensor.detach())
+        return applied if applied.dtype == tensor.dtype else tensor.detach().to(applied.device)
+
+    return _apply_of_torch(self, keep, False)
+
+
+def _upcast_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Upcasts what is about to be loaded: `assign=True` and the swap flag take its dtype."""
+    rounded = []
+    for key in sorted(guarded_keys(module)):
+        loaded = state_dict.get(prefix + key)
+        if isinstance(loaded, torch.Tensor) and loaded.is_floating_point() and loaded.dtype != torch.float32:
+            rounded.append(f"{plain_name(prefix + key)} ({dtype_word(loaded.dtype)})")
+            state_dict[prefix + key] = loaded.to(torch.float32)
+    if rounded:
+        warnings.warn(
+            f"{_listed(rounded)} loaded into protected tensors: the f32 bits were lost before",
+            RoundedWarning,
+            stacklevel=2,
+        )
+
+
+def _is_ours(hook: object) -> bool:
+    return getattr(hook, "hook", hook) is _upcast_loaded
+
+
+def _upcast(kept: Protected) -> None:
+    tensor = kept.tensor
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float32:
+        return
+    meant = (tensor, tensor.grad)
+    assert _apply_of_torch is not None
+    _apply_of_torch(
+        kept.module, lambda other: other.float() if any(other is t for t in meant) else other, False
+    )
+
+
+def _has_values(kept: Protected) -> bool:
+    return kept.tensor is not None and not kept.tensor.is_meta
+
+
+def _listed(names: list[str] | tuple[str, ...]) -> str:
+    """Returns names in words, the first few of many."""
+    few = ", ".join(names[:6])
+    return few if len(names) <= 6 else f"{few} and {len(names) - 6} more"

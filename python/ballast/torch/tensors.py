@@ -1,0 +1,153 @@
+"""The protected tensors of a model: names without wrappers, and the tensors behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from os import PathLike
+
+import torch
+from torch import nn
+
+from ballast.contract import Policy, Rule
+
+PolicyLike = str | PathLike[str] | Policy
+"""A policy by name, by file (.toml), or itself."""
+
+# Segments that wrappers add: DDP, Float16Module and FSDP1's inner module, torch.compile, activation
+# checkpointing, PEFT.
+_WRAPPERS = frozenset(
+    {
+        "module",
+        "_orig_mod",
+        "_fsdp_wrapped_module",
+        "_checkpoint_wrapped_module",
+        "_forward_module",
+        "base_model",
+        "base_layer",
+        "modules_to_save",
+        "original_module",
+    }
+)
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of a parameter or a module as a checkpoint has it, without the segments of wrappers.
+
+    >>> plain_name("module._orig_mod.model.layers.0.linear_attn.A_log")
+    'model.layers.0.linear_attn.A_log'
+    >>> plain_name("base_model.model.model.layers.0.linear_attn.norm.modules_to_save.default.weight")
+    'model.layers.0.linear_attn.norm.weight'
+    """
+    plain: list[str] = []
+    before = ""
+    for position, segment in enumerate(name.split(".")):
+        is_adapter = before == "modules_to_save"
+        is_peft_model = before == "base_model" and position == 1 and segment == "model"
+        if segment not in _WRAPPERS and not is_adapter and not is_peft_model:
+            plain.append(segment)
+        before = segment
+    return ".".join(plain)
+
+
+@dataclass(frozen=True)
+class Protected:
+    """A protected tensor of a model, by the module that holds it: tensors come and go, names remain."""
+
+    name: str
+    """Name as a checkpoint has it."""
+    module: nn.Module
+    """The module that holds it."""
+    key: str
+    """Its name in the module."""
+    rule: Rule
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor that the module has now."""
+        found = self.module._parameters.get(self.key)
+        return self.module._buffers.get(self.key) if found is None else found
+
+
+def protected_tensors(model: nn.Module, policy: PolicyLike = "strict") -> list[Protected]:
+    """Returns the protected parameters and buffers of a model, in its order.
+
+    Rules are those of the model's architecture: that of `model.config`, or, without one, that of the names.
+
+    >>> layer = nn.Module()
+    >>> layer.linear_attn = nn.Module()
+    >>> layer.linear_attn.A_log = nn.Parameter(torch.zeros(4))
+    >>> [tensor.name for tensor in protected_tensors(layer)]
+    ['linear_attn.A_log']
+    """
+    places = list(_places(model))
+    names = [name for _, _, alike in places for name in alike]
+    rules = _for_model(Policy.load(policy), model, names)
+    found = []
+    for module, key, alike in places:
+        rule = next(filter(None, map(rules.protects, alike)), None)
+        if rule is not None:
+            found.append(Protected(alike[0], module, key, rule))
+    return found
+
+
+def _for_model(policy: Policy, model: nn.Module, names: Iterable[str]) -> Policy:
+    """Reduces a policy to the rules of the model's architecture.
+
+    A part of a model has no config and too few names to be recognized: then all rules stay.
+    """
+    config = next((c for m in model.modules() if _names_architecture(c := getattr(m, "config", None))), None)
+    reduced = policy.for_architecture(config, names)
+    recognized = any(rule.families != ("*",) for rule in reduced.rules)
+    return reduced if recognized or config is not None else policy
+
+
+def _names_architecture(config: object) -> bool:
+    return bool(getattr(config, "architectures", None) or getattr(config, "model_type", None))
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[str]]]:
+    """Yields every parameter and buffer: its module, its name there, and the names that rules may know."""
+    mixers: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module).__name__.endswith("GatedDeltaNet"):
+            mixers.append(path)
+        tensors = {**module._parameters, **module._buffers}
+        for key in (key for key, tensor in tensors.items() if tensor is not None):
+            name = f"{path}.{key}" if path else key
+            alike = [plain_name(name)]
+            mixer = next((m for m in mixers if not m or name.startswith(m + ".")), None)
+            if mixer is not None:
+                # The mixer alone, or under a name of its own (`mixer`): as both layouts would name it.
+                inner = plain_name(name[len(mixer) :].lstrip("."))
+                alike += [f"linear_attn.{inner}", f"self_attention.{inner}"]
+            yield module, key, alike
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, or this rank's part of a distributed one."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor.detach() if to_local is None else to_local().detach()
+
+
+def is_rounded(tensor: torch.Tensor) -> bool:
+    """Returns true if every value of a tensor is a bf16 value, and they are not all the same.
+
+    A constant, such as the ones of a new norm, has no bits to lose.
+
+    >>> is_rounded(torch.tensor([0.5, 1.25])), is_rounded(torch.tensor([0.1, 0.2]))
+    (True, False)
+    """
+    values = local(tensor)
+    if values.is_meta or values.numel() == 0 or bool((values == values.flatten()[0]).all()):
+        return False
+    return bool((values == values.to(torch.bfloat16).to(values.dtype)).all())
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """Returns a dtype in Ballast's words.
+
+    >>> dtype_word(torch.float32), dtype_word(torch.bfloat16)
+    ('f32', 'bf16')
+    """
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "f")
