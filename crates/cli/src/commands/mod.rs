@@ -13,6 +13,7 @@ mod merge;
 mod model;
 mod oracle;
 mod repair;
+mod report;
 mod trace;
 mod train;
 mod train_plan;
@@ -84,6 +85,7 @@ enum Command {
     /// Restore the f32 bits of rounded protected tensors from the original checkpoint.
     Repair(repair::RepairArgs),
     Train(train::TrainArgs),
+    Report(report::ReportArgs),
     Merge(merge::MergeArgs),
     Generate(generate::GenerateArgs),
     Eval(eval::EvalArgs),
@@ -130,6 +132,7 @@ impl Command {
             Command::Convert(args) => convert::run(args, global),
             Command::Diff(args) => diff::run(args, global),
             Command::Repair(args) => repair::run(args, global),
+            Command::Report(args) => report::run(args, global),
             Command::Generate(args) => generate::run(args, global),
             Command::Eval(args) => eval::run(args, global),
             Command::Data(args) => data::run(args, global),
