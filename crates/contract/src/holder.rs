@@ -45,14 +45,24 @@ pub fn has_gated_delta_net_fp32_checkpoint_contract(config: &Value) -> bool {
 
 /// Returns true if `key` is a tracked parameter below `linear_attn`, bare or routed.
 pub fn is_gated_delta_net_fp32_param_key(key: &str) -> bool {
-    let last = key.rsplit('.').next().unwrap_or(key);
-    FP32_GDN_PARAM_NAMES.contains(&last) && key.contains(MODULE)
+    is_param_key(key, &FP32_GDN_PARAM_NAMES)
+}
+
+/// Does the same as [`is_gated_delta_net_fp32_param_key`] for other parameters than [`FP32_GDN_PARAM_NAMES`].
+pub fn is_param_key(key: &str, param_names: &[impl AsRef<str>]) -> bool {
+    let last = |name: &str| key.strip_suffix(name).is_some_and(|module| module.ends_with('.'));
+    key.contains(MODULE) && param_names.iter().any(|name| last(name.as_ref()))
 }
 
 /// Maps `...linear_attn.X` to `...linear_attn._fp32_params.X` at the last `.linear_attn.`. Returns a key
 /// unchanged if it is already routed, not below `linear_attn`, or not tracked.
 pub fn route_fp32_holder_key(key: &str) -> Cow<'_, str> {
-    if !is_gated_delta_net_fp32_param_key(key) || key.contains(MODULE_WITH_HOLDER) {
+    route_param_key(key, &FP32_GDN_PARAM_NAMES)
+}
+
+/// Does the same as [`route_fp32_holder_key`] for other parameters than [`FP32_GDN_PARAM_NAMES`].
+pub fn route_param_key<'a>(key: &'a str, param_names: &[impl AsRef<str>]) -> Cow<'a, str> {
+    if !is_param_key(key, param_names) || key.contains(MODULE_WITH_HOLDER) {
         return Cow::Borrowed(key);
     }
     match key.rfind(MODULE) {

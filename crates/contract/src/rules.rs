@@ -96,7 +96,7 @@ impl Rule {
 }
 
 /// A named selection of rules.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Policy {
     /// `strict`, `megatron`, `nemo`, `none`, or the name in the user's file.
     pub name: String,

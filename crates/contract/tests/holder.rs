@@ -97,6 +97,24 @@ fn keys_are_tracked_routed_and_stripped_as_the_table_says() {
 }
 
 #[test]
+fn other_parameters_can_be_tracked_by_their_last_path_segments() {
+    let names = ["norm.weight", "D"];
+    for (key, routed) in [
+        ("m.linear_attn.norm.weight", "m.linear_attn._fp32_params.norm.weight"),
+        ("m.linear_attn.D", "m.linear_attn._fp32_params.D"),
+        ("m.linear_attn._fp32_params.D", "m.linear_attn._fp32_params.D"),
+    ] {
+        assert!(is_param_key(key, &names), "{key}");
+        assert_eq!(route_param_key(key, &names), routed);
+    }
+    for key in ["m.linear_attn.A_log", "m.linear_attn.q_norm.weight", "m.mixer.D"] {
+        assert!(!is_param_key(key, &names), "{key}");
+        assert_eq!(route_param_key(key, &names), key);
+    }
+    assert!(!is_param_key("m.linear_attn.A_log", &[] as &[&str]));
+}
+
+#[test]
 fn a_bare_and_a_routed_key_for_one_tensor_collide() {
     let keys = ["m.linear_attn.A_log", "m.linear_attn.dt_bias", "m.linear_attn._fp32_params.A_log"];
     let expected = Some(("m.linear_attn._fp32_params.A_log", "m.linear_attn.A_log".to_string()));

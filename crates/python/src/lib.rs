@@ -1,0 +1,25 @@
+//! `ballast._native`: the module that the Python package `ballast` is built on. It has plain functions and
+//! handles; names, types and documentation that users see are in python/ballast.
+
+#![forbid(unsafe_code)]
+
+mod contract;
+mod errors;
+
+/// The native module of the Python package.
+#[pyo3::pymodule]
+mod _native {
+    use ballast_contract::holder;
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use super::contract::{Policy, has_contract, is_param_key, route_param_key, strip_holder_key};
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
+        module.add("HOLDER_NAME", holder::HOLDER_NAME)?;
+        module.add("FP32_GDN_PARAM_NAMES", holder::FP32_GDN_PARAM_NAMES.to_vec())?;
+        module.add("CONTRACT_ARCHITECTURES", holder::CONTRACT_ARCHITECTURES.to_vec())
+    }
+}
