@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,21 +73,21 @@ def run(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, di
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_and_every_gradient_are_those_of_the_unpatched_model(family: str, dtype: torch.dtype) -> None:
-    # In bf16 a router may choose other experts for a value that rounds the other way: f32 for the two with experts.
+    """Within rounding: the patched model is about as far from the f64 model as the unpatched one is."""
     if dtype == torch.bfloat16 and family != "Qwen3_5":
-        pytest.skip("routing is not continuous")
+        pytest.skip("in bf16 a router may choose other experts for a value that rounds the other way")
     model, ids = model_of(family, dtype), torch.arange(2 * 150).reshape(2, 150) * 7 % 64
     logits, gradients = run(model, ids)
     with ballast.patch_transformers():
         patched_logits, patched = run(model, ids)
-    limit = 2e-5 if dtype == torch.float32 else 4e-2
+    exact_logits, exact = run(model.to(torch.float64), ids)
     assert not torch.equal(patched_logits, logits), "the patch changed nothing"
-    assert relative_rms(patched_logits, logits) < limit
+    assert relative_rms(patched_logits, exact_logits) < 1.5 * relative_rms(logits, exact_logits)
     assert patched.keys() == gradients.keys()
-    linear = [name for name in gradients if "linear_attn" in name]
-    assert len(linear) >= 3 * 7
+    assert sum("linear_attn" in name for name in gradients) == 3 * (7 if family == "Qwen3Next" else 9)
     for name, gradient in gradients.items():
-        assert relative_rms(patched[name], gradient) < 5 * limit, name
+        far, limit = relative_rms(patched[name], exact[name]), 2 * relative_rms(gradient, exact[name])
+        assert far < limit + 1e-6, f"{name}: {far:.2e} against {limit:.2e}"
 
 
 LENGTHS = [5, 70, 1, 40]
@@ -111,7 +112,7 @@ def test_packed_sequences_are_those_that_run_alone(family: str, how: str) -> Non
         packed = model(ids, use_cache=False, **packing(how)).logits
         alone = [model(part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)]
         leaky = model(ids, use_cache=False).logits
-    assert (packed - torch.cat(alone, dim=1)).abs().max() < 1e-6 * packed.abs().max()
+    assert relative_rms(packed, torch.cat(alone, dim=1)) < 1e-6
     assert (packed - leaky).abs().max() > 1e-2
 
 
@@ -122,7 +123,7 @@ def test_packed_rows_of_a_batch_are_those_that_run_alone() -> None:
         packed = model(ids, use_cache=False, position_ids=positions).logits
         rows = [model(ids[:1], use_cache=False).logits[0]]
         rows += [model(part, use_cache=False).logits[0] for part in ids[1:].split([12, 18], dim=1)]
-    assert (packed.flatten(0, 1) - torch.cat(rows)).abs().max() < 1e-6 * packed.abs().max()
+    assert relative_rms(packed.flatten(0, 1), torch.cat(rows)) < 1e-6
 
 
 def test_packed_gradients_are_the_sum_of_those_of_the_parts() -> None:
@@ -197,7 +198,7 @@ def test_undo_restores_every_function_and_a_second_call_returns_the_same_patch()
     assert ballast.patch_transformers() is not patch
 
 
-def test_what_another_library_replaced_since_then_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_library_replaced_since_then_stays() -> None:
     module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
     patch = ballast.patch_transformers()
     ours = module.causal_conv1d_fn
@@ -208,7 +209,8 @@ def test_what_another_library_replaced_since_then_stays(monkeypatch: pytest.Monk
 
 
 def test_an_unknown_version_is_refused_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    # The module that an import finds now: transformers replaces it while it loads.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
     with pytest.raises(UsageError, match=r"supports transformers 5\.22, found 4\.57\.1"):
         ballast.patch_transformers()
     monkeypatch.undo()
