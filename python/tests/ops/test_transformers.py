@@ -13,7 +13,7 @@ import transformers
 
 import ballast
 from ballast.errors import UsageError
-from ballast.testing import relative_rms
+from ballast.testing import gated_delta_rule_reference, relative_rms
 
 SMALL = dict(
     vocab_size=64,
@@ -49,6 +49,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
     config, model, extra = MODELS[family]
     torch.manual_seed(3)
     made = getattr(transformers, model)(getattr(transformers, config)(**SMALL, **extra))
+    made.config._experts_implementation = "eager"  # the others have no f64
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             # The initial weights are so small that half of the layers would not matter.
@@ -70,6 +71,18 @@ def run(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, di
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def run_exact(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The model in f64 with the f64 rule: that of transformers computes in f32."""
+
+    def rule(q: Any, k: Any, v: Any, g: Any, beta: Any, output_final_state: bool, **options: Any) -> Any:
+        return gated_delta_rule_reference(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+
+    module = importlib.import_module(type(model).__module__)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "torch_chunk_gated_delta_rule", rule)
+        return run(model.to(torch.float64), ids)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_and_every_gradient_are_those_of_the_unpatched_model(family: str, dtype: torch.dtype) -> None:
@@ -80,14 +93,14 @@ def test_logits_and_every_gradient_are_those_of_the_unpatched_model(family: str,
     logits, gradients = run(model, ids)
     with ballast.patch_transformers():
         patched_logits, patched = run(model, ids)
-    exact_logits, exact = run(model.to(torch.float64), ids)
+    exact_logits, exact = run_exact(model, ids)
     assert not torch.equal(patched_logits, logits), "the patch changed nothing"
     assert relative_rms(patched_logits, exact_logits) < 1.5 * relative_rms(logits, exact_logits)
     assert patched.keys() == gradients.keys()
     assert sum("linear_attn" in name for name in gradients) == 3 * (7 if family == "Qwen3Next" else 9)
     for name, gradient in gradients.items():
         far, limit = relative_rms(patched[name], exact[name]), 2 * relative_rms(gradient, exact[name])
-        assert far < limit + 1e-6, f"{name}: {far:.2e} against {limit:.2e}"
+        assert far < limit + 2e-5, f"{name}: {far:.2e} against {limit:.2e}"
 
 
 LENGTHS = [5, 70, 1, 40]
