@@ -61,3 +61,7 @@ class NonFiniteError(BallastError):
     """A NaN or an infinity appeared."""
 
     exit_code = 5
+
+
+class BallastWarning(UserWarning):
+    """A warning that the command line prints on stderr."""

@@ -163,6 +163,28 @@ impl Error {
         }
     }
 
+    /// Returns the file or folder that the error is about.
+    pub fn file(&self) -> Option<&Path> {
+        match self {
+            Error::Io { path, .. } | Error::NoCheckpoint { path, .. } | Error::NoSpace { path, .. } => {
+                Some(path)
+            }
+            Error::Header { file, .. } | Error::Index { file, .. } | Error::Config { file, .. } => Some(file),
+            Error::Inconsistent { root, .. } => Some(root),
+            Error::Tensor { checkpoint, .. } => checkpoint.as_deref(),
+            Error::Refused(_) | Error::Verification(_) | Error::Interrupted => None,
+        }
+    }
+
+    /// Returns the tensor and the byte of the file that the error is about.
+    pub fn place(&self) -> Place {
+        match self {
+            Error::Header { place, .. } => place.clone(),
+            Error::Tensor { tensor, .. } => Place { tensor: Some(tensor.clone()), byte: None },
+            _ => Place::default(),
+        }
+    }
+
     /// Returns the kind of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {

@@ -2,6 +2,7 @@
 //! memory or disk space, 5 NaN or infinity, 6 a rank failed or does not answer, 130 interrupted.
 
 use std::io;
+use std::path::PathBuf;
 
 use ballast_checkpoint::{Error, ErrorKind};
 use ballast_contract::rules::PolicyError;
@@ -9,6 +10,7 @@ use ballast_lab::Error as LabError;
 use ballast_model::Error as ModelError;
 use ballast_train::Error as TrainError;
 
+use crate::call::Failure;
 use crate::commands::Global;
 use crate::{launcher, output};
 
@@ -107,6 +109,53 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> u8 {
     // A failure to print is less important than the error of the command.
     let _ = output::finish();
     code
+}
+
+/// Returns the error of a command as data.
+pub(crate) fn failure(error: &anyhow::Error) -> Failure {
+    let mut failure = Failure { message: format!("{error:#}"), code: code_of(error), ..Failure::default() };
+    if let Some(error) = checkpoint_error(error) {
+        let place = error.place();
+        failure.file = error.file().map(PathBuf::from);
+        (failure.tensor, failure.byte) = (place.tensor, place.byte);
+    } else {
+        failure.file = file_of(error);
+    }
+    failure
+}
+
+/// Returns the training error in an error, on its own or in a study.
+fn train_error(error: &anyhow::Error) -> Option<&TrainError> {
+    match error.downcast_ref() {
+        Some(LabError::Train(error)) => Some(error),
+        _ => error.downcast_ref(),
+    }
+}
+
+fn model_error(error: &anyhow::Error) -> Option<&ModelError> {
+    match (error.downcast_ref(), train_error(error)) {
+        (Some(LabError::Model(error)), _) | (_, Some(TrainError::Model(error))) => Some(error),
+        _ => error.downcast_ref(),
+    }
+}
+
+fn checkpoint_error(error: &anyhow::Error) -> Option<&Error> {
+    match model_error(error) {
+        Some(ModelError::Checkpoint(error)) => Some(error),
+        _ => error.downcast_ref(),
+    }
+}
+
+fn file_of(error: &anyhow::Error) -> Option<PathBuf> {
+    match (model_error(error), train_error(error)) {
+        (Some(ModelError::Config { file, .. } | ModelError::Text { file, .. }), _)
+        | (Some(ModelError::Tensors { root: file, .. }), _)
+        | (_, Some(TrainError::Data { file, .. }))
+        | (_, Some(TrainError::Resume { path: file, .. } | TrainError::Io { path: file, .. })) => {
+            Some(file.clone())
+        }
+        _ => None,
+    }
 }
 
 fn code_of(error: &anyhow::Error) -> u8 {

@@ -1,8 +1,8 @@
 //! Progress with rate and ETA: a bar on a terminal, a line every few seconds elsewhere. Also handles Ctrl-C.
 
 use std::io::IsTerminal;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ballast_checkpoint::jobs::Observer;
@@ -50,6 +50,8 @@ pub(crate) struct Progress {
     quiet: bool,
     done: AtomicU64,
     phase: Mutex<Option<Phase>>,
+    /// Observer of the calling program, which shows progress and cancels in place of this.
+    caller: Option<Arc<dyn Observer + Send>>,
 }
 
 impl Progress {
@@ -62,7 +64,12 @@ impl Progress {
                 std::process::exit(130);
             }
         });
-        Progress { quiet, done: AtomicU64::new(0), phase: Mutex::new(None) }
+        Progress { quiet, done: AtomicU64::new(0), phase: Mutex::new(None), caller: None }
+    }
+
+    /// Passes everything on to the observer of a calling program.
+    pub(crate) fn observed(observer: Arc<dyn Observer + Send>) -> Progress {
+        Progress { quiet: true, done: AtomicU64::new(0), phase: Mutex::new(None), caller: Some(observer) }
     }
 
     /// Begins a phase that counts tokens.
@@ -115,14 +122,23 @@ fn bar(name: &'static str, unit: Unit, total: u64, begun: Instant) -> ProgressBa
 
 impl Observer for Progress {
     fn phase(&self, name: &'static str, total: u64) {
-        self.begin(name, total, Unit::Bytes);
+        match &self.caller {
+            Some(caller) => caller.phase(name, total),
+            None => self.begin(name, total, Unit::Bytes),
+        }
     }
 
     fn steps(&self, name: &'static str, steps: u64) {
-        self.begin(name, steps, Unit::Steps);
+        match &self.caller {
+            Some(caller) => caller.steps(name, steps),
+            None => self.begin(name, steps, Unit::Steps),
+        }
     }
 
     fn advance(&self, count: u64) {
+        if let Some(caller) = &self.caller {
+            return caller.advance(count);
+        }
         let done = self.done.fetch_add(count, Ordering::Relaxed) + count;
         // Another thread is drawing if the lock is taken.
         let Ok(mut phase) = self.phase.try_lock() else { return };
@@ -154,7 +170,7 @@ impl Observer for Progress {
     }
 
     fn cancelled(&self) -> bool {
-        interrupted()
+        self.caller.as_ref().map_or_else(interrupted, |caller| caller.cancelled())
     }
 }
 

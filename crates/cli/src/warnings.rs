@@ -1,7 +1,7 @@
 //! Warnings: one line each on stderr. Keys of config.json without effect are also part of the command's JSON
 //! document.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock};
 
 use ballast_checkpoint::Checkpoint;
 use ballast_model::Config;
@@ -16,12 +16,23 @@ const SHOWN_KEYS: usize = 20;
 pub(crate) struct Warnings {
     /// Set once the command has read a config.json.
     unknown_config_keys: OnceLock<Vec<String>>,
+    /// Where warnings are kept for a calling program instead of being printed.
+    kept: Option<Arc<Mutex<Vec<String>>>>,
 }
 
 impl Warnings {
+    /// Creates warnings that are kept instead of printed.
+    pub(crate) fn kept(place: Arc<Mutex<Vec<String>>>) -> Warnings {
+        Warnings { kept: Some(place), ..Warnings::default() }
+    }
+
     /// Prints a warning.
     pub(crate) fn add(&self, warning: &str) {
-        note(&format!("warning: {}", clean(warning)));
+        match self.kept.as_ref().map(|kept| kept.lock()) {
+            Some(Ok(mut kept)) => kept.push(clean(warning)),
+            Some(Err(_)) => {}
+            None => note(&format!("warning: {}", clean(warning))),
+        }
     }
 
     /// Prints the warnings of a loaded model.

@@ -25,6 +25,14 @@ fn invalid(error: impl std::fmt::Display) -> PyErr {
     UsageError::new_err(error.to_string())
 }
 
+impl Policy {
+    /// Returns the registry that the policy belongs to, and the policy.
+    pub(crate) fn with_registry(&self) -> (Registry, ballast_contract::Policy) {
+        let registry = Registry { families: self.families.clone(), ..Registry::builtin().clone() };
+        (registry, self.policy.clone())
+    }
+}
+
 #[pymethods]
 impl Policy {
     /// Restores a policy from the state that `__getnewargs__` returns.

@@ -3,6 +3,7 @@
 
 #![deny(unsafe_code)] // allowed where tensors become slices: ops::arguments
 
+mod command;
 mod contract;
 mod errors;
 mod ops;
@@ -13,6 +14,8 @@ mod _native {
     use ballast_contract::holder;
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use super::command::{call, run};
     #[pymodule_export]
     use super::contract::{Policy, has_contract, is_param_key, route_param_key, strip_holder_key};
 

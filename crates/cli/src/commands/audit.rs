@@ -25,7 +25,7 @@ pub(crate) struct AuditArgs {
 }
 
 pub(crate) fn run(args: AuditArgs, global: &Global) -> anyhow::Result<Outcome> {
-    let (registry, policy) = args.policy.load()?;
+    let (registry, policy) = args.policy.load(global)?;
     let Some(path) = args.path.filter(|_| !args.rules) else {
         if global.json {
             let rules = serde_json::json!({ "rules": registry.rules, "families": registry.families, "policies": registry.policies });

@@ -113,7 +113,7 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
         narrow_f64: args.narrow_f64,
         max_shard_bytes: args.max_shard_size.unwrap_or(DEFAULT_SHARD_BYTES),
         force: args.force,
-        ..ConvertOptions::new(args.policy.load_for(&source)?)
+        ..ConvertOptions::new(args.policy.load_for(&source, global)?)
     };
     let plan = plan(&source, &options)?;
     if args.dry_run {

@@ -24,7 +24,7 @@ pub(crate) struct InspectArgs {
 }
 
 pub(crate) fn run(args: InspectArgs, global: &Global) -> anyhow::Result<Outcome> {
-    let (registry, policy) = args.policy.load()?;
+    let (registry, policy) = args.policy.load(global)?;
     let checkpoint = Checkpoint::open(&args.path)?;
     global.warnings.check_config(&checkpoint);
     let mut report = inspect(&checkpoint, &registry, &policy)?;

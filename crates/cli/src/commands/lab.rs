@@ -3,6 +3,8 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use ballast_checkpoint::Error::Interrupted;
+use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_lab::dump::Dump;
 use ballast_lab::experiment::Arithmetic;
@@ -129,6 +131,9 @@ pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
     };
     let mut findings = carry_out(&args, &study)?;
     progress.finish();
+    if progress.cancelled() {
+        return Err(Interrupted.into());
+    }
     if embedded.is_some() {
         findings.model = "the embedded model".into();
     }

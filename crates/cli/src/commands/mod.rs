@@ -29,6 +29,7 @@ use ballast_contract::{Policy, Registry};
 use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
+use crate::call::Caller;
 use crate::exit::Outcome;
 use crate::launcher::{cores, launch};
 use crate::output;
@@ -62,6 +63,9 @@ pub(crate) struct Global {
     pub(crate) threads: Option<usize>,
     #[arg(skip)]
     pub(crate) warnings: Warnings,
+    /// The calling program, if this one is not `ballast` itself.
+    #[arg(skip)]
+    pub(crate) caller: Option<Caller>,
 }
 
 // A command without a comment here has its help on its `Args`; one in both places would hide the long text.
@@ -100,6 +104,15 @@ impl Cli {
         let on_all_ranks = self.runs_on_all_ranks();
         let result = self.global.start_threads(on_all_ranks).and_then(|()| self.command.run(&self.global));
         (result, self.global)
+    }
+
+    /// Runs the command for a calling program, which has threads of its own. Returns how it ended, and the caller
+    /// with the document.
+    pub(crate) fn run_for(mut self, caller: Caller) -> (anyhow::Result<Outcome>, Option<Caller>) {
+        self.global.warnings = Warnings::kept(Arc::clone(&caller.warnings));
+        self.global.caller = Some(caller);
+        let result = self.command.run(&self.global);
+        (result, self.global.caller)
     }
 
     /// Returns true if all ranks of a cluster run the command together; otherwise the first runs it.
@@ -144,9 +157,14 @@ impl Global {
         pool.build_global().context("cannot start the threads")
     }
 
-    /// Prints `value` as the JSON document of `command`.
+    /// Prints `value` as the JSON document of `command`, or hands it to the caller.
     pub(crate) fn print_json(&self, command: &str, value: &impl Serialize) {
-        output::print(&(output::json(command, value, &self.warnings) + "\n"));
+        let document = output::json(command, value, &self.warnings);
+        match self.caller.as_ref().map(|caller| caller.document.lock()) {
+            Some(Ok(mut place)) => *place = Some(document),
+            Some(Err(_)) => {}
+            None => output::print(&(document + "\n")),
+        }
     }
 
     /// Returns the number of threads from `--threads` or RAYON_NUM_THREADS, limited because every thread has
@@ -163,7 +181,10 @@ impl Global {
     }
 
     fn progress(&self) -> Progress {
-        Progress::new(self.quiet)
+        match &self.caller {
+            Some(caller) => Progress::observed(Arc::clone(&caller.observer)),
+            None => Progress::new(self.quiet),
+        }
     }
 }
 
@@ -177,7 +198,10 @@ pub(crate) struct PolicyArg {
 
 impl PolicyArg {
     /// Loads the registry and the policy.
-    fn load(&self) -> anyhow::Result<(Registry, Policy)> {
+    fn load(&self, global: &Global) -> anyhow::Result<(Registry, Policy)> {
+        if let Some(given) = global.caller.as_ref().and_then(|caller| caller.policy.as_ref()) {
+            return Ok(given.clone());
+        }
         let builtin = Registry::builtin();
         let path = Path::new(&self.policy);
         if path.extension().is_some_and(|e| e == "toml") {
@@ -191,8 +215,8 @@ impl PolicyArg {
     }
 
     /// Loads the policy, reduced to the architecture of `checkpoint`.
-    fn load_for(&self, checkpoint: &Checkpoint) -> anyhow::Result<Policy> {
-        let (registry, policy) = self.load()?;
+    fn load_for(&self, checkpoint: &Checkpoint, global: &Global) -> anyhow::Result<Policy> {
+        let (registry, policy) = self.load(global)?;
         Ok(policy.for_architecture(&checkpoint.architecture(&registry)?))
     }
 }

@@ -31,7 +31,7 @@ pub(crate) struct RepairArgs {
 
 pub(crate) fn run(args: RepairArgs, global: &Global) -> anyhow::Result<Outcome> {
     let (checkpoint, original) = (open(&args.checkpoint)?, open(&args.original)?);
-    let policy = args.policy.load_for(&checkpoint)?;
+    let policy = args.policy.load_for(&checkpoint, global)?;
     let destination = (!args.dry_run).then_some(args.destination.as_path());
     let report = repair(&checkpoint, &original, destination, &policy, args.force, &global.progress())?;
     if global.json {

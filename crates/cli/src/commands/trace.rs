@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use ballast_checkpoint::Error::Interrupted;
 use ballast_checkpoint::layout::Form;
 use ballast_checkpoint::tensor_file::{Array, Named, TensorFile, write_f32};
 use ballast_model::probe::Recorder;
@@ -87,6 +88,10 @@ pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
     let longest = batch.cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
     global.warnings.check_length("a sequence", longest, model.config.max_positions);
     let results = trace(&args, &model, &batch, &rows)?;
+    // In `ballast` itself, a signal ends this command at once.
+    if global.caller.as_ref().is_some_and(|caller| caller.observer.cancelled()) {
+        return Err(Interrupted.into());
+    }
     if let Some(out) = &args.out {
         let named = results.iter().map(|(name, array)| (name.as_str(), &array.shape[..], &array.values[..]));
         let tensors: Vec<Named<'_>> = named.collect();

@@ -1,0 +1,32 @@
+//! The `ballast` command as a library: [`run`] is the whole program, [`call`] runs one command inside another
+//! program, such as Python.
+#![forbid(unsafe_code)]
+#![deny(clippy::print_stdout, clippy::print_stderr)] // They panic on a closed pipe; see output.rs.
+
+mod call;
+mod cluster;
+mod commands;
+mod compare;
+mod exit;
+mod launcher;
+mod output;
+mod progress;
+mod warnings;
+
+use std::ffi::OsString;
+
+use clap::Parser;
+
+pub use call::{Answer, Call, Failure, call};
+
+/// Runs the program with its arguments, the first of which is its name. Returns its exit code.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
+    ballast_model::memory::keep_freed();
+    match commands::Cli::try_parse_from(args) {
+        Ok(cli) => cluster::has_nothing_to_do(cli.runs_on_all_ranks()).unwrap_or_else(|| {
+            let (result, global) = cli.run();
+            cluster::end(exit::code(result, &global))
+        }),
+        Err(usage) => exit::usage(&usage),
+    }
+}
