@@ -14,14 +14,15 @@ The kernel is called with the keywords of the operation of the same name in `bal
 
 | operation | keywords of its shape |
 |---|---|
-| `chunk_gated_delta_rule` | batch, tokens, key_heads, value_heads, key_dim, value_dim, initial_state, lengths |
-| `causal_conv1d_fn` | batch, tokens, channels, width, initial_states, lengths |
+| `chunk_gated_delta_rule` | batch, tokens, key_heads, value_heads, key_dim, value_dim, initial_state |
+| `causal_conv1d_fn` | batch, tokens, channels, width, initial_states |
 | `gated_rms_norm` | rows, width |
-| `attention` | batch, tokens, heads, kv_heads, key_dim, value_dim, sinks, topk, lengths |
-| `indexer_loss` | batch, tokens, heads, dim, attention_heads, kv_heads, key_dim, topk, lengths |
+| `attention` | batch, tokens, heads, kv_heads, key_dim, value_dim, sinks, topk |
+| `indexer_loss` | batch, tokens, heads, dim, attention_heads, kv_heads, key_dim, topk |
 | `linear_cross_entropy` | tokens, width, vocabulary |
 
-`lengths` packs sequences of these lengths instead of a batch; further keywords are arguments of the kernel.
+Where there is a batch, `lengths` packs sequences of these lengths instead. Further keywords are arguments of
+the kernel.
 """
 
 from __future__ import annotations
@@ -80,14 +81,16 @@ def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return difference.square().mean().sqrt().item() / size
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, rms: float = 1e-5, name: str = "result") -> float:
-    """Returns the relative RMS of the difference; raises an error with the worst element if it is above `rms`.
+def assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, *, rms: float = 1e-5, name: str = "result"
+) -> float:
+    """Returns the relative RMS of the difference; if it is above `rms`, an error names the worst element.
 
     >>> import torch
     >>> from ballast.testing import assert_close
     >>> assert_close(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), name="dk")
     Traceback (most recent call last):
-    AssertionError: dk: relative RMS 2.24e-01 is above 1.00e-05; worst element [1]: got 2.5, expected 2 (2 compared)
+    AssertionError: dk: relative RMS 2.24e-01 is above 1.00e-05; worst of 2 elements [1]: got 2.5, expected 2
     """
     if actual.shape != expected.shape:
         raise AssertionError(f"{name}: got the shape {list(actual.shape)}, expected {list(expected.shape)}")
@@ -99,8 +102,8 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, rms: float = 1
     worst = (a - b).abs().nan_to_num(nan=math.inf).argmax().item()
     index = [int(i) for i in torch.unravel_index(torch.tensor(worst), a.shape)]
     raise AssertionError(
-        f"{name}: relative RMS {found:.2e} is above {rms:.2e}; worst element {index}: "
-        f"got {a.flatten()[worst]:.9g}, expected {b.flatten()[worst]:.9g} ({a.numel()} compared)"
+        f"{name}: relative RMS {found:.2e} is above {rms:.2e}; worst of {a.numel()} elements {index}: "
+        f"got {a.flatten()[worst]:.9g}, expected {b.flatten()[worst]:.9g}"
     )
 
 
@@ -116,7 +119,7 @@ class Golden:
     """Names of the outputs."""
 
     def results(self, kernel: Callable[..., Any]) -> dict[str, torch.Tensor]:
-        """Returns the outputs of a kernel, and as `d<name>` the gradients for golden gradients of the outputs."""
+        """Returns the outputs of a kernel, and as `d<name>` the gradients, from golden output gradients."""
         given = self.arguments
         found = kernel(**given)
         found = found if isinstance(found, tuple | list) else (found,)
@@ -141,7 +144,7 @@ class Golden:
         return {name: x.detach() for name, x in case.results(self.reference).items()}
 
     def check(self, kernel: Callable[..., Any], *, rms: float = 1e-5) -> dict[str, float]:
-        """Compares every output and every gradient of a kernel with the reference; returns the relative RMS."""
+        """Compares every output and gradient of a kernel with the reference; returns their relative RMS."""
         expected, found = self.expected(), self.results(kernel)
         if found.keys() != expected.keys():
             raise AssertionError(f"{self.operation}: got {sorted(found)}, expected {sorted(expected)}")
@@ -149,7 +152,12 @@ class Golden:
 
 
 def golden(
-    operation: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, **shape: Any  # noqa: ANN401
+    operation: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    **shape: Any,  # noqa: ANN401
 ) -> Golden:
     """Returns golden inputs of an operation, rounded to `dtype`; what must stay f32 (gates, states) is f32.
 
@@ -179,7 +187,9 @@ class _Maker:
         made = values(shape, self.seed * 1000 + next(self.made), low, high)
         return made.to(device=self.device, dtype=torch.float32 if f32 else self.dtype).requires_grad_()
 
-    def offsets(self, batch: int, tokens: int, lengths: Sequence[int] | None) -> tuple[int, int, int, dict[str, Any]]:
+    def offsets(
+        self, batch: int, tokens: int, lengths: Sequence[int] | None
+    ) -> tuple[int, int, int, dict[str, Any]]:
         """Batch size, tokens, sequences and `cu_seqlens`."""
         if lengths is None:
             return batch, tokens, batch, {}
@@ -401,7 +411,9 @@ def _attention_inputs(
 
 def _selection(make: _Maker, batch: int, tokens: int, topk: int, packing: dict[str, Any]) -> torch.Tensor:
     q, k, w = make(batch, tokens, 1, 4), make(batch, tokens, 4), make(batch, tokens, 1, low=0.5, f32=True)
-    selected = indexer_topk_reference(q.cpu(), k.cpu(), w.cpu(), topk, **{n: x.cpu() for n, x in packing.items()})
+    selected = indexer_topk_reference(
+        q.cpu(), k.cpu(), w.cpu(), topk, **{n: x.cpu() for n, x in packing.items()}
+    )
     return selected.to(make.device)
 
 
@@ -482,9 +494,13 @@ def _indexer_loss_inputs(
     if topk is not None:
         given["selected"] = _selection(make, batch, tokens, topk, packing)
     on_cpu = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-    lse = attention_reference(
-        attention_q.cpu(), attention_k.cpu(), attention_k.cpu(), return_lse=True, **on_cpu
-    )[1].float().to(make.device)
+    lse = (
+        attention_reference(
+            attention_q.cpu(), attention_k.cpu(), attention_k.cpu(), return_lse=True, **on_cpu
+        )[1]
+        .float()
+        .to(make.device)
+    )
     return dict(q=q, k=k, w=w, attention_q=attention_q, attention_k=attention_k, lse=lse) | given | options
 
 
@@ -513,7 +529,11 @@ def linear_cross_entropy_reference(
 
 
 def _linear_cross_entropy_inputs(
-    make: _Maker, tokens: int = 40, width: int = 16, vocabulary: int = 50, **options: Any  # noqa: ANN401
+    make: _Maker,
+    tokens: int = 40,
+    width: int = 16,
+    vocabulary: int = 50,
+    **options: Any,  # noqa: ANN401
 ) -> dict[str, Any]:
     hidden, weight = make(tokens, width), make(vocabulary, width)
     targets = torch.arange(tokens, device=make.device) * 7919 % vocabulary

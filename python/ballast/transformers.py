@@ -60,7 +60,9 @@ class Patch:
         """Returns the patch."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         """Takes the patch back."""
         self.undo()
 
@@ -182,7 +184,9 @@ def _recurrent_rule(module: ModuleType) -> tuple[str, Callable[..., Any]]:
         settings = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
         if _runs(query, key, value):
             tensors = (query, key, value, g, beta)
-            return _rule(ops.fused_recurrent_gated_delta_rule, tensors, *settings, _offsets(cu_seqlens, options))
+            return _rule(
+                ops.fused_recurrent_gated_delta_rule, tensors, *settings, _offsets(cu_seqlens, options)
+            )
         return original(query, key, value, g, beta, *settings, cu_seqlens=cu_seqlens, **options)
 
     return "torch_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule
@@ -246,7 +250,9 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         marked = options.get("cu_seq_lens_q") is not None or options.get("seq_idx") is not None
         if position_ids is not None and attention_mask is None and not cached and not marked:
             tokens = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
-            positions = position_ids[0] if position_ids.ndim == 3 and position_ids.shape[0] == 4 else position_ids
+            positions = (
+                position_ids[0] if position_ids.ndim == 3 and position_ids.shape[0] == 4 else position_ids
+            )
             if positions.ndim == 2 and positions.device.type == "cpu":
                 options["cu_seq_lens_q"] = offsets_of_positions(positions.expand(*tokens))
         return original(

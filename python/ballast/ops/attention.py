@@ -28,11 +28,12 @@ def attention(
     cu_seqlens: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Returns o [B, T, heads, V] and, if `return_lse`, the log-sum-exp [B, T, heads] in f32, without gradient.
+    """Returns o [B, T, heads, V] and, if `return_lse`, the log-sum-exp [B, T, heads] in f32 without gradient.
 
     A query sees the keys up to its own position in its sequence: the last `window` of them, and of those the
     ones listed in `selected` [B, T, topk] (int32, -1 in unused slots, as `indexer_topk` returns). `sinks`
-    [heads] are logits without a value. With `cu_seqlens` [N+1] the batch size is 1 and N sequences are packed.
+    [heads] are logits without a value. With `cu_seqlens` [N+1] the batch size is 1, and N sequences are
+    packed.
 
     >>> import torch
     >>> from ballast.ops import attention

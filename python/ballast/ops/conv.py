@@ -1,6 +1,6 @@
 """Causal depthwise convolution with SiLU, with the signatures of causal-conv1d, and packed sequences.
 
-    y_t = silu(sum_j w_j x_{t-(W-1)+j})        for each channel; tokens before a sequence are its initial state
+    y_t = silu(sum_j w_j x_{t-(W-1)+j})      for each channel; the initial state precedes a sequence
 
 x, y [B, C, T]; weight [C, W]; states [N, C, W-1]. An x whose channels are adjacent in memory, as the
 transpose of a projection's output has them, is not copied.
@@ -42,7 +42,10 @@ def causal_conv1d_fn(
     """
     check_cpu("causal_conv1d_fn", x=x, weight=weight, initial_states=initial_states, cu_seqlens=cu_seqlens)
     _check(x, weight, bias, activation)
-    dtype, sequences = storage("causal_conv1d_fn", x, *(() if initial_states is None else (initial_states,))), x.shape[0]
+    dtype, sequences = (
+        storage("causal_conv1d_fn", x, *(() if initial_states is None else (initial_states,))),
+        x.shape[0],
+    )
     if seq_idx is not None:
         if cu_seqlens is not None:
             raise UsageError("seq_idx and cu_seqlens exclude each other")
@@ -84,13 +87,17 @@ def causal_conv1d_update(
     (True, 4.0)
     """
     if cache_seqlens is not None or conv_state_indices is not None:
-        raise UsageError("ballast.ops.causal_conv1d_update: cache_seqlens and conv_state_indices must be None")
+        raise UsageError(
+            "ballast.ops.causal_conv1d_update: cache_seqlens and conv_state_indices must be None"
+        )
     columns = x.unsqueeze(-1) if x.ndim == 2 else x
     check_cpu("causal_conv1d_update", x=x, conv_state=conv_state, weight=weight)
     _check(columns, weight, bias, activation)
     before, kept = weight.shape[1] - 1, conv_state.shape[-1]
     if conv_state.ndim != 3 or kept < before:
-        raise UsageError(f"conv_state must have {before} or more columns, got the shape {list(conv_state.shape)}")
+        raise UsageError(
+            f"conv_state must have {before} or more columns, got the shape {list(conv_state.shape)}"
+        )
     y = causal_conv1d_fn(
         columns, weight, initial_states=conv_state[..., kept - before :].to(x.dtype), activation=activation
     )
@@ -119,7 +126,11 @@ def _outputs(
 
 @torch.library.custom_op("ballast::causal_conv", mutates_args=(), device_types="cpu")
 def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, final: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    final: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y [B, T, C] and the final states [N, W-1, C]."""
     y, last = _outputs(x, weight, cu_seqlens, final)

@@ -62,7 +62,9 @@ def chunk_gated_delta_rule(
     if "head_first" in kwargs:
         raise DeprecationWarning("head_first was removed; inputs must have the shape [B, T, H, ...]")
     if cp_context is not None:
-        raise UsageError("ballast.ops.chunk_gated_delta_rule has no context parallelism: cp_context must be None")
+        raise UsageError(
+            "ballast.ops.chunk_gated_delta_rule has no context parallelism: cp_context must be None"
+        )
     chunk = kwargs.pop("chunk_size", CHUNK)
     if chunk not in (16, 32, 64):
         raise ValueError(f"chunk_size must be 16, 32 or 64, got {chunk}")
@@ -117,7 +119,9 @@ def fused_recurrent_gated_delta_rule(
     (1.0, 1.0)
     """
     if gk is not None or gv is not None:
-        raise UsageError("ballast.ops.fused_recurrent_gated_delta_rule has no decay per channel: gk and gv must be None")
+        raise UsageError(
+            "ballast.ops.fused_recurrent_gated_delta_rule has no decay per channel: gk and gv must be None"
+        )
     if use_gate_in_kernel:
         if g is None:
             raise ValueError("use_gate_in_kernel needs g, the input of the gate")
@@ -181,7 +185,9 @@ def _rule(
     check_shape("beta", beta, (batch, tokens, value_heads))
     if cu_seqlens is not None:
         if batch != 1:
-            raise ValueError(f"the batch size must be 1 with cu_seqlens, got {batch}; flatten the batch first")
+            raise ValueError(
+                f"the batch size must be 1 with cu_seqlens, got {batch}; flatten the batch first"
+            )
         sequences = cu_seqlens.shape[0] - 1
     use_sigmoid, negative = sigmoid
     if negative and not use_sigmoid:
@@ -199,7 +205,9 @@ def _rule(
         o, ht = torch.ops.ballast.gated_delta_rule_steps(*inputs, scale, l2norm)
     else:
         save = needs_grad(*inputs[:6])
-        o, ht, *_ = torch.ops.ballast.gated_delta_rule(*inputs, scale, l2norm, chunk, output_final_state, save)
+        o, ht, *_ = torch.ops.ballast.gated_delta_rule(
+            *inputs, scale, l2norm, chunk, output_final_state, save
+        )
     if not output_final_state:
         return o.to(q.dtype), None
     return o.to(q.dtype), ht.transpose(-1, -2) if state_v_first else ht
@@ -215,7 +223,13 @@ def _state(q: torch.Tensor, v: torch.Tensor, sequences: int) -> torch.Tensor:
 
 
 def _outputs(
-    q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, l2norm: bool, chunk: int, final: bool, save: bool
+    q: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    l2norm: bool,
+    chunk: int,
+    final: bool,
+    save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Allocates o, ht, q_rstd, k_rstd and states. Without offsets the number of states is that of the kernel;
     with them it is a bound that depends on shapes alone, and the rest is zero."""
@@ -311,7 +325,7 @@ def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, d_o, dht, *_) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
+def _backward(ctx, d_o, dht, *_: None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
     *saved, q, k, v, g, beta, h0, cu_seqlens = ctx.saved_tensors
     if d_o is None:
         d_o = torch.zeros_like(v)

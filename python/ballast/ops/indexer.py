@@ -3,11 +3,13 @@
     score_tu = sum_h w_th relu(q_th.k_u d^-1/2)          u <= t
     loss = scale mean_t sum_u p_tu (ln(p_tu + 1e-8) - ln(s_tu + 1e-8))     s = softmax(score)
 
-p is the mean of the attention's probabilities over its heads. q [B, T, heads, d]; k [B, T, d]; w [B, T, heads],
-which already has its factor heads^-1/2.
+p is the mean of the attention's probabilities over its heads. q [B, T, heads, d]; k [B, T, d];
+w [B, T, heads], which already has its factor heads^-1/2.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -145,15 +147,15 @@ def indexer_loss_op(
 
 
 @indexer_loss_op.register_fake
-def _(q, k, w, attention_q, attention_k, lse, selected, cu_seqlens, loss_scale, scale, window, soft_cap, save):  # noqa: ANN001, ANN202
-    return _outputs(q, k, w, save)
+def _(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+    return _outputs(q, k, w, save=rest[-1])
 
 
 def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.save_for_backward(*output[1:])
 
 
-def _backward(ctx, dloss, *_) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
+def _backward(ctx, dloss, *_: None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
     return *((dloss * grad).to(grad.dtype) for grad in ctx.saved_tensors), *[None] * 10
 
 

@@ -1,7 +1,7 @@
 """Output projection and cross entropy in one: the logits of 256 tokens exist at a time.
 
-    l = W h;   l = cap tanh(l / cap) with a soft cap;   L = ln sum_j e^{l_j}
-    loss = L - (1 - smoothing) l_y - smoothing mean(l) + z_loss L^2
+l = W h;   l = cap tanh(l / cap) with a soft cap;   L = ln sum_j e^{l_j}
+loss = L - (1 - smoothing) l_y - smoothing mean(l) + z_loss L^2
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.save_for_backward(*output[2:])
 
 
-def _backward(ctx, dmean, *_) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
+def _backward(ctx, dmean, *_: None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
     dhidden, dweight = ctx.saved_tensors
     dweight = (dmean * dweight).to(ctx.dtype) if ctx.save_weight else None
     return (dmean * dhidden).to(dhidden.dtype), dweight, *[None] * 7

@@ -1,4 +1,7 @@
-"""Gated RMSNorm: y = x / sqrt(mean x^2 + eps) weight silu(z), norm first, gate after, over the last dimension."""
+"""Gated RMSNorm over the last dimension, norm first, gate after.
+
+y = x / sqrt(mean x^2 + eps) weight silu(z)
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ def gated_rms_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: 
 
     >>> import torch
     >>> from ballast.ops import gated_rms_norm
-    >>> gated_rms_norm(torch.tensor([[3.0, -3.0]]), torch.tensor([[0.0, 0.0]]), torch.ones(2)).abs().sum().item()
-    0.0
+    >>> gated_rms_norm(torch.tensor([3.0, -3.0]), torch.tensor([50.0, 0.0]), torch.ones(2)).round().tolist()
+    [50.0, -0.0]
     """
     check_cpu("gated_rms_norm", x=x, z=z, weight=weight)
     dtype = storage("gated_rms_norm", x, z)

@@ -1,4 +1,4 @@
-"""What a custom op must bear: compile, checkpointing, non-contiguous and empty inputs, double use, threads."""
+"""Operations in use: compiled, checkpointed, with non-contiguous and empty inputs, used twice, on threads."""
 
 from __future__ import annotations
 
@@ -80,8 +80,13 @@ def test_non_contiguous_inputs_give_the_same_bits(operation: str, shape: dict[st
         else x
         for name, x in case.arguments.items()
     }
-    assert not any(x.is_contiguous() for x in scattered.values() if isinstance(x, torch.Tensor) and x.numel() > 1)
-    equal(testing.Golden(operation, scattered, case.reference, case.outputs).results(kernel), case.results(kernel))
+    assert not any(
+        x.is_contiguous() for x in scattered.values() if isinstance(x, torch.Tensor) and x.numel() > 1
+    )
+    equal(
+        testing.Golden(operation, scattered, case.reference, case.outputs).results(kernel),
+        case.results(kernel),
+    )
 
 
 @pytest.mark.parametrize(("operation", "shape"), CASES, ids=lambda x: str(x))
@@ -101,7 +106,10 @@ def test_values_saved_for_backward_are_tensors_that_hooks_see(operation: str, sh
 
 def test_a_tensor_used_twice_gets_the_sum_and_a_second_backward_the_same() -> None:
     case = testing.golden("chunk_gated_delta_rule", tokens=50)
-    x, given = case.arguments["q"], {n: x.detach() for n, x in case.arguments.items() if n in ("v", "g", "beta")}
+    x, given = (
+        case.arguments["q"],
+        {n: x.detach() for n, x in case.arguments.items() if n in ("v", "g", "beta")},
+    )
 
     def both(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         first, _ = ops.chunk_gated_delta_rule(q, k, **given)
@@ -151,10 +159,21 @@ def test_without_gradients_nothing_is_saved() -> None:
     with torch.no_grad():
         o, state = ops.chunk_gated_delta_rule(**case.arguments)
         assert state is None and not o.requires_grad
-        sizes = [x.numel() for x in torch.ops.ballast.gated_delta_rule(
-            *(case.arguments[n].detach() for n in "qkv"), case.arguments["g"], case.arguments["beta"],
-            None, None, 1.0, True, 32, False, False,
-        )]
+        sizes = [
+            x.numel()
+            for x in torch.ops.ballast.gated_delta_rule(
+                *(case.arguments[n].detach() for n in "qkv"),
+                case.arguments["g"],
+                case.arguments["beta"],
+                None,
+                None,
+                1.0,
+                True,
+                32,
+                False,
+                False,
+            )
+        ]
     assert sizes == [o.numel(), 0, 0, 0, 0]
 
 
@@ -235,8 +254,20 @@ def test_states_of_the_wrong_size_are_refused_before_they_are_read() -> None:
     rstd = torch.empty(1, 300, 2)
     with pytest.raises(UsageError, match="states must have 3 states"):
         native.gated_delta_rule_forward(
-            torch.empty_like(v), None, (rstd, rstd.clone(), torch.empty(2, 2, 16, 16)),
-            q, k, v, g, beta, None, None, 1.0, True, 32, 1,
+            torch.empty_like(v),
+            None,
+            (rstd, rstd.clone(), torch.empty(2, 2, 16, 16)),
+            q,
+            k,
+            v,
+            g,
+            beta,
+            None,
+            None,
+            1.0,
+            True,
+            32,
+            1,
         )
     with pytest.raises(UsageError, match="elements"):
         native.gated_delta_rule_steps(
@@ -269,7 +300,8 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 def test_a_number_of_threads_set_before_torch_is_imported_holds_for_both() -> None:
     code = (
         "import sys, ballast; ballast.set_num_threads(3); assert 'torch' not in sys.modules;"
-        "assert ballast.get_num_threads() == 3; import ballast.ops, torch; assert torch.get_num_threads() == 3"
+        "assert ballast.get_num_threads() == 3;"
+        "import ballast.ops, torch; assert torch.get_num_threads() == 3"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
@@ -290,7 +322,9 @@ import time; time.sleep(0.5)
 names = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
 print(sum(name.startswith("ballast-") for name in names))
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True
+    )
     assert done.stdout.split() == ["2", "1"]
 
 

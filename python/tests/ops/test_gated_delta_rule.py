@@ -114,10 +114,18 @@ def given() -> dict[str, Any]:
 @pytest.mark.parametrize("rule", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
 def test_gates_are_computed_from_their_inputs_on_request(rule: Any, given: dict[str, Any]) -> None:
     a_log, dt_bias = (values([2], seed).float().requires_grad_() for seed in (8, 9))
-    raw = {**given, "g": values([1, 40, 2], 1).float().requires_grad_(), "beta": values([1, 40, 2], 2, -3, 3).float()}
+    raw = {
+        **given,
+        "g": values([1, 40, 2], 1).float().requires_grad_(),
+        "beta": values([1, 40, 2], 2, -3, 3).float(),
+    }
     inside, _ = rule(
-        **raw, use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias,
-        use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True,
+        **raw,
+        use_gate_in_kernel=True,
+        A_log=a_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True,
     )
     g = -a_log.exp() * F.softplus(raw["g"] + dt_bias)
     outside, _ = rule(**{**raw, "g": g, "beta": 2 * raw["beta"].sigmoid()})
@@ -137,8 +145,13 @@ def test_states_may_have_v_first(rule: Any, given: dict[str, Any]) -> None:
 
 
 def test_gates_and_states_in_bf16_are_widened_and_their_gradients_rounded(given: dict[str, Any]) -> None:
-    low = {n: x.detach().bfloat16().requires_grad_() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
-    case = Golden("chunk_gated_delta_rule", low, golden("chunk_gated_delta_rule").reference, ("o", "final_state"))
+    low = {
+        n: x.detach().bfloat16().requires_grad_() if isinstance(x, torch.Tensor) else x
+        for n, x in given.items()
+    }
+    case = Golden(
+        "chunk_gated_delta_rule", low, golden("chunk_gated_delta_rule").reference, ("o", "final_state")
+    )
     results, expected = case.results(chunk_gated_delta_rule), case.expected()
     assert results["final_state"].dtype == torch.float32
     for name, x in results.items():

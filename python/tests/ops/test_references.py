@@ -65,9 +65,13 @@ def test_outputs_and_every_gradient_agree_with_the_reference(
 
 
 @pytest.mark.parametrize(("operation", "shape"), CASES, ids=lambda x: str(x))
-def test_operations_pass_opcheck(operation: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_pass_opcheck(
+    operation: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The schema, the fake kernel, and autograd under AOT dispatch, with the arguments of a real call."""
-    op = {"causal_conv1d_fn": "causal_conv", "chunk_gated_delta_rule": "gated_delta_rule"}.get(operation, operation)
+    op = {"causal_conv1d_fn": "causal_conv", "chunk_gated_delta_rule": "gated_delta_rule"}.get(
+        operation, operation
+    )
     calls: list[tuple[Any, ...]] = []
     original = getattr(torch.ops.ballast, op)
 
@@ -80,7 +84,8 @@ def test_operations_pass_opcheck(operation: str, shape: dict[str, Any], monkeypa
     case.results(kernel(operation))
     monkeypatch.undo()
     detached = tuple(
-        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in calls[0]
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for x in calls[0]
     )
     torch.library.opcheck(original.default, detached)
 

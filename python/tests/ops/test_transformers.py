@@ -68,7 +68,9 @@ def run(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, di
     logits = model(ids, use_cache=False, **options).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
     loss.backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def run_exact(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -192,6 +194,21 @@ def test_checkpointing_gives_the_same_gradients() -> None:
             _, again = run(model, ids)
             model.gradient_checkpointing_disable()
             assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
+
+
+@pytest.mark.parametrize("how", [None, "position_ids", "cu_seq_lens"])
+def test_the_patched_model_compiles_without_a_graph_break(how: str | None) -> None:
+    torch.compiler.reset()
+    model, ids = model_of("Qwen3_5"), torch.arange(sum(LENGTHS))[None] * 7 % 64
+    options = {} if how is None else packing(how)
+    with ballast.patch_transformers():
+        logits, gradients = run(model, ids, **options)
+        # A wrapper module has other names of parameters; `compile` of the model itself has none.
+        model.compile(fullgraph=True, backend="aot_eager")
+        compiled_logits, compiled = run(model, ids, **options)
+    assert relative_rms(compiled_logits, logits) < 1e-6
+    for name, gradient in gradients.items():
+        assert relative_rms(compiled[name], gradient) < 1e-5, name
 
 
 def test_undo_restores_every_function_and_a_second_call_returns_the_same_patch() -> None:
