@@ -44,7 +44,7 @@ __all__ = [
     "trace",
 ]
 
-_MODULES = frozenset({"checkpoint", "contract", "lab", "ops", "testing", "trace"})
+_MODULES = frozenset({"checkpoint", "contract", "lab", "ops", "testing", "trace", "transformers"})
 
 
 def __getattr__(name: str) -> ModuleType:

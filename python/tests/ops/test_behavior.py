@@ -269,7 +269,7 @@ def test_states_of_the_wrong_size_are_refused_before_they_are_read() -> None:
             32,
             1,
         )
-    with pytest.raises(UsageError, match="elements"):
+    with pytest.raises(UsageError, match="state must have 512 elements, got 1024"):
         native.gated_delta_rule_steps(
             torch.empty_like(v), torch.empty(2, 2, 16, 16), q, k, v, g, beta, None, 1.0, True, 1
         )

@@ -7,6 +7,9 @@ use pyo3::prelude::*;
 
 use crate::errors::UsageError;
 
+/// Tensor of torch.
+pub type Tensor<'py> = Bound<'py, PyAny>;
+
 /// Element type of a slice. Every bit pattern is a value of it.
 pub trait Storage: Copy {
     /// Name of the dtype in torch.
@@ -38,7 +41,7 @@ pub enum Dtype {
 }
 
 /// Storage type of a tensor: f32 or bf16.
-pub fn dtype(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<Dtype> {
+pub fn dtype(name: &str, tensor: &Tensor<'_>) -> PyResult<Dtype> {
     let found = tensor.getattr("dtype")?.str()?.to_string();
     match found.as_str() {
         f32::DTYPE => Ok(Dtype::F32),
@@ -65,7 +68,7 @@ macro_rules! with_dtype {
 pub(super) use with_dtype;
 
 /// Shape of a tensor of N dimensions.
-pub fn shape<const N: usize>(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<[usize; N]> {
+pub fn shape<const N: usize>(name: &str, tensor: &Tensor<'_>) -> PyResult<[usize; N]> {
     let found: Vec<usize> = tensor.getattr("shape")?.extract()?;
     <[usize; N]>::try_from(found)
         .map_err(|found| UsageError::new_err(format!("{name} must have {N} dimensions, got {}", found.len())))
@@ -80,7 +83,7 @@ pub struct Arguments {
 
 impl Arguments {
     /// Elements of an input.
-    pub fn input<'a, T: Storage>(&mut self, name: &str, tensor: &'a Bound<'_, PyAny>) -> PyResult<&'a [T]> {
+    pub fn input<'a, T: Storage>(&mut self, name: &str, tensor: &'a Tensor<'_>) -> PyResult<&'a [T]> {
         let (address, len) = memory::<T>(name, tensor)?;
         let range = address..address + len * size_of::<T>();
         check_disjoint(name, &range, &self.written)?;
@@ -99,18 +102,14 @@ impl Arguments {
     pub fn optional<'a, T: Storage>(
         &mut self,
         name: &str,
-        tensor: Option<&'a Bound<'_, PyAny>>,
+        tensor: Option<&'a Tensor<'_>>,
     ) -> PyResult<Option<&'a [T]>> {
         tensor.map(|tensor| self.input(name, tensor)).transpose()
     }
 
     /// Elements of an output.
     #[allow(clippy::mut_from_ref)] // the memory belongs to torch; `written` makes sure that it is given once
-    pub fn output<'a, T: Storage>(
-        &mut self,
-        name: &str,
-        tensor: &'a Bound<'_, PyAny>,
-    ) -> PyResult<&'a mut [T]> {
+    pub fn output<'a, T: Storage>(&mut self, name: &str, tensor: &'a Tensor<'_>) -> PyResult<&'a mut [T]> {
         let (address, len) = memory::<T>(name, tensor)?;
         let range = address..address + len * size_of::<T>();
         check_disjoint(name, &range, &self.written)?;
@@ -128,14 +127,14 @@ impl Arguments {
     pub fn optional_output<'a, T: Storage>(
         &mut self,
         name: &str,
-        tensor: Option<&'a Bound<'_, PyAny>>,
+        tensor: Option<&'a Tensor<'_>>,
     ) -> PyResult<Option<&'a mut [T]>> {
         tensor.map(|tensor| self.output(name, tensor)).transpose()
     }
 }
 
 /// Address and number of elements of a contiguous CPU tensor of type T.
-fn memory<T: Storage>(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
+fn memory<T: Storage>(name: &str, tensor: &Tensor<'_>) -> PyResult<(usize, usize)> {
     let device: String = tensor.getattr("device")?.getattr("type")?.extract()?;
     if device != "cpu" {
         return Err(UsageError::new_err(format!("{name} must be on the CPU, got {device}")));

@@ -4,12 +4,9 @@ use ballast_kernels::Scratch;
 use ballast_kernels::attention::{self, Dims, Grads, Input, Options, Saved, Selected};
 use pyo3::prelude::*;
 
-use super::arguments::{Arguments, shape, with_dtype};
+use super::arguments::{Arguments, Tensor, shape, with_dtype};
 use super::packing::offsets;
 use super::threads;
-
-/// Tensor of torch.
-type Tensor<'py> = Bound<'py, PyAny>;
 
 fn dims(q: &Tensor<'_>, v: &Tensor<'_>) -> PyResult<(usize, usize, Dims)> {
     let [batch, tokens, heads, head_dim] = shape("q", q)?;

@@ -4,12 +4,9 @@ use ballast_kernels::Scratch;
 use ballast_kernels::conv::{self, Dims, Grads, Input};
 use pyo3::prelude::*;
 
-use super::arguments::{Arguments, shape, with_dtype};
+use super::arguments::{Arguments, Tensor, shape, with_dtype};
 use super::packing::offsets;
 use super::threads;
-
-/// Tensor of torch.
-type Tensor<'py> = Bound<'py, PyAny>;
 
 fn dims(x: &Tensor<'_>, weight: &Tensor<'_>) -> PyResult<(usize, usize, Dims)> {
     let [batch, tokens, channels] = shape("x", x)?;

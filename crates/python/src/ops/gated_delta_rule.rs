@@ -6,13 +6,10 @@ use ballast_kernels::gated_delta_rule::{
 };
 use pyo3::prelude::*;
 
-use super::arguments::{Arguments, shape, with_dtype};
+use super::arguments::{Arguments, Tensor, shape, with_dtype};
 use super::packing::offsets;
 use super::threads;
 use crate::errors::UsageError;
-
-/// Tensor of torch.
-type Tensor<'py> = Bound<'py, PyAny>;
 
 fn dims(q: &Tensor<'_>, v: &Tensor<'_>) -> PyResult<(usize, usize, Dims)> {
     let [batch, tokens, key_heads, key_dim] = shape("q", q)?;
@@ -186,15 +183,15 @@ pub fn gated_delta_rule_steps(
     let state = arguments.output::<f32>("state", state)?;
     let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
     let all = batch * tokens;
-    // Every token is a row of each slice, and every sequence has a state.
-    let rows = [(q, key_heads * key_dim), (k, key_heads * key_dim), (v, value_heads * value_dim)];
-    for (tensor, width) in rows.into_iter().chain([(o, value_heads * value_dim)]) {
-        check_len(tensor.call_method0("numel")?.extract()?, all * width)?;
-    }
-    check_len(g.len(), all * value_heads)?;
-    check_len(beta.len(), all * value_heads)?;
     let state_len = value_heads * dims.state_len();
-    check_len(state.len(), (cu_seqlens.len() - 1) * state_len)?;
+    // Every token is a row of each slice, and every sequence has a state.
+    let (key, value) = (key_heads * key_dim, value_heads * value_dim);
+    for (name, tensor, width) in [("o", o, value), ("q", q, key), ("k", k, key), ("v", v, value)] {
+        check_len(name, tensor.call_method0("numel")?.extract()?, all * width)?;
+    }
+    check_len("g", g.len(), all * value_heads)?;
+    check_len("beta", beta.len(), all * value_heads)?;
+    check_len("state", state.len(), (cu_seqlens.len() - 1) * state_len)?;
     with_dtype!("q", q, T => {
         let o = arguments.output::<T>("o", o)?;
         let (q, k) = (arguments.input::<T>("q", q)?, arguments.input::<T>("k", k)?);
@@ -204,8 +201,7 @@ pub fn gated_delta_rule_steps(
             for (sequence, bounds) in cu_seqlens.windows(2).enumerate() {
                 let state = &mut state[sequence * state_len..][..state_len];
                 for t in bounds[0]..bounds[1] {
-                    let key = t * key_heads * key_dim..(t + 1) * key_heads * key_dim;
-                    let value = t * value_heads * value_dim..(t + 1) * value_heads * value_dim;
+                    let (key, value) = (t * key..(t + 1) * key, t * value..(t + 1) * value);
                     let gate = t * value_heads..(t + 1) * value_heads;
                     gdn::gated_delta_rule_step(
                         &mut o[value.clone()],
@@ -226,9 +222,9 @@ pub fn gated_delta_rule_steps(
     })
 }
 
-fn check_len(found: usize, expected: usize) -> PyResult<()> {
+fn check_len(name: &str, found: usize, expected: usize) -> PyResult<()> {
     if found == expected {
         return Ok(());
     }
-    Err(UsageError::new_err(format!("a tensor must have {expected} elements, got {found}")))
+    Err(UsageError::new_err(format!("{name} must have {expected} elements, got {found}")))
 }

@@ -5,14 +5,11 @@ use ballast_kernels::attention::{self, Saved};
 use ballast_kernels::indexer::{self, Dims, Grads, Input, Options, Target};
 use pyo3::prelude::*;
 
-use super::arguments::{Arguments, shape, with_dtype};
+use super::arguments::{Arguments, Tensor, shape, with_dtype};
 use super::attention::{Settings, options as attention_options, selected as selected_keys};
 use super::packing::offsets;
 use super::threads;
 use crate::errors::UsageError;
-
-/// Tensor of torch.
-type Tensor<'py> = Bound<'py, PyAny>;
 
 fn dims(q: &Tensor<'_>) -> PyResult<(usize, usize, Dims)> {
     let [batch, tokens, heads, dim] = shape("q", q)?;

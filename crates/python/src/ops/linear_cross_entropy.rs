@@ -5,11 +5,8 @@ use ballast_kernels::linear::Dims;
 use ballast_kernels::linear_cross_entropy::{self as loss, Grads, Options};
 use pyo3::prelude::*;
 
-use super::arguments::{Arguments, shape, with_dtype};
+use super::arguments::{Arguments, Tensor, shape, with_dtype};
 use super::threads;
-
-/// Tensor of torch.
-type Tensor<'py> = Bound<'py, PyAny>;
 
 /// Returns the sum of the loss and the number of counted tokens; of the gradients of the mean, dhidden is
 /// written and dweight [V, H] in f32 is added to, unless `None`.

@@ -4,11 +4,8 @@ use ballast_kernels::Scratch;
 use ballast_kernels::norm::{self, Saved};
 use pyo3::prelude::*;
 
-use super::arguments::{Arguments, with_dtype};
+use super::arguments::{Arguments, Tensor, with_dtype};
 use super::threads;
-
-/// Tensor of torch.
-type Tensor<'py> = Bound<'py, PyAny>;
 
 /// y with the shape of x, and rstd of every row.
 #[pyfunction]

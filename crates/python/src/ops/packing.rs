@@ -2,14 +2,14 @@
 
 use pyo3::prelude::*;
 
-use super::arguments::Arguments;
+use super::arguments::{Arguments, Tensor};
 use crate::errors::UsageError;
 
 /// Offsets of a batch of `batch` sequences of `tokens` tokens, or those given, which must end with the number
 /// of all tokens.
 pub fn offsets(
     arguments: &mut Arguments,
-    cu_seqlens: Option<&Bound<'_, PyAny>>,
+    cu_seqlens: Option<&Tensor<'_>>,
     batch: usize,
     tokens: usize,
 ) -> PyResult<Vec<usize>> {
