@@ -44,5 +44,6 @@ def test_the_snippets_of_a_section_run_one_after_another(
         if re.search(rf"^(import|from) {package}\b", code, re.MULTILINE):
             pytest.importorskip(package)
     exec(compile(code, f"docs/python.md, {section}", "exec"), {"__name__": "snippet"})
+    output = capsys.readouterr().out
     for printed in re.findall(r"^prints\n\n((?:    .*\n)+)", SECTIONS[section], re.MULTILINE):
-        assert printed.replace("\n    ", "\n").removeprefix("    ") in capsys.readouterr().out
+        assert printed.replace("\n    ", "\n").removeprefix("    ") in output

@@ -1,11 +1,12 @@
 //! `ballast._native`: the module that the Python package `ballast` is built on. It has plain functions and
 //! handles; names, types and documentation that users see are in python/ballast.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)] // allowed where tensors become slices: ops::arguments
 
 mod command;
 mod contract;
 mod errors;
+mod ops;
 
 /// The native module of the Python package.
 #[pyo3::pymodule]
@@ -23,6 +24,7 @@ mod _native {
         module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
         module.add("HOLDER_NAME", holder::HOLDER_NAME)?;
         module.add("FP32_GDN_PARAM_NAMES", holder::FP32_GDN_PARAM_NAMES.to_vec())?;
-        module.add("CONTRACT_ARCHITECTURES", holder::CONTRACT_ARCHITECTURES.to_vec())
+        module.add("CONTRACT_ARCHITECTURES", holder::CONTRACT_ARCHITECTURES.to_vec())?;
+        super::ops::register(module)
     }
 }

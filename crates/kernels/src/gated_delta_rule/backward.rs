@@ -9,7 +9,7 @@ use super::chunk::{
     substitute_transposed, triangle_add,
 };
 use super::gates::{GateGrads, GateTargets};
-use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept, kept_chunks};
+use super::{Dims, Input, L2Norm, Options, SavedRef, check_input, first_kept, kept_chunks};
 use crate::error::{Result, check, check_len, check_shape, elements};
 use crate::matmul::{By, Mat, Onto, matmul_small};
 use crate::scratch::take;
@@ -41,17 +41,19 @@ pub fn gated_delta_rule_backward_scratch(dims: Dims, options: &Options) -> usize
         + every * dims.group() * dims.state_len()
 }
 
-/// All gradients from `d_o` [tokens, Hv, dv] and `dht` [sequences, Hv, dk, dv] (`None` is zero).
-pub fn gated_delta_rule_backward<T: Element>(
+/// All gradients from `d_o` [tokens, Hv, dv] and `dht` [sequences, Hv, dk, dv] (`None` is zero); `saved` is a
+/// [`Saved`](super::Saved) or a [`SavedRef`].
+pub fn gated_delta_rule_backward<'s, T: Element>(
     grads: Grads<'_, T>,
     d_o: &[T],
     dht: Option<&[f32]>,
     input: &Input<'_, T>,
-    saved: &Saved<T>,
+    saved: impl Into<SavedRef<'s, T>>,
     dims: Dims,
     options: &Options,
     scratch: &Scratch,
 ) -> Result {
+    let saved = saved.into();
     let tokens = check_input(dims, options, input)?;
     let sequences = input.cu_seqlens.len() - 1;
     let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
@@ -71,8 +73,8 @@ pub fn gated_delta_rule_backward<T: Element>(
         "saved states do not match these inputs and options; was forward called with `saved`?".into()
     })?;
     let norm_rows = if options.l2norm == L2Norm::Off { 0 } else { tokens * dims.key_heads };
-    check_len("saved.q_rstd", &saved.q_rstd, norm_rows)?;
-    check_len("saved.k_rstd", &saved.k_rstd, norm_rows)?;
+    check_len("saved.q_rstd", saved.q_rstd, norm_rows)?;
+    check_len("saved.k_rstd", saved.k_rstd, norm_rows)?;
     let (dq, dk, dv) = (Shared::new(grads.dq), Shared::new(grads.dk), Shared::new(grads.dv));
     let dh0 = grads.dh0.map(Shared::new);
     let tasks: Vec<(usize, usize)> =
@@ -102,7 +104,7 @@ struct Task<'a, 'b, T> {
     d_o: &'a [T],
     dht: Option<&'a [f32]>,
     input: &'a Input<'b, T>,
-    saved: &'a Saved<T>,
+    saved: SavedRef<'a, T>,
     dims: Dims,
     options: &'a Options,
 }
@@ -143,7 +145,7 @@ impl<'s> Work<'s> {
 impl<T: Element> Task<'_, '_, T> {
     fn qk(&self) -> (&[T], &[T]) {
         match self.options.l2norm {
-            L2Norm::Outside => (&self.saved.q_normalized, &self.saved.k_normalized),
+            L2Norm::Outside => (self.saved.q_normalized, self.saved.k_normalized),
             _ => (self.input.q, self.input.k),
         }
     }
@@ -369,9 +371,9 @@ impl<T: Element> Task<'_, '_, T> {
         for (i, (row, y)) in dkq.chunks_exact(dk).zip(keys.kq.chunks_exact(dk)).enumerate() {
             let at = (first + i % c) * dims.key_heads + key_head;
             let (target, rstd) = if i < c {
-                (&self.targets.dk, &self.saved.k_rstd)
+                (&self.targets.dk, self.saved.k_rstd)
             } else {
-                (&self.targets.dq, &self.saved.q_rstd)
+                (&self.targets.dq, self.saved.q_rstd)
             };
             // SAFETY: a token of this sequence and this key head belongs to this task alone.
             let target = unsafe { target.part(at * dk, dk) };

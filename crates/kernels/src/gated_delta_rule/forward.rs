@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::chunk::{Half, Head, Keys, gate_queries, l2_rstd, prefetch_rows, prefetch_targets, triangle_add};
-use super::{Dims, Input, L2Norm, Options, Saved, check_input, first_kept};
+use super::{Dims, Input, L2Norm, Options, Saved, SavedMut, check_input, first_kept, saved_states};
 use crate::error::{Result, check_shape, elements};
 use crate::matmul::{By, Mat, Onto, matmul_small};
 use crate::scratch::take;
@@ -34,11 +34,6 @@ pub fn gated_delta_rule_forward<T: Element>(
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_input(dims, options, input)?;
-    let sequences = input.cu_seqlens.len() - 1;
-    check_shape("o", output.o, [tokens, dims.value_heads, dims.value_dim])?;
-    if let Some(ht) = &output.ht {
-        check_shape("ht", ht, [sequences, dims.value_heads, dims.key_dim, dims.value_dim])?;
-    }
     let save = saved.is_some();
     let mut unsaved = Saved::default();
     let saved = saved.unwrap_or(&mut unsaved);
@@ -48,26 +43,68 @@ pub fn gated_delta_rule_forward<T: Element>(
         L2Norm::Inside => (if save { rows } else { 0 }, 0),
         L2Norm::Outside => (rows, rows * dims.key_dim),
     };
-    let first_kept = first_kept(input.cu_seqlens, options);
-    let kept = if save { first_kept[sequences] } else { 0 };
+    let kept = if save { saved_states(input.cu_seqlens, options) } else { 0 };
     let states = elements("saved.states", [kept, dims.value_heads, dims.key_dim, dims.value_dim])?;
     saved.q_rstd.resize(norm_rows, 0.0);
     saved.k_rstd.resize(norm_rows, 0.0);
     saved.q_normalized.resize(copies, T::default());
     saved.k_normalized.resize(copies, T::default());
     saved.states.resize(states, 0.0);
+    let Saved { q_rstd, k_rstd, q_normalized, k_normalized, states } = saved;
+    let saved = SavedMut { q_rstd, k_rstd, q_normalized, k_normalized, states };
+    forward(output, saved, save, input, dims, options, scratch)
+}
+
+/// As [`gated_delta_rule_forward`], with the saved values in memory of the caller.
+pub fn gated_delta_rule_forward_into<T: Element>(
+    output: Output<'_, T>,
+    saved: SavedMut<'_, T>,
+    input: &Input<'_, T>,
+    dims: Dims,
+    options: &Options,
+    scratch: &Scratch,
+) -> Result {
+    let tokens = check_input(dims, options, input)?;
+    let rows = if options.l2norm == L2Norm::Off { 0 } else { tokens };
+    let copies = if options.l2norm == L2Norm::Outside { tokens } else { 0 };
+    let kept = saved_states(input.cu_seqlens, options);
+    check_shape("saved.q_rstd", saved.q_rstd, [rows, dims.key_heads])?;
+    check_shape("saved.k_rstd", saved.k_rstd, [rows, dims.key_heads])?;
+    check_shape("saved.q_normalized", saved.q_normalized, [copies, dims.key_heads, dims.key_dim])?;
+    check_shape("saved.k_normalized", saved.k_normalized, [copies, dims.key_heads, dims.key_dim])?;
+    check_shape("saved.states", saved.states, [kept, dims.value_heads, dims.key_dim, dims.value_dim])?;
+    forward(output, saved, true, input, dims, options, scratch)
+}
+
+/// Forward with checked inputs and saved values of the right lengths.
+fn forward<T: Element>(
+    output: Output<'_, T>,
+    saved: SavedMut<'_, T>,
+    save: bool,
+    input: &Input<'_, T>,
+    dims: Dims,
+    options: &Options,
+    scratch: &Scratch,
+) -> Result {
+    let sequences = input.cu_seqlens.len() - 1;
+    check_shape("o", output.o, [input.cu_seqlens[sequences], dims.value_heads, dims.value_dim])?;
+    if let Some(ht) = &output.ht {
+        check_shape("ht", ht, [sequences, dims.value_heads, dims.key_dim, dims.value_dim])?;
+    }
+    let SavedMut { q_rstd, k_rstd, q_normalized, k_normalized, states } = saved;
     let (mut q, mut k) = (input.q, input.k);
     if options.l2norm == L2Norm::Outside {
-        l2norm_copy(&mut saved.q_normalized, &mut saved.q_rstd, input.q, dims.key_dim);
-        l2norm_copy(&mut saved.k_normalized, &mut saved.k_rstd, input.k, dims.key_dim);
-        (q, k) = (&saved.q_normalized, &saved.k_normalized);
+        l2norm_copy(q_normalized, q_rstd, input.q, dims.key_dim);
+        l2norm_copy(k_normalized, k_rstd, input.k, dims.key_dim);
+        (q, k) = (q_normalized, k_normalized);
     }
+    let first_kept = first_kept(input.cu_seqlens, options);
     let targets = Targets {
         o: Shared::new(output.o),
         ht: output.ht.map(Shared::new),
-        states: Shared::new(&mut saved.states),
-        q_rstd: Shared::new(&mut saved.q_rstd),
-        k_rstd: Shared::new(&mut saved.k_rstd),
+        states: Shared::new(states),
+        q_rstd: Shared::new(q_rstd),
+        k_rstd: Shared::new(k_rstd),
         save,
     };
     let tasks: Vec<(usize, usize)> =

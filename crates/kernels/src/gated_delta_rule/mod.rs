@@ -76,7 +76,9 @@ mod step;
 mod tests;
 
 pub use backward::{Grads, gated_delta_rule_backward, gated_delta_rule_backward_scratch};
-pub use forward::{Output, gated_delta_rule_forward, gated_delta_rule_forward_scratch};
+pub use forward::{
+    Output, gated_delta_rule_forward, gated_delta_rule_forward_into, gated_delta_rule_forward_scratch,
+};
 pub use gates::{GateGrads, Gates, RawGates, gates_backward, gates_forward};
 pub use step::{gated_delta_rule_step, gated_delta_rule_step_scratch};
 
@@ -204,10 +206,47 @@ impl<T> Saved<T> {
     }
 }
 
+/// A [`Saved`] in memory of the caller, for forward to fill. Every slice has exactly the length of its shape.
+pub struct SavedMut<'a, T> {
+    /// [tokens, Hk], empty without l2norm
+    pub q_rstd: &'a mut [f32],
+    /// [tokens, Hk], empty without l2norm
+    pub k_rstd: &'a mut [f32],
+    /// [tokens, Hk, dk], only for [`L2Norm::Outside`]
+    pub q_normalized: &'a mut [T],
+    /// [tokens, Hk, dk], only for [`L2Norm::Outside`]
+    pub k_normalized: &'a mut [T],
+    /// [[`saved_states`], Hv, dk, dv]
+    pub states: &'a mut [f32],
+}
+
+/// A [`Saved`] in memory of the caller, for backward to read.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)] // as in `Saved`
+pub struct SavedRef<'a, T> {
+    pub q_rstd: &'a [f32],
+    pub k_rstd: &'a [f32],
+    pub q_normalized: &'a [T],
+    pub k_normalized: &'a [T],
+    pub states: &'a [f32],
+}
+
+impl<'a, T> From<&'a Saved<T>> for SavedRef<'a, T> {
+    fn from(saved: &'a Saved<T>) -> SavedRef<'a, T> {
+        let Saved { q_rstd, k_rstd, q_normalized, k_normalized, states } = saved;
+        SavedRef { q_rstd, k_rstd, q_normalized, k_normalized, states }
+    }
+}
+
+/// Number of states that forward saves.
+pub fn saved_states(cu_seqlens: &[usize], options: &Options) -> usize {
+    cu_seqlens.windows(2).map(|w| kept_chunks(w[1] - w[0], options)).sum()
+}
+
 /// Bytes of a [`Saved`] that forward has filled.
 pub fn saved_bytes<T: Element>(dims: Dims, options: &Options, cu_seqlens: &[usize]) -> usize {
     let tokens = cu_seqlens.last().copied().unwrap_or(0);
-    let kept: usize = cu_seqlens.windows(2).map(|w| kept_chunks(w[1] - w[0], options)).sum();
+    let kept = saved_states(cu_seqlens, options);
     let rstd = if options.l2norm == L2Norm::Off { 0 } else { 2 * tokens * dims.key_heads };
     let copies =
         if options.l2norm == L2Norm::Outside { 2 * tokens * dims.key_heads * dims.key_dim } else { 0 };

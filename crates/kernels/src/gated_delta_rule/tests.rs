@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use super::reference::{Reference, Results};
 use super::*;
 use crate::Scratch;
+use crate::testing::{Values, cast};
 
 /// RMS(a-b) / (RMS(b) + 1e-8), and the number of values compared.
 fn ratio(a: impl IntoIterator<Item = f64>, b: &[f64]) -> (f64, usize) {
@@ -742,4 +743,51 @@ fn heads_computed_in_parts_have_the_same_bits() {
     let output = Output { o: &mut vec![0.0; v.len()], ht: None };
     let error = gated_delta_rule_forward(output, None, &input, dims, &outside, &scratch).unwrap_err();
     assert!(error.to_string().contains("heads 4 + 2 are outside the 5 key heads"), "{error}");
+}
+
+#[test]
+fn saved_values_in_memory_of_the_caller_have_the_same_bits_and_the_right_lengths() {
+    let dims = Dims { key_heads: 2, value_heads: 4, key_dim: 8, value_dim: 4 };
+    let cu_seqlens = [0, 30, 30, 77];
+    for l2norm in [L2Norm::Off, L2Norm::Inside, L2Norm::Outside] {
+        let options = Options { l2norm, chunk: 8, states_every: 2, ..Options::default() };
+        let mut values = Values::new(5);
+        let (q, k) = (cast::<f32>(&values.take(77 * 16, 1.0)), cast::<f32>(&values.take(77 * 16, 1.0)));
+        let (v, beta) = (cast::<f32>(&values.take(77 * 16, 1.0)), vec![0.5f32; 77 * 4]);
+        let g = vec![-0.1f32; 77 * 4];
+        let gates = Gates::Given { g: &g, beta: &beta };
+        let input = Input { q: &q, k: &k, v: &v, gates, h0: None, cu_seqlens: &cu_seqlens };
+        let scratch = Scratch::new(0);
+        let (mut o, mut saved) = (vec![0f32; 77 * 16], Saved::default());
+        let output = Output { o: &mut o, ht: None };
+        gated_delta_rule_forward(output, Some(&mut saved), &input, dims, &options, &scratch).unwrap();
+
+        assert_eq!(saved.states.len(), saved_states(&cu_seqlens, &options) * 4 * dims.state_len());
+        let mut own = saved.clone();
+        own.states.fill(f32::NAN);
+        own.q_rstd.fill(f32::NAN);
+        let (mut again, mut short) = (vec![0f32; 77 * 16], own.states.len());
+        for missing in [1, 0] {
+            short -= missing;
+            let Saved { q_rstd, k_rstd, q_normalized, k_normalized, states } = &mut own;
+            let states = &mut states[..short];
+            let into = SavedMut { q_rstd, k_rstd, q_normalized, k_normalized, states };
+            let output = Output { o: &mut again, ht: None };
+            let done = gated_delta_rule_forward_into(output, into, &input, dims, &options, &scratch);
+            assert_eq!(done.is_err(), missing == 1);
+            short += missing;
+        }
+        assert_eq!((again, &own.states, &own.q_rstd), (o.clone(), &saved.states, &saved.q_rstd));
+
+        let mut all = Vec::new();
+        for view in [SavedRef::from(&saved), SavedRef::from(&own)] {
+            let (mut dq, mut dk, mut dv) = (q.clone(), k.clone(), v.clone());
+            let (mut dg, mut dbeta) = (g.clone(), beta.clone());
+            let gates = GateGrads::Given { dg: &mut dg, dbeta: &mut dbeta };
+            let grads = Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, gates, dh0: None };
+            gated_delta_rule_backward(grads, &o, None, &input, view, dims, &options, &scratch).unwrap();
+            all.push((dq, dk, dv, dg, dbeta));
+        }
+        assert_eq!(all[0], all[1]);
+    }
 }

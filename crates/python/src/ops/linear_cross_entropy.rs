@@ -1,0 +1,50 @@
+//! Output projection and cross entropy in one.
+
+use ballast_kernels::Scratch;
+use ballast_kernels::linear::Dims;
+use ballast_kernels::linear_cross_entropy::{self as loss, Grads, Options};
+use pyo3::prelude::*;
+
+use super::arguments::{Arguments, Tensor, shape, with_dtype};
+use super::threads;
+
+/// Returns the sum of the loss and the number of counted tokens; of the gradients of the mean, dhidden is
+/// written and dweight [V, H] in f32 is added to, unless `None`.
+#[pyfunction]
+pub fn linear_cross_entropy(
+    py: Python<'_>,
+    dhidden: Option<&Tensor<'_>>,
+    dweight: Option<&Tensor<'_>>,
+    hidden: &Tensor<'_>,
+    weight: &Tensor<'_>,
+    targets: &Tensor<'_>,
+    ignore_index: i64,
+    soft_cap: Option<f32>,
+    z_loss: f32,
+    label_smoothing: f32,
+    threads: usize,
+) -> PyResult<(f64, usize)> {
+    let [_, inputs] = shape("hidden", hidden)?;
+    let [outputs, _] = shape("weight", weight)?;
+    let dims = Dims { inputs, outputs };
+    let options = Options { ignore_index, soft_cap, z_loss, label_smoothing, ..Options::default() };
+    let mut arguments = Arguments::default();
+    let targets = arguments.input("targets", targets)?;
+    let dw = arguments.optional_output("dweight", dweight)?;
+    with_dtype!("hidden", hidden, T => with_dtype!("weight", weight, W => {
+        let hidden = arguments.input::<T>("hidden", hidden)?;
+        let weight = arguments.input::<W>("weight", weight)?;
+        let dhidden = arguments.optional_output("dhidden", dhidden)?;
+        threads::run(py, threads, || {
+            let scale = 1.0 / loss::counted_tokens(targets, &options).max(1) as f32;
+            let grads = dhidden.map(|dhidden| Grads { dhidden, dw, scale });
+            let tokens = targets.len();
+            let mut workspace = vec![0.0; loss::linear_cross_entropy_workspace(dims, tokens, &options)];
+            let scratch = Scratch::new(loss::linear_cross_entropy_scratch(dims, tokens, &options));
+            let all = loss::linear_cross_entropy(
+                grads, hidden, weight, targets, dims, &options, &mut workspace, &scratch,
+            )?;
+            Ok((all.sum, all.tokens))
+        })
+    }))
+}

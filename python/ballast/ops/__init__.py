@@ -1,0 +1,37 @@
+"""The kernels of Ballast as operations of torch, for CPU tensors in f32 and bf16.
+
+They are registered with `torch.library`: autograd, `torch.compile(fullgraph=True)`, activation checkpointing
+and FSDP2 work with them. Arithmetic is f32, whatever the storage. Inputs need not be contiguous, but a
+contiguous input is not copied. The values saved for backward are tensors.
+
+| operation | of |
+|---|---|
+| `chunk_gated_delta_rule`, `fused_recurrent_gated_delta_rule` | flash-linear-attention |
+| `causal_conv1d_fn`, `causal_conv1d_update` | causal-conv1d, with `cu_seqlens` |
+| `gated_rms_norm` | the output norm of Gated DeltaNet |
+| `attention` | causal softmax attention; f32 products and logits |
+| `indexer_topk`, `indexer_loss` | sparse attention |
+| `linear_cross_entropy` | output projection and loss without the logits in memory |
+"""
+
+from ballast.ops._tensors import apply_num_threads
+from ballast.ops.attention import attention
+from ballast.ops.conv import causal_conv1d_fn, causal_conv1d_update
+from ballast.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from ballast.ops.indexer import indexer_loss, indexer_topk
+from ballast.ops.linear_cross_entropy import linear_cross_entropy
+from ballast.ops.norm import gated_rms_norm
+
+__all__ = [
+    "attention",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "gated_rms_norm",
+    "indexer_loss",
+    "indexer_topk",
+    "linear_cross_entropy",
+]
+
+apply_num_threads()

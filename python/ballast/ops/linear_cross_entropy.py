@@ -1,0 +1,103 @@
+"""Output projection and cross entropy in one: the logits of 256 tokens exist at a time.
+
+l = W h;   l = cap tanh(l / cap) with a soft cap;   L = ln sum_j e^{l_j}
+loss = L - (1 - smoothing) l_y - smoothing mean(l) + z_loss L^2
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ballast.errors import UsageError
+from ballast.ops._tensors import check_cpu, check_shape, native, needs_grad, storage
+
+__all__ = ["linear_cross_entropy"]
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Returns the mean or the sum of the loss over tokens whose target is not `ignore_index`; 0 without any.
+
+    hidden [..., H]; weight [V, H]; targets [...] int64. The gradients are computed with the loss.
+
+    >>> import torch
+    >>> from ballast.ops import linear_cross_entropy
+    >>> loss = linear_cross_entropy(torch.ones(3, 1), torch.zeros(2, 1), torch.tensor([0, 1, -100]))
+    >>> round(loss.item(), 4)
+    0.6931
+    """
+    check_cpu("linear_cross_entropy", hidden=hidden, weight=weight, targets=targets)
+    storage("linear_cross_entropy", hidden), storage("linear_cross_entropy", weight)
+    check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]))
+    check_shape("targets", targets, tuple(hidden.shape[:-1]))
+    if targets.dtype != torch.int64:
+        raise UsageError(f"targets must be torch.int64, got {targets.dtype}")
+    if reduction not in ("mean", "sum"):
+        raise UsageError(f'reduction must be "mean" or "sum", got {reduction!r}')
+    rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+    mean, count, *_ = torch.ops.ballast.linear_cross_entropy(
+        *(rows, weight.contiguous(), targets.reshape(-1).contiguous()),
+        *(ignore_index, soft_cap, z_loss, label_smoothing),
+        *(needs_grad(hidden, weight), needs_grad(weight)),
+    )
+    return mean if reduction == "mean" else mean * count
+
+
+def _outputs(
+    hidden: torch.Tensor, weight: torch.Tensor, save: bool, save_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    scalar = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    dhidden = torch.empty_like(hidden) if save else hidden.new_empty(0)
+    shape = weight.shape if save_weight else (0,)
+    return scalar, scalar.clone(), dhidden, torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+
+
+@torch.library.custom_op("ballast::linear_cross_entropy", mutates_args=(), device_types="cpu")
+def linear_cross_entropy_op(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int,
+    soft_cap: float | None,
+    z_loss: float,
+    label_smoothing: float,
+    save: bool,
+    save_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The mean loss, the number of counted tokens, dhidden, and dweight in f32."""
+    mean, count, dhidden, dweight = _outputs(hidden, weight, save, save_weight)
+    total, tokens = native.linear_cross_entropy(
+        dhidden if save else None,
+        dweight if save_weight else None,
+        *(hidden, weight, targets, ignore_index, soft_cap, z_loss, label_smoothing),
+        torch.get_num_threads(),
+    )
+    return mean.fill_(total / max(tokens, 1)), count.fill_(tokens), dhidden, dweight
+
+
+@linear_cross_entropy_op.register_fake
+def _(hidden, weight, targets, ignore_index, soft_cap, z_loss, label_smoothing, save, save_weight):  # noqa: ANN001, ANN202
+    return _outputs(hidden, weight, save, save_weight)
+
+
+def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
+    ctx.dtype, ctx.save_weight = inputs[1].dtype, inputs[8]
+    ctx.save_for_backward(*output[2:])
+
+
+def _backward(ctx, dmean, *_: None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
+    dhidden, dweight = ctx.saved_tensors
+    dweight = (dmean * dweight).to(ctx.dtype) if ctx.save_weight else None
+    return (dmean * dhidden).to(dhidden.dtype), dweight, *[None] * 7
+
+
+linear_cross_entropy_op.register_autograd(_backward, setup_context=_setup)
