@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use ballast_bench::measure::median;
 use ballast_model::{Batch, LossOptions, Model, Plan, Precision, Recompute, Step, memory};
-use ballast_train::config::OptimizerConfig;
+use ballast_train::config::{MomentStorage, OptimizerConfig};
 use ballast_train::optimizer::Optimizer;
 use clap::{Parser, Subcommand, ValueEnum};
 use rayon::prelude::*;
@@ -43,9 +43,12 @@ enum Case {
         tokens: usize,
         #[arg(long, default_value = "none")]
         recompute: Made,
-        /// Time a whole training step, with clipping and AdamW with f32 master weights and moments
+        /// Time a whole training step, with clipping and AdamW with f32 master weights
         #[arg(long)]
         update: bool,
+        /// Storage of the moments of weights, with --update
+        #[arg(long, default_value = "f32")]
+        moments: Moments,
     },
     /// Decode tokens one by one, and report the memory bandwidth
     Decode {
@@ -53,6 +56,14 @@ enum Case {
         #[arg(long, default_value_t = 64)]
         tokens: usize,
     },
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Moments {
+    F32,
+    Bf16,
+    #[value(name = "8bit")]
+    Bits8,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -76,13 +87,18 @@ fn main() -> anyhow::Result<()> {
         Ok(Model::load(path, |_| Ok(Precision::f32()))?)
     };
     let report = match &args.case {
-        Case::Step { model, tokens, recompute, update } => {
+        Case::Step { model, tokens, recompute, update, moments } => {
             // Master weights start with all bits; without them the weights are loaded in their storage type.
             let is_config = model.extension().is_some_and(|e| e == "json");
             let mut model = if *update || is_config { load_f32(model)? } else { load(model)? };
             let precision = Precision::preset(&args.precision, &model.config)?;
             let learned = model.grads();
-            let settings = OptimizerConfig::default();
+            let moments = match moments {
+                Moments::F32 => MomentStorage::F32,
+                Moments::Bf16 => MomentStorage::Bf16,
+                Moments::Bits8 => MomentStorage::Bits8,
+            };
+            let settings = OptimizerConfig { moments, ..OptimizerConfig::default() };
             let mut optimizer = update.then(|| Optimizer::new(&model, &learned, &settings, &precision));
             drop(learned);
             model.set_precision(precision);

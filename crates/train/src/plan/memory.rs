@@ -86,7 +86,7 @@ impl Blueprint<'_> {
             ("temporary tensors", plan.transient),
             ("scratch of all threads", plan.scratch),
             ("optimizer workspace", states.workspace),
-            ("masters and state in f32, a block per thread", states.blocks),
+            ("blocks of masters and state in f32, by thread", states.blocks),
         ];
         let named = |(name, bytes): (&str, usize)| (name.to_string(), bytes);
         let rows = before.into_iter().map(named).chain(states.states).chain(after.into_iter().map(named));
