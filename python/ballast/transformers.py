@@ -22,7 +22,7 @@ from ballast.ops.packing import offsets_of_positions, offsets_of_sequence_ids
 
 __all__ = ["VERSIONS", "Patch", "patch_transformers"]
 
-VERSIONS: tuple[str, ...] = ("5.22",)
+VERSIONS: tuple[str, ...] = ("5.22", "5.23")
 """Versions of transformers that the patch was tested with."""
 
 _MODELS = {
