@@ -35,7 +35,7 @@ pub struct Answer {
 /// The error of a command.
 #[derive(Debug, Default)]
 pub struct Failure {
-    /// What is wrong, where, and what to do.
+    /// Message: the problem, its place, and a remedy.
     pub message: String,
     /// Exit code of the program for this error.
     pub code: u8,

@@ -16,7 +16,7 @@ const SHOWN_KEYS: usize = 20;
 pub(crate) struct Warnings {
     /// Set once the command has read a config.json.
     unknown_config_keys: OnceLock<Vec<String>>,
-    /// Where warnings are kept for a calling program instead of being printed.
+    /// List of the warnings for a calling program; `None`: they are printed.
     kept: Option<Arc<Mutex<Vec<String>>>>,
 }
 

@@ -10,7 +10,7 @@
 //! probability that makes the mean exact. The noise is a hash of a key and the index of the element, so an update can be
 //! repeated with the same bits on any number of threads and after a resume.
 //!
-//! Of 8 bits, the smallest number is 2^(1 - top) of the group's largest. A smaller value becomes it or 0, again with
+//! The smallest number of 8 bits is 2^(1 - top) of the group's largest. A smaller value becomes it or 0, again with
 //! the right mean; an unsigned one becomes it always, because AdamW divides by the root of the second moment.
 
 use half::bf16;
