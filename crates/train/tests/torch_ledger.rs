@@ -43,4 +43,5 @@ fn the_files_of_a_run_in_torch_are_read_and_drawn() {
     ] {
         assert!(page.contains(part), "{part}");
     }
+    assert!(!page.contains("Accuracy"), "the run has none");
 }

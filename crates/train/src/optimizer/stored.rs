@@ -219,10 +219,12 @@ enum ValueBlock<'a> {
 }
 
 impl<'a> Value<'a> {
-    fn len(&self) -> usize {
+    /// The same value, to be looked at.
+    fn by_ref(&self) -> ValueRef<'_> {
         match self {
-            Value::F32(values, _) => values.len(),
-            Value::Split(rounded, _) | Value::Bf16(rounded) => rounded.len(),
+            Value::F32(values, _) => ValueRef::F32(values),
+            Value::Split(rounded, remainders) => ValueRef::Split(rounded, remainders),
+            Value::Bf16(rounded) => ValueRef::Bf16(rounded),
         }
     }
 
@@ -240,17 +242,6 @@ impl<'a> Value<'a> {
             }
             Value::Bf16(rounded) => rounded.chunks_mut(BLOCK).map(ValueBlock::Bf16).collect(),
         }
-    }
-
-    /// All values in f32.
-    fn to_f32(&self) -> Vec<f32> {
-        let mut values = vec![0.0; self.len()];
-        match self {
-            Value::F32(own, _) => values.copy_from_slice(own),
-            Value::Split(rounded, remainders) => remainders.join(&mut values, rounded),
-            Value::Bf16(rounded) => bf16::load(&mut values, rounded),
-        }
-        values
     }
 
     fn set(self, values: &[f32]) {
@@ -314,7 +305,7 @@ pub(super) fn update(
         }
         value if rule.is_divisible() => update_blocks(rule, value, state, step, noise),
         value => {
-            let mut values = value.to_f32();
+            let mut values = value.by_ref().to_f32().into_owned();
             let mut wide: Vec<Vec<f32>> = state.iter().map(|stored| stored.to_f32().into_owned()).collect();
             let mut slices: Vec<&mut [f32]> = wide.iter_mut().map(Vec::as_mut_slice).collect();
             rule.update(&mut values, None, &mut slices, step, workspace)?;

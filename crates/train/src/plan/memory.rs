@@ -62,8 +62,8 @@ impl Blueprint<'_> {
         let gathered = self.gathered_weights();
         let of_weights = if self.divides_weights() { "weights, own share" } else { "weights" };
         let of_masters = match self.divides_updates() {
-            true => "masters: bits that bf16 lacks, own share",
-            false => "masters: bits that bf16 lacks",
+            true => "masters beside bf16, own share",
+            false => "masters beside bf16",
         };
         let before = [
             (of_weights, self.held_weights(rank)),

@@ -47,7 +47,8 @@ pub(super) fn training(report: &Report<'_>) -> String {
     let mut html = "<h2 id=\"training\">Training</h2>\n".to_string();
     html += &loss(report);
     let mut beside = Vec::new();
-    if evaluations(report).next().is_some() {
+    // Runs of other programs may have none.
+    if evaluations(report).any(|found| found.accuracy.is_finite()) {
         beside.push(accuracy(report));
     }
     if steps(report).next().is_some() {
