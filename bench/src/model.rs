@@ -102,6 +102,7 @@ fn main() -> anyhow::Result<()> {
             let mut optimizer = update.then(|| Optimizer::new(&model, &learned, &settings, &precision));
             drop(learned);
             model.set_precision(precision);
+            memory::release_freed();
             let recompute = match recompute {
                 Made::None => Recompute::None,
                 Made::Selective => Recompute::Selective,

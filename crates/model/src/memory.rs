@@ -22,6 +22,29 @@ pub fn peak() -> Option<u64> {
     field("/proc/self/status", "VmHWM:")
 }
 
+/// Returns the resident memory of this process in bytes, and with it the pages of the executable that are
+/// not resident yet: code is read when it first runs.
+pub fn with_all_code() -> Option<u64> {
+    let executable = std::env::current_exe().ok()?;
+    let maps = std::fs::read_to_string("/proc/self/smaps").ok()?;
+    Some(current()? + unread_bytes(&maps, executable.to_str()?))
+}
+
+/// Sums the bytes of the mappings of a file, in the format of /proc/self/smaps, that are not resident.
+fn unread_bytes(maps: &str, file: &str) -> u64 {
+    let (mut of_file, mut size, mut resident) = (false, 0, 0);
+    for line in maps.lines() {
+        match line.split_once(':') {
+            Some(("Size", value)) if of_file => size += kilobytes(value).unwrap_or(0),
+            Some(("Rss", value)) if of_file => resident += kilobytes(value).unwrap_or(0),
+            // The first line of a mapping ends with its path; its colon is that of a device number.
+            Some((range, _)) if range.contains('-') => of_file = line.ends_with(file),
+            _ => {}
+        }
+    }
+    size.saturating_sub(resident)
+}
+
 /// Makes the allocator keep freed memory instead of returning it to the system: every step frees and
 /// allocates the same large buffers, and fresh pages cost time. It affects the whole process, so programs
 /// call it at their start, not libraries. No effect unless the allocator is glibc's.
@@ -31,6 +54,16 @@ pub fn keep_freed() {
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, 1 << 30);
         libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
+    }
+}
+
+/// Returns freed memory to the system, once: after the end of large objects that are not made again, such as
+/// the f32 weights of a model that was cast. No effect unless the allocator is glibc's.
+pub fn release_freed() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: malloc_trim returns unused pages of the allocator, under its own locks.
+    unsafe {
+        libc::malloc_trim(0);
     }
 }
 
@@ -46,7 +79,12 @@ pub fn check(what: &str, needed: u64) -> Result {
 fn field(file: &str, name: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+    kilobytes(line)
+}
+
+/// Parses "12 kB" and returns bytes.
+fn kilobytes(value: &str) -> Option<u64> {
+    Some(value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
 }
 
 #[cfg(test)]
@@ -62,6 +100,18 @@ mod tests {
             assert!(buffer.iter().all(|byte| *byte == 7));
             drop(buffer);
             assert!(vec![0u8; size].iter().all(|byte| *byte == 0), "zeros are zeros, on used pages too");
+        }
+    }
+
+    #[test]
+    fn code_that_did_not_run_yet_is_counted() {
+        let maps = "55d0-55d8 r--p 00000000 08:01 12 /opt/a/ballast\nSize: 40 kB\nKernelPageSize: 4 kB\nRss: 12 kB\n\
+                    55d8-55e8 r-xp 00008000 08:01 12 /opt/a/ballast\nSize: 60 kB\nRss: 20 kB\nVmFlags: rd ex\n\
+                    7f00-7f08 r-xp 00000000 08:01 13 /usr/lib/libc.so.6\nSize: 500 kB\nRss: 100 kB\n";
+        assert_eq!(unread_bytes(maps, "/opt/a/ballast"), 68 << 10);
+        assert_eq!(unread_bytes(maps, "/opt/other"), 0);
+        if let (Some(now), Some(all)) = (current(), with_all_code()) {
+            assert!(all + (1 << 20) > now);
         }
     }
 

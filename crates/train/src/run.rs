@@ -380,7 +380,7 @@ impl Trainer {
     pub fn memory_plan(&self) -> Result<MemoryPlan> {
         let (rank, ranks) = (self.ranks.world.rank(), self.ranks.size());
         let mut plan = MemoryPlan::for_rank(&self.config, &self.model, self.model.precision(), rank, ranks)?;
-        plan.rows.insert(0, ("the program at start".into(), self.program_bytes));
+        plan.rows.insert(0, ("the program and its code".into(), self.program_bytes));
         Ok(plan)
     }
 

@@ -110,8 +110,7 @@ impl Trainer {
         config.schedule.warmup = config.schedule.warmup.min(config.steps);
         let opened = ranks.on_first(|| open_new(&config))?;
         let store = opened.unwrap_or_else(|| Store::of_first(&config.out));
-        let program = memory::current().unwrap_or(0);
-        Trainer::build(config, store, ranks, program)
+        Trainer::build(config, store, ranks)
     }
 
     /// Resumes the run in `out` from its last checkpoint. `settings` change its configuration where
@@ -158,10 +157,10 @@ impl Trainer {
         check_same_program(&ranks, &config)?;
         // Built from the original source, not from a training checkpoint: those may be removed while the run
         // still reads tensors that the model carries along.
-        let program = memory::current().unwrap_or(0);
-        let mut trainer = Trainer::build(config, store, ranks, program)?;
+        let mut trainer = Trainer::build(config, store, ranks)?;
         trainer.check_same_text(&checkpoint, &state)?;
         trainer.restore(&checkpoint, state)?;
+        memory::release_freed();
         trainer.best = trainer.best.filter(|_| comparable);
         Ok(trainer)
     }
@@ -191,7 +190,8 @@ impl Trainer {
     }
 
     /// Builds the model in f32, casts it, and opens the data.
-    fn build(config: TrainConfig, store: Store, ranks: Ranks, program_bytes: u64) -> Result<Trainer> {
+    fn build(config: TrainConfig, store: Store, ranks: Ranks) -> Result<Trainer> {
+        let program_bytes = memory::with_all_code().unwrap_or(0);
         let (rank, size, shard) = (ranks.world.rank(), ranks.size(), ranks.shard);
         let load = || {
             setup::model_shares(&config, |config_of_model, specs| {
@@ -227,6 +227,7 @@ impl Trainer {
             grads.release();
         }
         model.set_precision(precision);
+        memory::release_freed();
         ledger.cast(&model);
         ledger.check(&model, "cast")?;
         ranks.on_first(|| setup::write_tokenizer(&config))?;

@@ -101,13 +101,13 @@ struct Fullest {
 
 impl Fullest {
     fn of(blueprint: &Blueprint<'_>) -> Result<Fullest> {
-        let program = memory::current().unwrap_or(0);
+        let program = memory::with_all_code().unwrap_or(0);
         let mut fullest: Option<Fullest> = None;
         for part in blueprint.sample_parts() {
             let activations = blueprint.activations(part)?;
             for rank in blueprint.fullest(CANDIDATES, part) {
                 let mut memory = blueprint.memory(&activations, rank);
-                memory.rows.insert(0, ("the program itself".into(), program));
+                memory.rows.insert(0, ("the program and its code".into(), program));
                 let loading = program + blueprint.loading(&activations, rank);
                 let candidate = Fullest { rank, memory, loading };
                 if fullest.as_ref().is_none_or(|fullest| fullest.needed() < candidate.needed()) {
