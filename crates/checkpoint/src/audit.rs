@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::cast;
 use crate::error::Result;
+use crate::fp8::{self, ScaleOf};
 use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::layout::{Layout, Naming, metadata};
 use crate::open::{Checkpoint, StoredTensor};
@@ -120,6 +121,7 @@ pub fn audit(
     let rules: Vec<Option<&Rule>> = checkpoint.tensors.iter().map(|t| policy.rule_for(&t.name)).collect();
     let mut findings = Findings::default();
     header_findings(checkpoint, &policy, &rules, &layout, &mut findings);
+    fp8_findings(checkpoint, &mut findings)?;
     head_findings(checkpoint, &mut findings)?;
     let scans = scan_values(checkpoint, &rules, observer)?;
     let decay = value_findings(checkpoint, &rules, &scans, &mut findings);
@@ -181,6 +183,21 @@ const MISSING: Kind = violation(
     "missing",
     "the layer exists, but its protected tensor is missing",
     "copy it from the original checkpoint",
+);
+const FP8_UNSCALED: Kind = violation(
+    "fp8-scale-missing",
+    "an FP8 weight has no value without the scales of its blocks",
+    "copy the scales from the original checkpoint",
+);
+const FP8_SHAPE: Kind = violation(
+    "fp8-scale-shape",
+    "the scales of an FP8 weight do not fit its blocks",
+    "copy the scales from the original checkpoint, or state quantization_config.weight_block_size",
+);
+const FP8_VALUE: Kind = violation(
+    "fp8-scale-value",
+    "a scale of an FP8 weight is not finite and positive",
+    "copy the scales from the original checkpoint",
 );
 const BARE_AND_ROUTED: Kind = violation(
     "bare-and-routed",
@@ -302,6 +319,28 @@ fn header_findings(
     for issue in &checkpoint.issues {
         findings.add(&INDEX, None, None, issue.to_string());
     }
+}
+
+/// Finds FP8 weights without usable scales.
+fn fp8_findings(checkpoint: &Checkpoint, findings: &mut Findings) -> Result<()> {
+    for (weight, scales) in fp8::pairs(checkpoint)? {
+        let t = &checkpoint.tensors[weight];
+        match scales {
+            ScaleOf::Missing(name) => findings.add(&FP8_UNSCALED, None, Some(t.dtype), name),
+            ScaleOf::Unfit(problem) => {
+                findings.add(&FP8_SHAPE, None, Some(t.dtype), format!("{} ({problem})", t.name));
+            }
+            ScaleOf::Found(scales) => {
+                let bad = fp8::count_bad_scales(checkpoint, scales)?;
+                if bad > 0 {
+                    let t = &checkpoint.tensors[scales];
+                    let label = format!("{} ({bad} of {} scales)", t.name, t.elements());
+                    findings.add(&FP8_VALUE, None, Some(t.dtype), label);
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Finds an output head that is stored although config.json ties it to the embedding.

@@ -10,6 +10,7 @@ pub mod convert;
 pub mod diff;
 pub mod encoding;
 pub mod error;
+pub mod fp8;
 pub mod header;
 pub mod index;
 pub mod inspect;

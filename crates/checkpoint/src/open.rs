@@ -17,6 +17,7 @@ use serde_json::Value;
 use crate::assembly::Assembly;
 use crate::encoding::without_mark;
 use crate::error::{Error, Place, Result};
+use crate::fp8::Computed;
 use crate::header::{self, Header, TensorInfo};
 use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
 use crate::torch;
@@ -43,6 +44,7 @@ enum Data {
     File(File),
     Memory(Vec<u8>),
     Assembly(Assembly),
+    Computed(Computed),
 }
 
 /// A tensor in memory that is treated like one in a file.
@@ -74,15 +76,21 @@ impl ShardFile {
         ShardFile { path: path.into(), bytes: length, modified: None, data: Data::Memory(bytes) }
     }
 
+    /// A tensor that is computed from others.
+    pub(crate) fn computed(path: &Path, bytes: u64, computed: Computed) -> ShardFile {
+        ShardFile { path: path.into(), bytes, modified: None, data: Data::Computed(computed) }
+    }
+
     /// Returns true if this is a tensor that is put together from several files, not a file of its own.
     pub(crate) fn is_assembled(&self) -> bool {
-        matches!(self.data, Data::Assembly(_))
+        matches!(self.data, Data::Assembly(_) | Data::Computed(_))
     }
 
     /// Fills `buffer` from byte `at` of the file.
     pub fn read_at(&self, buffer: &mut [u8], at: u64) -> Result<()> {
         let read = match &self.data {
             Data::Assembly(assembly) => return assembly.read_at(buffer, at),
+            Data::Computed(computed) => return computed.read_at(buffer, at),
             Data::File(file) => file.read_exact_at(buffer, at),
             Data::Memory(data) => match data.get(at as usize..(at as usize).saturating_add(buffer.len())) {
                 Some(bytes) => {
@@ -110,7 +118,7 @@ impl ShardFile {
     pub(crate) fn handle(&self) -> Option<&File> {
         match &self.data {
             Data::File(file) => Some(file),
-            Data::Memory(_) | Data::Assembly(_) => None,
+            Data::Memory(_) | Data::Assembly(_) | Data::Computed(_) => None,
         }
     }
 
@@ -302,6 +310,23 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
+    /// A checkpoint with the same tensors, of which some are then replaced by computed ones.
+    pub(crate) fn derived(&self) -> Checkpoint {
+        Checkpoint {
+            root: self.root.clone(),
+            files: self.files.clone(),
+            tensors: self.tensors.clone(),
+            state: Vec::new(),
+            metadata: self.metadata.clone(),
+            config: self.config.clone(),
+            sidecars: self.sidecars.clone(),
+            ignored: Vec::new(),
+            ranks: self.ranks,
+            issues: Vec::new(),
+            in_memory: true,
+        }
+    }
+
     /// Adds all tensors of a safetensors file.
     pub fn add_tensors_of(&mut self, path: &Path) -> Result<()> {
         let (shard, header) = open_shard(path)?;
@@ -325,7 +350,7 @@ impl Checkpoint {
 
     /// Returns true if the checkpoint was opened as a single file, not as a folder.
     pub fn is_single_file(&self) -> bool {
-        self.files.len() == 1 && self.files[0].path == self.root
+        self.files.first().is_some_and(|file| file.path == self.root)
     }
 
     /// Returns true if the checkpoint is not that of a folder; [`Checkpoint::config`] then takes precedence

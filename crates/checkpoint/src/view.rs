@@ -116,7 +116,7 @@ impl View {
         }
         if self.dtype.bytes().is_none() || self.dtype.is_scaled_float() {
             return refuse(format!(
-                "{} tensors depend on a scale and cannot be sliced or concatenated",
+                "{} tensors depend on a scale and cannot be sliced or concatenated; --dtype bf16 dequantizes them",
                 self.dtype
             ));
         }
@@ -160,7 +160,9 @@ impl View {
             };
         }
         if parts.len() > 1 && (dtype.bytes().is_none() || dtype.is_scaled_float()) {
-            let problem = format!("{dtype} tensors depend on a scale and cannot be sliced or concatenated");
+            let problem = format!(
+                "{dtype} tensors depend on a scale and cannot be sliced or concatenated; --dtype bf16 dequantizes them"
+            );
             return Err(Error::tensor(name, problem));
         }
         if !is_countable(&shape) {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use ballast_checkpoint::cast::{self, Buffer};
 use ballast_checkpoint::layout::{self, Form, Layout, Naming, is_carried};
 use ballast_checkpoint::tied::{self, StoredHead};
-use ballast_checkpoint::{Checkpoint, View};
+use ballast_checkpoint::{Checkpoint, View, fp8};
 use ballast_contract::Dtype;
 use half::bf16;
 use rayon::prelude::*;
@@ -73,7 +73,7 @@ impl Model {
 
     /// [`Model::reload`] of the elements `shares` of each weight; `None` for all.
     pub fn reload_shares(&mut self, path: &Path, shares: Option<&[Range<usize>]>) -> Result {
-        self.read_params(Arc::new(Checkpoint::open_consistent(path)?), shares)?;
+        self.read_params(fp8::dequantized(&Arc::new(Checkpoint::open_consistent(path)?))?, shares)?;
         self.set_precision(self.precision().clone());
         Ok(())
     }
@@ -143,7 +143,7 @@ impl Specs {
 
 /// Opens a checkpoint; returns it with its configuration and warnings for the user.
 pub(crate) fn open(path: &Path) -> Result<(Arc<Checkpoint>, Config, Vec<String>)> {
-    let checkpoint = Arc::new(Checkpoint::open_consistent(path)?);
+    let checkpoint = fp8::dequantized(&Arc::new(Checkpoint::open_consistent(path)?))?;
     let Some(json) = &checkpoint.config else {
         let problem = "not found; it is needed to interpret the tensors".to_string();
         return Err(Error::Config { file: checkpoint.config_path(), field: "config.json".into(), problem });

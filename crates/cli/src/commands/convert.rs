@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use ballast_checkpoint::convert::{ConvertOptions, ConvertPlan, ConvertReport, execute, plan};
+use ballast_checkpoint::fp8;
 use ballast_checkpoint::layout::{Form, LayoutRequest, Naming};
 use ballast_checkpoint::verify::Verification;
 use ballast_checkpoint::write::DEFAULT_SHARD_BYTES;
@@ -24,7 +25,9 @@ pub(crate) struct ConvertArgs {
     /// Layout to write [default: the source's].
     #[arg(long, value_name = "LAYOUT")]
     layout: Option<LayoutArg>,
-    /// dtype of float tensors that are not protected; protected ones are always F32.
+    /// dtype of float tensors that are not protected; protected ones are always F32. FP8 weights are
+    /// dequantized by bf16, f16 and f32; fp8 quantizes the weights that releases quantize, with a scale per
+    /// block of 128 x 128, and makes the others BF16.
     #[arg(long, default_value = "keep")]
     dtype: DtypeArg,
     #[command(flatten)]
@@ -75,6 +78,7 @@ enum DtypeArg {
     Bf16,
     F16,
     F32,
+    Fp8,
 }
 
 /// Parses a size such as `5GB`, `512MiB` or `1000000`.
@@ -87,7 +91,13 @@ fn parse_size(text: &str) -> Result<u64, String> {
 }
 
 pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome> {
-    let source = open(&args.source)?;
+    let stored = open(&args.source)?;
+    let policy = args.policy.load_for(&stored, global)?;
+    let source = match args.dtype {
+        DtypeArg::Keep => stored.clone(),
+        DtypeArg::Fp8 => fp8::quantized(&stored, &policy)?,
+        DtypeArg::Bf16 | DtypeArg::F16 | DtypeArg::F32 => fp8::dequantized(&stored)?,
+    };
     let form = |f: FormArg| match f {
         FormArg::Split => Form::Split,
         FormArg::Fused => Form::Fused,
@@ -106,16 +116,18 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
         },
         dtype: match args.dtype {
             DtypeArg::Keep => None,
-            DtypeArg::Bf16 => Some(Dtype::Bf16),
+            // Weights that releases do not quantize are BF16 there.
+            DtypeArg::Bf16 | DtypeArg::Fp8 => Some(Dtype::Bf16),
             DtypeArg::F16 => Some(Dtype::F16),
             DtypeArg::F32 => Some(Dtype::F32),
         },
         narrow_f64: args.narrow_f64,
         max_shard_bytes: args.max_shard_size.unwrap_or(DEFAULT_SHARD_BYTES),
         force: args.force,
-        ..ConvertOptions::new(args.policy.load_for(&source, global)?)
+        ..ConvertOptions::new(policy)
     };
-    let plan = plan(&source, &options)?;
+    let mut plan = plan(&source, &options)?;
+    plan.notes.extend(fp8::note(&stored, &source));
     if args.dry_run {
         if global.json {
             global.print_json("convert-plan", &plan);

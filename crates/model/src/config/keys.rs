@@ -143,7 +143,8 @@ pub(super) fn check_common(fields: &Fields<'_>) -> Result {
     fields.only("tie_encoder_decoder", false)?;
     if fields.get("quantization_config").is_some() {
         let problem =
-            "describes quantized weights, which are not supported; dequantize the checkpoint and remove it";
+            "describes quantized weights, but there are none in F8_E4M3, the only supported kind; dequantize the \
+             checkpoint and remove it";
         return Err(fields.error("quantization_config", problem));
     }
     Ok(())
