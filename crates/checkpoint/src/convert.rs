@@ -195,7 +195,7 @@ fn decide_dtype(
     if view.dtype == dtype {
         Ok((dtype, String::new()))
     } else if view.dtype.is_scaled_float() {
-        leave("quantized floats are not cast without their scale")
+        leave("quantized, with scales")
     } else if !view.dtype.is_plain_float() {
         leave("not a float")
     } else if has_scaled && last.contains("scale") {

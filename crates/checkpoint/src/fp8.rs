@@ -87,6 +87,15 @@ impl Blocks {
         [self.rows.div_ceil(self.block[0]), self.columns.div_ceil(self.block[1])]
     }
 
+    /// Returns true if transformers, which divides the size by the number of blocks, finds another block size
+    /// than was used: 160 rows in blocks of 128 and 32 are two blocks of 80 there.
+    fn are_misread(&self) -> bool {
+        let sizes = [self.rows, self.columns].into_iter().zip(self.grid()).zip(self.block);
+        sizes.into_iter().any(|((size, blocks), block)| {
+            blocks > 1 && size.is_multiple_of(blocks) && size / blocks != block
+        })
+    }
+
     /// Shape of the scales of a tensor of this shape.
     fn scale_shape(&self, shape: &[u64]) -> Vec<u64> {
         [&shape[..shape.len() - 2], &self.grid()].concat()
@@ -420,7 +429,6 @@ fn is_quantized_in_releases(name: &str) -> bool {
         [.., "experts", last] => *last,
         _ => return false,
     };
-    let in_layer = segments.contains(&"layers");
     let excluded = matches!(
         owner,
         "in_proj_a" | "in_proj_b" | "in_proj_ba" | "conv1d" | "weights_proj" | "gate" | "shared_expert_gate"
@@ -430,7 +438,7 @@ fn is_quantized_in_releases(name: &str) -> bool {
         role,
         Role::LinearAttention | Role::Attention | Role::Indexer | Role::Mlp | Role::Experts | Role::Mtp
     );
-    in_layer && multiplied && !excluded && !owner.contains("norm")
+    segments.contains(&"layers") && multiplied && !excluded && !owner.contains("norm")
 }
 
 /// Returns the checkpoint with the weights that releases quantize in FP8, and their scales. Tensors that
@@ -449,7 +457,8 @@ pub fn quantized(source: &Arc<Checkpoint>, policy: &Policy) -> Result<Arc<Checkp
     for (index, stored) in source.tensors.iter().enumerate() {
         let blocks = Blocks::new(&stored.shape, BLOCK).filter(|_| stored.dtype.widens_exactly_to(Dtype::F32));
         let Some(blocks) = blocks.filter(|_| stored.elements() > 0) else { continue };
-        if !is_quantized_in_releases(&stored.name) || policy.rule_for(&stored.name).is_some() {
+        let wanted = is_quantized_in_releases(&stored.name) && !blocks.are_misread();
+        if !wanted || policy.rule_for(&stored.name).is_some() {
             left.extend(stored.name.strip_suffix(".weight").filter(|_| stored.shape.len() == 2));
             continue;
         }

@@ -142,8 +142,7 @@ pub(super) fn check_common(fields: &Fields<'_>) -> Result {
     fields.only("pruned_heads", json!({}))?;
     fields.only("tie_encoder_decoder", false)?;
     if fields.get("quantization_config").is_some() {
-        let problem =
-            "describes quantized weights, but there are none in F8_E4M3, the only supported kind; dequantize the \
+        let problem = "describes quantized weights, but there are none in F8_E4M3, the only supported kind; dequantize the \
              checkpoint and remove it";
         return Err(fields.error("quantization_config", problem));
     }
