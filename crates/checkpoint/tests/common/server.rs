@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -176,6 +177,8 @@ pub struct FakeHub {
     pub hub: Server,
     pub cdn: Server,
     fault: Arc<Mutex<Option<Fault>>>,
+    /// Milliseconds before every answer.
+    delay: Arc<AtomicU64>,
 }
 
 pub const REPO: &str = "org/model";
@@ -186,8 +189,14 @@ impl FakeHub {
     pub fn start(folder: &Path, etag: fn(&Path) -> String) -> FakeHub {
         let fault: Arc<Mutex<Option<Fault>>> = Arc::default();
         let (in_hub, in_cdn) = (fault.clone(), fault.clone());
+        let delay: Arc<AtomicU64> = Arc::default();
+        let (of_hub, of_cdn) = (delay.clone(), delay.clone());
+        let wait = |delay: &AtomicU64| {
+            std::thread::sleep(Duration::from_millis(delay.load(Ordering::Relaxed)));
+        };
         let root = folder.to_path_buf();
         let cdn = Server::start(move |request| {
+            wait(&of_cdn);
             if let Some(response) = in_cdn.lock().unwrap().as_mut().and_then(|fault| fault(request)) {
                 return response;
             }
@@ -196,12 +205,18 @@ impl FakeHub {
         });
         let (root, port) = (folder.to_path_buf(), cdn.address.port());
         let hub = Server::start(move |request| {
+            wait(&of_hub);
             if let Some(response) = in_hub.lock().unwrap().as_mut().and_then(|fault| fault(request)) {
                 return response;
             }
             answer(request, &root, port, etag)
         });
-        FakeHub { hub, cdn, fault }
+        FakeHub { hub, cdn, fault, delay }
+    }
+
+    /// Delays every answer, as the round trip of a network does.
+    pub fn set_delay(&self, delay: Duration) {
+        self.delay.store(delay.as_millis() as u64, Ordering::Relaxed);
     }
 
     pub fn endpoint(&self) -> String {

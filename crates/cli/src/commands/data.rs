@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use ballast_checkpoint::hub::Part;
+use ballast_checkpoint::hub;
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::batch::IGNORED;
 use ballast_report::format::percent;
@@ -125,7 +125,7 @@ pub(crate) fn run(args: DataArgs, global: &Global) -> anyhow::Result<Outcome> {
 }
 
 fn inspect(mut args: InspectArgs, global: &Global) -> anyhow::Result<Outcome> {
-    args.model = super::local_part(&args.model, Part::BesideWeights, global)?;
+    args.model = super::local_part(&args.model, hub::Part::BesideWeights, global)?;
     let progress = global.progress();
     let (config, encoder) = (args.config(), Arc::new(TextEncoder::load(&args.model)?));
     let files = Files::open(&config, Split::Train, encoder.clone(), args.seed)?;
