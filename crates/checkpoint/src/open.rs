@@ -49,7 +49,7 @@ enum Data {
     Memory(Vec<u8>),
     Assembly(Assembly),
     #[cfg(feature = "hub")]
-    Remote(RemoteFile),
+    Remote(Box<RemoteFile>),
 }
 
 /// A tensor in memory that is treated like one in a file.
@@ -84,7 +84,7 @@ impl ShardFile {
     /// A file on a server.
     #[cfg(feature = "hub")]
     pub(crate) fn remote(path: &Path, bytes: u64, file: RemoteFile) -> ShardFile {
-        ShardFile { path: path.into(), bytes, modified: None, data: Data::Remote(file) }
+        ShardFile { path: path.into(), bytes, modified: None, data: Data::Remote(Box::new(file)) }
     }
 
     /// Returns the file on a server, if it is one.

@@ -131,7 +131,8 @@ impl SyntheticModel {
     }
 
     /// Writes the checkpoint like [`SyntheticModel::write`], but with holes in place of all tensors that are not
-    /// F32: a model of any size takes the disk space of its protected tensors.
+    /// F32: a model of any size takes the disk space of its protected tensors. dt_bias has the dtype of the
+    /// matrices, as in the release of Qwen3.5, and lies among them.
     pub fn write_sparse(&self, folder: &Path, shard_bytes: u64) -> Result<()> {
         self.write_shards(folder, shard_bytes, true)
     }
@@ -146,6 +147,7 @@ impl SyntheticModel {
         let mut shards: Vec<Vec<TensorInfo>> = vec![Vec::new()];
         let mut begin = 0;
         for (name, dtype, shape) in self.tensors() {
+            let dtype = if sparse && name.ends_with("dt_bias") { self.dtype } else { dtype };
             let bytes = elements(&shape)
                 .and_then(|n| dtype.bytes_for(n))
                 .ok_or_else(|| Error::tensor(&name, "too large"))?;

@@ -5,6 +5,7 @@ mod common;
 #[path = "../../checkpoint/tests/common/server.rs"]
 mod server;
 
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -117,6 +118,27 @@ fn refusals_of_a_hub_are_one_line_without_the_token() {
     assert_eq!(json["exit_code"], 3);
     stage.run(&["audit", "hf://model"]).exits(2).says(&["hf://model", "ORG/NAME"]);
     stage.run(&["generate", "https://h.invalid/model.safetensors", "--prompt", "x"]).exits(3);
+}
+
+#[test]
+fn a_proxy_of_the_environment_is_used() {
+    let stage = Stage::synthetic();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let proxy = format!("http://{}", listener.local_addr().unwrap());
+    let seen = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut line = String::new();
+        BufReader::new(&stream).read_line(&mut line).unwrap();
+        stream.write_all(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n").unwrap();
+        line
+    });
+    let mut command = stage.command(&["audit", ADDRESS]);
+    command.env("HF_ENDPOINT", "http://hub.invalid").env("HTTP_PROXY", proxy);
+    let mut child = command.stderr(std::process::Stdio::null()).spawn().unwrap();
+    let line = seen.join().unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(line.contains("hub.invalid"), "{line}");
 }
 
 #[test]

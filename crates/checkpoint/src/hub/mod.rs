@@ -5,6 +5,7 @@
 //! read from that commit, and a file that changes in between is an error. Files that are in the local cache
 //! are read there. [`localize`] downloads a checkpoint into the cache, in the hub's own layout.
 
+#[cfg(feature = "hub")]
 pub mod address;
 #[cfg(feature = "hub")]
 mod cache;

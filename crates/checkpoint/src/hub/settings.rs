@@ -56,7 +56,7 @@ impl Default for Limits {
         Limits {
             connect: Duration::from_secs(15),
             stall: Duration::from_secs(30),
-            attempts: 6,
+            attempts: 5,
             first_wait: Duration::from_millis(500),
             longest_wait: Duration::from_secs(300),
             parallel: 8,
