@@ -30,6 +30,7 @@ __all__ = [
     "Layout",
     "MovedValues",
     "ProtectedSummary",
+    "RemoteSummary",
     "Repair",
     "RepairedTensor",
     "TensorDiff",
@@ -105,8 +106,21 @@ class TensorSummary:
 
 
 @dataclass(frozen=True)
+class RemoteSummary:
+    """What was read from a server: the address with its commit, and numbers of bytes and requests."""
+
+    address: str
+    bytes: int
+    requests: int
+    note: str | None = None
+
+
+@dataclass(frozen=True)
 class Inspection(Report):
-    """The summary of a checkpoint. `tensors` is empty unless it was asked for; `state` is optimizer state."""
+    """The summary of a checkpoint. `tensors` is empty unless it was asked for; `state` is optimizer state.
+
+    `remote` is None for a checkpoint on disk.
+    """
 
     architecture: Architecture
     layout: Layout
@@ -121,10 +135,13 @@ class Inspection(Report):
     tensors: tuple[TensorSummary, ...]
     unknown_config_keys: tuple[str, ...] = ()
     state: dict[str, Amount] = field(default_factory=dict)
+    remote: RemoteSummary | None = None
 
 
 def inspect(path: Path, *, tensors: bool = False, policy: Path | Policy = "strict") -> Inspection:
     """Shows a checkpoint's architecture, layout, files, dtypes and protected tensors.
+
+    A path may be `hf://ORG/NAME[@REVISION]`, here and in the other functions.
 
     >>> report = inspect("fixtures/release/qwen3_5")
     >>> report.architecture.name, report.layout.naming
@@ -165,19 +182,21 @@ class DecayCost:
 
 @dataclass(frozen=True)
 class Audit(Report):
-    """The result of an audit."""
+    """The result of an audit. `values` says whose values were read: "all" or "protected" tensors."""
 
     architecture: Architecture
     policy: str
     layout: Layout
     tensors: int
     bytes: int
+    values: Literal["all", "protected"]
     protected: int
     findings: tuple[Finding, ...]
     decay: tuple[DecayCost, ...]
     notes: tuple[str, ...]
     passed: bool
     unknown_config_keys: tuple[str, ...] = ()
+    remote: RemoteSummary | None = None
 
     @property
     def ok(self) -> bool:
@@ -201,15 +220,19 @@ class Audit(Report):
         raise CheckFailed("\n".join(lines), tensor=self.violations[0].tensors[0])
 
 
-def audit(path: Path, *, policy: Path | Policy = "strict", progress: Progress | None = None) -> Audit:
+def audit(
+    path: Path, *, policy: Path | Policy = "strict", full: bool = False, progress: Progress | None = None
+) -> Audit:
     """Checks a checkpoint's dtypes, index and values against the precision contract.
+
+    On a hub, the values of protected tensors are read; with `full`, all.
 
     >>> report = audit("fixtures/release/qwen3_5", policy="megatron")
     >>> report.ok, report.findings
     (True, ())
     >>> report.raise_if_failed()
     """
-    return run(Audit, "audit", path, policy=policy, progress=progress)
+    return run(Audit, "audit", path, policy=policy, full=full, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -338,6 +361,7 @@ class Diff(Report):
     b: Layout
     elements: int
     tensors: tuple[TensorDiff, ...]
+    remote: tuple[RemoteSummary, ...] = ()
 
 
 def diff(
@@ -376,6 +400,7 @@ class Repair(Report):
 
     tensors: tuple[RepairedTensor, ...]
     verification: Verification
+    remote: RemoteSummary | None = None
 
 
 def repair(

@@ -1,7 +1,7 @@
 //! Audit of a checkpoint: the precision contract, its headers and index, and its values.
 //!
-//! Every header, index and name is checked, and every value is read once. Findings are grouped by kind and
-//! rule, each with its tensors and a fix.
+//! Every header, index and name is checked, and every value is read once, or those of the protected tensors
+//! only ([`Values`]). Findings are grouped by kind and rule, each with its tensors and a fix.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::cast;
 use crate::error::Result;
 use crate::fp8::{self, ScaleOf};
+use crate::hub::{self, RemoteSummary};
 use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::layout::{Layout, Naming, metadata};
 use crate::open::{Checkpoint, StoredTensor};
@@ -63,6 +64,16 @@ pub struct DecayCost {
     pub worst: f64,
 }
 
+/// The values that an audit reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Values {
+    /// Those of all tensors.
+    All,
+    /// Those of the protected tensors: for a checkpoint on a server.
+    Protected,
+}
+
 /// The result of an audit.
 #[derive(Clone, Debug, Serialize)]
 pub struct AuditReport {
@@ -72,10 +83,12 @@ pub struct AuditReport {
     pub policy: String,
     /// Layout.
     pub layout: Layout,
-    /// Number of tensors read.
+    /// Number of tensors.
     pub tensors: usize,
-    /// Number of bytes read.
+    /// Number of bytes of the values that were read.
     pub bytes: u64,
+    /// Values that were read.
+    pub values: Values,
     /// Number of protected tensors.
     pub protected: usize,
     /// Findings, violations first.
@@ -84,6 +97,9 @@ pub struct AuditReport {
     pub decay: Vec<DecayCost>,
     /// Notes.
     pub notes: Vec<String>,
+    /// What was read from a server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remote: Option<RemoteSummary>,
     /// True if there is no violation.
     pub passed: bool,
 }
@@ -108,11 +124,22 @@ struct DecaySum {
     worst: f64,
 }
 
-/// Audits `checkpoint` against the rules of `policy` for its architecture.
+/// Audits `checkpoint` against the rules of `policy` for its architecture; reads all values.
 pub fn audit(
     checkpoint: &Checkpoint,
     registry: &Registry,
     policy: &Policy,
+    observer: &dyn Observer,
+) -> Result<AuditReport> {
+    audit_values(checkpoint, registry, policy, Values::All, observer)
+}
+
+/// Audits `checkpoint` like [`audit`]; reads some values only.
+pub fn audit_values(
+    checkpoint: &Checkpoint,
+    registry: &Registry,
+    policy: &Policy,
+    values: Values,
     observer: &dyn Observer,
 ) -> Result<AuditReport> {
     let architecture = checkpoint.architecture(registry)?;
@@ -121,11 +148,24 @@ pub fn audit(
     let rules: Vec<Option<&Rule>> = checkpoint.tensors.iter().map(|t| policy.rule_for(&t.name)).collect();
     let mut findings = Findings::default();
     header_findings(checkpoint, &policy, &rules, &layout, &mut findings);
-    fp8_findings(checkpoint, &mut findings)?;
-    head_findings(checkpoint, &mut findings)?;
-    let scans = scan_values(checkpoint, &rules, observer)?;
-    let decay = value_findings(checkpoint, &rules, &scans, &mut findings);
+    fp8_findings(checkpoint, values, &mut findings)?;
+    let is_read = |rule: &Option<&Rule>| values == Values::All || rule.is_some();
+    let read = || checkpoint.tensors.iter().zip(&rules).filter(|(_, rule)| is_read(rule)).map(|(t, _)| t);
+    let bytes = read().map(|t| t.bytes).sum();
     let mut notes = Vec::new();
+    if values == Values::All {
+        head_findings(checkpoint, &mut findings)?;
+    } else {
+        checkpoint.prefetch(read())?;
+        let unread = checkpoint.tensors.len() - read().count();
+        notes.push(format!(
+            "the values of {unread} tensors that are not protected were not read ({}); --full reads them",
+            ballast_report::format::bytes(checkpoint.tensor_bytes() - bytes)
+        ));
+    }
+    let work = || scan_values(checkpoint, &rules, &is_read, observer);
+    let scans = hub::with_readers(&[checkpoint], work)?;
+    let decay = value_findings(checkpoint, &rules, &scans, &mut findings);
     if architecture.families.is_empty() {
         notes.push(match &architecture.name {
             Some(name) => format!("no rules for {name}: only general checks were made"),
@@ -151,12 +191,14 @@ pub fn audit(
         policy: policy.name.clone(),
         layout,
         tensors: checkpoint.tensors.len(),
-        bytes: checkpoint.tensor_bytes(),
+        bytes,
+        values,
         protected: rules.iter().flatten().count(),
         passed: findings.iter().all(|f| f.severity != Severity::Violation),
         findings,
         decay,
         notes,
+        remote: checkpoint.remote.as_ref().map(|remote| remote.summary()),
     })
 }
 
@@ -321,8 +363,8 @@ fn header_findings(
     }
 }
 
-/// Finds FP8 weights without usable scales.
-fn fp8_findings(checkpoint: &Checkpoint, findings: &mut Findings) -> Result<()> {
+/// Finds FP8 weights without usable scales; the values of the scales are read with all others.
+fn fp8_findings(checkpoint: &Checkpoint, values: Values, findings: &mut Findings) -> Result<()> {
     for (weight, scales) in fp8::pairs(checkpoint)? {
         let t = &checkpoint.tensors[weight];
         match scales {
@@ -330,6 +372,7 @@ fn fp8_findings(checkpoint: &Checkpoint, findings: &mut Findings) -> Result<()> 
             ScaleOf::Unfit(problem) => {
                 findings.add(&FP8_SHAPE, None, Some(t.dtype), format!("{} ({problem})", t.name));
             }
+            ScaleOf::Found(_) if values != Values::All => {}
             ScaleOf::Found(scales) => {
                 let bad = fp8::count_bad_scales(checkpoint, scales)?;
                 if bad > 0 {
@@ -354,20 +397,22 @@ fn head_findings(checkpoint: &Checkpoint, findings: &mut Findings) -> Result<()>
     Ok(())
 }
 
-/// Reads all values once, in parallel.
+/// Reads values once, in parallel.
 fn scan_values(
     checkpoint: &Checkpoint,
     rules: &[Option<&Rule>],
+    is_read: &(impl Fn(&Option<&Rule>) -> bool + Sync),
     observer: &dyn Observer,
 ) -> Result<Vec<Scan>> {
-    observer.phase("reading", checkpoint.tensor_bytes());
     let work: Vec<(usize, Range<u64>)> = checkpoint
         .tensors
         .iter()
         .enumerate()
+        .filter(|(i, _)| is_read(&rules[*i]))
         .flat_map(|(i, t)| jobs::pieces(t.bytes, 1, CHUNK_BYTES).map(move |range| (i, range)))
         .collect();
     let bytes = |(_, range): &(usize, Range<u64>)| range.end - range.start;
+    observer.phase("reading", work.iter().map(bytes).sum());
     let parts = jobs::run(&work, observer, bytes, |(i, range), w| {
         let t = &checkpoint.tensors[*i];
         let buffer = w.a.resize((range.end - range.start) as usize);

@@ -12,6 +12,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::hub;
 use crate::jobs::Observer;
 use crate::layout::{Form, Layout, LayoutRequest, Naming, is_carried, metadata, relayout};
 use crate::open::Checkpoint;
@@ -305,7 +306,8 @@ pub fn execute(
     }
     let prepare = if plan.to.ranks == 1 { Prepare::Early } else { Prepare::Late };
     let pairs = || verify::pairs_with_source(source, &plan.from, &staging.staged(), &plan.to);
-    let verification = write_verified(&files, prepare, pairs, observer).map_err(|e| e.of(&source.root))?;
+    let work = || write_verified(&files, prepare, pairs, observer);
+    let verification = hub::with_readers(&[source], work).map_err(|e| e.of(&source.root))?;
     for file in &source.files {
         file.check_unchanged()?;
     }

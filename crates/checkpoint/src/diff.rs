@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use crate::cast;
 use crate::error::Result;
+use crate::hub::{self, RemoteSummary};
 use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::layout::{Form, Layout, Naming, relayout};
 use crate::open::Checkpoint;
@@ -76,6 +77,9 @@ pub struct DiffReport {
     pub elements: u64,
     /// All tensors of A and B.
     pub tensors: Vec<TensorDiff>,
+    /// What was read from servers.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub remote: Vec<RemoteSummary>,
 }
 
 impl TensorDiff {
@@ -122,13 +126,14 @@ pub fn diff(a: &Arc<Checkpoint>, b: &Arc<Checkpoint>, observer: &dyn Observer) -
         let role = Role::of(&tensor);
         rows.push(TensorDiff { tensor, rank, role, a: None, b: Some(view.dtype), verdict: Verdict::OnlyInB });
     }
-    let tallies = compare(&pairs, observer)?;
+    let tallies = hub::with_readers(&[a, b], || compare(&pairs, observer))?;
     let mut elements = 0;
     for ((row, view_a, view_b), tally) in pairs.iter().zip(tallies) {
         elements += view_a.elements();
         rows[*row].verdict = tally.verdict(view_a.dtype, view_b.dtype);
     }
-    Ok(DiffReport { a: layout_a, b: layout_b, elements, tensors: rows })
+    let remote = [a, b].iter().filter_map(|checkpoint| Some(checkpoint.remote.as_ref()?.summary())).collect();
+    Ok(DiffReport { a: layout_a, b: layout_b, elements, tensors: rows, remote })
 }
 
 type RankedViews = Vec<(usize, View)>;

@@ -94,6 +94,20 @@ pub enum Error {
         /// Bytes available.
         available: u64,
     },
+    /// A hub or a web server did not answer as needed.
+    #[error("{address}: {problem}")]
+    Hub {
+        /// Address of the checkpoint or the file.
+        address: String,
+        /// Problem.
+        problem: String,
+    },
+    /// The user asked to stop a download.
+    #[error("interrupted; what was downloaded stays in {}, and the next call continues from there", cache.display())]
+    DownloadInterrupted {
+        /// Folder of the cache.
+        cache: PathBuf,
+    },
     /// The written data differs from the planned data when it is read back.
     #[error("verification failed, the output was discarded: {0}")]
     Verification(String),
@@ -172,6 +186,8 @@ impl Error {
             Error::Header { file, .. } | Error::Index { file, .. } | Error::Config { file, .. } => Some(file),
             Error::Inconsistent { root, .. } => Some(root),
             Error::Tensor { checkpoint, .. } => checkpoint.as_deref(),
+            Error::Hub { address, .. } => Some(Path::new(address)),
+            Error::DownloadInterrupted { cache } => Some(cache),
             Error::Refused(_) | Error::Verification(_) | Error::Interrupted => None,
         }
     }
@@ -196,7 +212,7 @@ impl Error {
             {
                 ErrorKind::Space
             }
-            Error::Interrupted => ErrorKind::Interrupted,
+            Error::Interrupted | Error::DownloadInterrupted { .. } => ErrorKind::Interrupted,
             _ => ErrorKind::Input,
         }
     }

@@ -6,6 +6,7 @@ use ballast_contract::{Architecture, Dtype, Policy, Registry, Role};
 use serde::Serialize;
 
 use crate::error::Result;
+use crate::hub::RemoteSummary;
 use crate::layout::Layout;
 use crate::open::Checkpoint;
 
@@ -87,6 +88,9 @@ pub struct InspectReport {
     /// Optimizer state beside the model, in torch's formats, by dtype.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub state: BTreeMap<Dtype, Amount>,
+    /// What was read from a server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remote: Option<RemoteSummary>,
     /// All tensors.
     pub tensors: Vec<TensorSummary>,
 }
@@ -165,6 +169,7 @@ pub fn inspect(checkpoint: &Checkpoint, registry: &Registry, policy: &Policy) ->
         sidecars: checkpoint.sidecars.iter().map(|p| p.to_string_lossy().into_owned()).collect(),
         issues: checkpoint.issues.iter().map(ToString::to_string).collect(),
         state,
+        remote: checkpoint.remote.as_ref().map(|remote| remote.summary()),
         tensors,
     })
 }

@@ -1,5 +1,5 @@
-//! Checkpoints, as safetensors or in torch's formats: open, stream, write atomically, convert, audit,
-//! compare, repair.
+//! Checkpoints, as safetensors or in torch's formats, on disk or on a server: open, stream, write
+//! atomically, convert, audit, compare, repair.
 
 #![forbid(unsafe_code)]
 
@@ -10,8 +10,10 @@ pub mod convert;
 pub mod diff;
 pub mod encoding;
 pub mod error;
+mod folder;
 pub mod fp8;
 pub mod header;
+pub mod hub;
 pub mod index;
 pub mod inspect;
 pub mod jobs;

@@ -1,10 +1,11 @@
 //! A checkpoint on disk: one safetensors file, a folder with or without an index, a folder of tensor-parallel
-//! ranks, or one of torch's formats ([`crate::torch`]).
+//! ranks, or one of torch's formats ([`crate::torch`]); or a checkpoint on a server ([`crate::hub`]).
 //!
 //! Tensors are read by position, not memory-mapped: a mapped file that shrinks kills the process with a
 //! signal, a positional read returns an error. A checkpoint is never loaded into memory as a whole.
 
 use std::collections::{HashMap, HashSet};
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -17,8 +18,12 @@ use serde_json::Value;
 use crate::assembly::Assembly;
 use crate::encoding::without_mark;
 use crate::error::{Error, Place, Result};
+use crate::folder::{Disk, Folder};
 use crate::fp8::Computed;
 use crate::header::{self, Header, TensorInfo};
+#[cfg(feature = "hub")]
+use crate::hub::RemoteFile;
+use crate::hub::{self, Remote};
 use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
 use crate::torch;
 
@@ -45,6 +50,8 @@ enum Data {
     Memory(Vec<u8>),
     Assembly(Assembly),
     Computed(Computed),
+    #[cfg(feature = "hub")]
+    Remote(Box<RemoteFile>),
 }
 
 /// A tensor in memory that is treated like one in a file.
@@ -81,6 +88,21 @@ impl ShardFile {
         ShardFile { path: path.into(), bytes, modified: None, data: Data::Computed(computed) }
     }
 
+    /// A file on a server.
+    #[cfg(feature = "hub")]
+    pub(crate) fn remote(path: &Path, bytes: u64, file: RemoteFile) -> ShardFile {
+        ShardFile { path: path.into(), bytes, modified: None, data: Data::Remote(Box::new(file)) }
+    }
+
+    /// Returns the file on a server, if it is one.
+    #[cfg(feature = "hub")]
+    pub(crate) fn as_remote(&self) -> Option<&RemoteFile> {
+        match &self.data {
+            Data::Remote(file) => Some(file),
+            _ => None,
+        }
+    }
+
     /// Returns true if this is a tensor that is put together from several files, not a file of its own.
     pub(crate) fn is_assembled(&self) -> bool {
         matches!(self.data, Data::Assembly(_) | Data::Computed(_))
@@ -91,6 +113,8 @@ impl ShardFile {
         let read = match &self.data {
             Data::Assembly(assembly) => return assembly.read_at(buffer, at),
             Data::Computed(computed) => return computed.read_at(buffer, at),
+            #[cfg(feature = "hub")]
+            Data::Remote(file) => return file.read_at(buffer, at),
             Data::File(file) => file.read_exact_at(buffer, at),
             Data::Memory(data) => match data.get(at as usize..(at as usize).saturating_add(buffer.len())) {
                 Some(bytes) => {
@@ -118,7 +142,7 @@ impl ShardFile {
     pub(crate) fn handle(&self) -> Option<&File> {
         match &self.data {
             Data::File(file) => Some(file),
-            Data::Memory(_) | Data::Assembly(_) | Data::Computed(_) => None,
+            _ => None,
         }
     }
 
@@ -188,6 +212,8 @@ pub struct Checkpoint {
     pub ranks: usize,
     /// Disagreements between indexes and shards.
     pub issues: Vec<IndexIssue>,
+    /// Where it was read from, if it was opened by an address.
+    pub remote: Option<Remote>,
     in_memory: bool,
 }
 
@@ -195,12 +221,79 @@ impl Checkpoint {
     /// Opens `path` and validates every header. Disagreements between index and shards are not an error; they
     /// are in [`Checkpoint::issues`].
     pub fn open(path: &Path) -> Result<Checkpoint> {
+        if hub::is_address(path) {
+            return hub::open(path);
+        }
         let kind = fs::metadata(path).map_err(Error::io(path, "open"))?;
         if let Some(folder) = torch::iteration(path)? {
             return Checkpoint::open(&folder);
         }
-        let mut checkpoint = Checkpoint {
-            root: path.to_path_buf(),
+        let mut checkpoint = Checkpoint::empty(path);
+        let folder = match path.parent() {
+            Some(parent) if kind.is_file() && parent.as_os_str().is_empty() => Path::new("."),
+            Some(parent) if kind.is_file() => parent,
+            _ => path,
+        };
+        checkpoint.config = read_config(&folder.join("config.json"))?;
+        if let Some(format) = torch::format_of(path) {
+            if kind.is_dir() {
+                checkpoint.sidecars = sidecars(&Disk(folder))?;
+                // It states the format of Megatron's files, which the tensors may leave.
+                checkpoint.sidecars.retain(|name| name != Path::new("metadata.json"));
+            }
+            checkpoint.add_torch(torch::read(format)?)?;
+            return Ok(checkpoint);
+        }
+        if kind.is_file() && !path.to_string_lossy().ends_with(INDEX_SUFFIX) {
+            checkpoint.add_files(vec![open_shard(path)?], 0);
+            return Ok(checkpoint);
+        }
+        checkpoint.root = folder.to_path_buf();
+        checkpoint.sidecars = sidecars(&Disk(folder))?;
+        if kind.is_file() {
+            checkpoint.add_indexed(&Disk(folder), Path::new(path.file_name().unwrap_or_default()), 0)?;
+            return Ok(checkpoint);
+        }
+        let rank_folders = rank_folders(folder)?;
+        if rank_folders.is_empty() {
+            checkpoint.add_folder(&Disk(folder), 0)?;
+        }
+        for (rank, rank_folder) in rank_folders.iter().enumerate() {
+            checkpoint.add_folder(&Disk(rank_folder), rank)?;
+        }
+        checkpoint.ranks = rank_folders.len().max(1);
+        Ok(checkpoint)
+    }
+
+    /// Opens a folder on a server, or a file in it.
+    #[cfg(feature = "hub")]
+    pub(crate) fn open_in(folder: &dyn Folder, file: Option<&Path>) -> Result<Checkpoint> {
+        let mut checkpoint = Checkpoint::empty(folder.path());
+        let config = Path::new("config.json");
+        if folder.has(config) {
+            let path = folder.path().join(config);
+            checkpoint.config = Some(parse_config(&path, &folder.read(config)?)?);
+        }
+        match file {
+            Some(file) if !file.to_string_lossy().ends_with(INDEX_SUFFIX) => {
+                checkpoint.root = folder.path().join(file);
+                checkpoint.add_files(folder.open(&[file.to_path_buf()])?, 0);
+            }
+            Some(index) => {
+                checkpoint.sidecars = sidecars(folder)?;
+                checkpoint.add_indexed(folder, index, 0)?;
+            }
+            None => {
+                checkpoint.sidecars = sidecars(folder)?;
+                checkpoint.add_folder(folder, 0)?;
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    fn empty(root: &Path) -> Checkpoint {
+        Checkpoint {
+            root: root.to_path_buf(),
             files: Vec::new(),
             tensors: Vec::new(),
             state: Vec::new(),
@@ -210,42 +303,9 @@ impl Checkpoint {
             ignored: Vec::new(),
             ranks: 1,
             issues: Vec::new(),
+            remote: None,
             in_memory: false,
-        };
-        let folder = match path.parent() {
-            Some(parent) if kind.is_file() && parent.as_os_str().is_empty() => Path::new("."),
-            Some(parent) if kind.is_file() => parent,
-            _ => path,
-        };
-        checkpoint.config = read_config(&folder.join("config.json"))?;
-        if let Some(format) = torch::format_of(path) {
-            if kind.is_dir() {
-                checkpoint.sidecars = sidecars(folder)?;
-                // It states the format of Megatron's files, which the tensors may leave.
-                checkpoint.sidecars.retain(|name| name != Path::new("metadata.json"));
-            }
-            checkpoint.add_torch(torch::read(format)?)?;
-            return Ok(checkpoint);
         }
-        if kind.is_file() && !path.to_string_lossy().ends_with(INDEX_SUFFIX) {
-            checkpoint.add_files(&[path.to_path_buf()], 0)?;
-            return Ok(checkpoint);
-        }
-        checkpoint.root = folder.to_path_buf();
-        checkpoint.sidecars = sidecars(folder)?;
-        if kind.is_file() {
-            checkpoint.add_indexed(path, 0)?;
-            return Ok(checkpoint);
-        }
-        let rank_folders = rank_folders(folder)?;
-        if rank_folders.is_empty() {
-            checkpoint.add_folder(folder, 0)?;
-        }
-        for (rank, rank_folder) in rank_folders.iter().enumerate() {
-            checkpoint.add_folder(rank_folder, rank)?;
-        }
-        checkpoint.ranks = rank_folders.len().max(1);
-        Ok(checkpoint)
     }
 
     /// Creates a checkpoint with a config.json and no tensors, as the template of [`Checkpoint::in_memory`]
@@ -262,6 +322,7 @@ impl Checkpoint {
             ignored: Vec::new(),
             ranks: 1,
             issues: Vec::new(),
+            remote: None,
             in_memory: true,
         }
     }
@@ -280,6 +341,7 @@ impl Checkpoint {
             ignored: Vec::new(),
             ranks: 1,
             issues: Vec::new(),
+            remote: None,
             in_memory: true,
         };
         for tensor in tensors {
@@ -324,6 +386,7 @@ impl Checkpoint {
             ranks: self.ranks,
             issues: Vec::new(),
             in_memory: true,
+            remote: self.remote.clone(),
         }
     }
 
@@ -361,7 +424,7 @@ impl Checkpoint {
 
     /// Returns the root and every file on disk; a file may be a link to elsewhere.
     pub fn paths(&self) -> Vec<PathBuf> {
-        if self.root.as_os_str().is_empty() {
+        if self.root.as_os_str().is_empty() || hub::is_address(&self.root) {
             return Vec::new();
         }
         // A config.json by Megatron's arguments is not on disk.
@@ -457,61 +520,58 @@ impl Checkpoint {
         Ok(StoredTensor { name, dtype, shape, file, begin, bytes, rank })
     }
 
-    fn add_folder(&mut self, folder: &Path, rank: usize) -> Result<()> {
-        let mut indexes = Vec::new();
-        let mut shards = Vec::new();
-        for name in folder_files(folder)? {
-            let text = name.to_string_lossy();
-            if text.ends_with(INDEX_SUFFIX) {
-                indexes.push(folder.join(&name));
-            } else if text.ends_with(".safetensors") {
-                shards.push(folder.join(&name));
-            }
-        }
-        let standard_index = folder.join("model.safetensors.index.json");
-        let standard_file = folder.join("model.safetensors");
+    fn add_folder(&mut self, folder: &dyn Folder, rank: usize) -> Result<()> {
+        let names = folder.names()?;
+        let of_kind = |suffix: &str| -> Vec<PathBuf> {
+            names.iter().filter(|name| name.to_string_lossy().ends_with(suffix)).cloned().collect()
+        };
+        let (indexes, shards) = (of_kind(INDEX_SUFFIX), of_kind(".safetensors"));
+        let (standard_index, standard_file) =
+            (PathBuf::from("model.safetensors.index.json"), PathBuf::from("model.safetensors"));
+        let first = self.files.len();
         let index = match indexes.as_slice() {
             [] => None,
-            [index] => Some(index.clone()),
-            _ if indexes.contains(&standard_index) => Some(standard_index),
+            [index] => Some(index),
+            _ if indexes.contains(&standard_index) => Some(&standard_index),
             several => {
-                let names: Vec<_> =
-                    several.iter().filter_map(|p| p.file_name()).map(|n| n.to_string_lossy()).collect();
+                let names: Vec<_> = several.iter().map(|name| name.to_string_lossy()).collect();
                 let problem = format!("several indexes ({}); give the path of one of them", names.join(", "));
-                return Err(Error::NoCheckpoint { path: folder.into(), problem });
+                return Err(Error::NoCheckpoint { path: folder.path().into(), problem });
             }
         };
         if let Some(index) = index {
-            self.add_indexed(&index, rank)?;
+            self.add_indexed(folder, index, rank)?;
         } else if shards.contains(&standard_file) {
-            self.add_files(&[standard_file], rank)?;
+            self.add_files(folder.open(&[standard_file])?, rank);
         } else if shards.is_empty() {
             let problem = "no safetensors file and no index in this folder".into();
-            return Err(Error::NoCheckpoint { path: folder.into(), problem });
+            return Err(Error::NoCheckpoint { path: folder.path().into(), problem });
         } else {
-            self.add_files(&shards, rank)?;
+            self.add_files(folder.open(&shards)?, rank);
         }
-        let unused = shards.into_iter().filter(|s| !self.files.iter().any(|f| &f.path == s));
+        let used: Vec<&OsStr> = self.files[first..].iter().filter_map(|file| file.path.file_name()).collect();
+        let unused = shards.iter().filter(|shard| !used.contains(&shard.as_os_str()));
+        let unused: Vec<PathBuf> = unused.map(|shard| folder.path().join(shard)).collect();
         self.ignored.extend(unused);
         Ok(())
     }
 
-    fn add_indexed(&mut self, index_path: &Path, rank: usize) -> Result<()> {
-        let folder = index_path.parent().unwrap_or(Path::new("."));
-        let text = fs::read(index_path).map_err(Error::io(index_path, "read"))?;
-        let index = Index::parse(index_path, without_mark(&text))?;
-        let paths: Vec<PathBuf> = index.shards().iter().map(|shard| folder.join(shard)).collect();
-        if let Some(missing) = paths.iter().find(|p| !p.exists()) {
-            let count = paths.iter().filter(|p| !p.exists()).count();
+    fn add_indexed(&mut self, folder: &dyn Folder, index_name: &Path, rank: usize) -> Result<()> {
+        let index_path = folder.path().join(index_name);
+        let text = folder.read(index_name)?;
+        let index = Index::parse(&index_path, without_mark(&text))?;
+        let shards: Vec<PathBuf> = index.shards().iter().map(PathBuf::from).collect();
+        let missing: Vec<&PathBuf> = shards.iter().filter(|shard| !folder.has(shard)).collect();
+        if let Some(first) = missing.first() {
             let problem = format!(
-                "shard {:?} not found ({count} of {} shards are missing)",
-                missing.file_name().unwrap_or_default(),
-                paths.len()
+                "shard {first:?} not found ({} of {} shards are missing)",
+                missing.len(),
+                shards.len()
             );
-            return Err(Error::Index { file: index_path.into(), problem });
+            return Err(Error::Index { file: index_path, problem });
         }
         let first = self.tensors.len();
-        self.add_files(&paths, rank)?;
+        self.add_files(folder.open(&shards)?, rank);
         let shard_of = |t: &StoredTensor| {
             self.files[t.file].path.file_name().unwrap_or_default().to_string_lossy().into_owned()
         };
@@ -539,12 +599,11 @@ impl Checkpoint {
         Ok(())
     }
 
-    fn add_files(&mut self, paths: &[PathBuf], rank: usize) -> Result<()> {
+    fn add_files(&mut self, opened: Vec<(ShardFile, Header)>, rank: usize) {
         let mut holders: HashMap<String, String> = HashMap::new();
         let mut known: HashSet<String> = self.metadata.iter().map(|(key, _)| key.clone()).collect();
-        for path in paths {
-            let (file, header) = open_shard(path)?;
-            let shard = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        for (file, header) in opened {
+            let shard = file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let index = self.files.len();
             self.files.push(Arc::new(file));
             for (key, value) in header.metadata {
@@ -562,21 +621,25 @@ impl Checkpoint {
                 self.tensors.push(StoredTensor { name, dtype, shape, file: index, begin, bytes, rank });
             }
         }
-        Ok(())
     }
 }
 
 /// Opens a safetensors file and reads its header.
 pub(crate) fn open_shard(path: &Path) -> Result<(ShardFile, Header)> {
     let file = ShardFile::open(path)?;
-    let bytes = file.bytes;
+    let header = read_header(&file)?;
+    Ok((file, header))
+}
+
+/// Reads the header of a safetensors file.
+pub(crate) fn read_header(file: &ShardFile) -> Result<Header> {
+    let (path, bytes) = (&file.path, file.bytes);
     let mut first = [0; 8];
     let first = &mut first[..bytes.min(8) as usize];
     file.read_at(first, 0)?;
     let mut json = vec![0; header::json_bytes(path, bytes, first)? as usize];
     file.read_at(&mut json, 8)?;
-    let header = Header::parse(path, bytes, &json)?;
-    Ok((file, header))
+    Header::parse(path, bytes, &json)
 }
 
 /// Returns an error unless `path` is a regular file. Called before opening, because opening a pipe waits for
@@ -610,41 +673,29 @@ fn rank_folders(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(folders)
 }
 
-/// Returns the names of the files in `folder`, sorted.
-fn folder_files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = fs::read_dir(folder).map_err(Error::io(folder, "list"))?;
-    let mut names = Vec::new();
-    for entry in entries {
-        let entry = entry.map_err(Error::io(folder, "list"))?;
-        if entry.path().is_file() {
-            names.push(PathBuf::from(entry.file_name()));
-        }
-    }
-    names.sort();
-    Ok(names)
-}
-
 /// Returns the files to copy with the weights: all but safetensors files, indexes, hidden files and weights
 /// in other formats.
-fn sidecars(folder: &Path) -> Result<Vec<PathBuf>> {
-    let is_sidecar = |name: &PathBuf| {
-        let name = name.to_string_lossy();
-        let weights = [
-            ".safetensors",
-            INDEX_SUFFIX,
-            ".bin",
-            ".bin.index.json",
-            ".ckpt",
-            ".distcp",
-            ".pt",
-            ".pth",
-            ".gguf",
-            ".h5",
-            ".msgpack",
-        ];
-        !name.starts_with('.') && !weights.iter().any(|suffix| name.ends_with(suffix))
-    };
-    Ok(folder_files(folder)?.into_iter().filter(is_sidecar).collect())
+fn sidecars(folder: &dyn Folder) -> Result<Vec<PathBuf>> {
+    let named = |name: &PathBuf| is_sidecar(&name.to_string_lossy());
+    Ok(folder.names()?.into_iter().filter(named).collect())
+}
+
+/// Returns true for the name of a file that is copied with the weights.
+pub(crate) fn is_sidecar(name: &str) -> bool {
+    const WEIGHTS: [&str; 11] = [
+        ".safetensors",
+        INDEX_SUFFIX,
+        ".bin",
+        ".bin.index.json",
+        ".ckpt",
+        ".distcp",
+        ".pt",
+        ".pth",
+        ".gguf",
+        ".h5",
+        ".msgpack",
+    ];
+    !name.starts_with('.') && !WEIGHTS.iter().any(|suffix| name.ends_with(suffix))
 }
 
 fn read_config(path: &Path) -> Result<Option<Value>> {
@@ -652,12 +703,15 @@ fn read_config(path: &Path) -> Result<Option<Value>> {
         return Ok(None);
     }
     require_file(path)?;
-    let text = fs::read(path).map_err(Error::io(path, "read"))?;
+    parse_config(path, &fs::read(path).map_err(Error::io(path, "read"))?).map(Some)
+}
+
+fn parse_config(path: &Path, text: &[u8]) -> Result<Value> {
     let fail = |problem| Error::Config { file: path.into(), problem };
     let config: Value =
-        serde_json::from_slice(without_mark(&text)).map_err(|e| fail(format!("not valid JSON: {e}")))?;
+        serde_json::from_slice(without_mark(text)).map_err(|e| fail(format!("not valid JSON: {e}")))?;
     if !config.is_object() {
         return Err(fail("not a JSON object".into()));
     }
-    Ok(Some(config))
+    Ok(config)
 }

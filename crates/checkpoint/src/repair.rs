@@ -14,6 +14,7 @@ use serde::Serialize;
 use crate::cast::{self, Buffer};
 use crate::convert::copy_sidecars;
 use crate::error::{Error, Result};
+use crate::hub::RemoteSummary;
 use crate::jobs::Observer;
 use crate::layout::{Layout, relayout, stored_views};
 use crate::open::Checkpoint;
@@ -59,6 +60,9 @@ pub struct RepairReport {
     pub tensors: Vec<RepairedTensor>,
     /// Comparison of the destination with the planned content.
     pub verification: Verification,
+    /// What was read of the original from a server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remote: Option<RemoteSummary>,
 }
 
 /// Repairs the protected tensors of `checkpoint` and writes the result to `destination`; without one, nothing
@@ -73,6 +77,7 @@ pub fn repair(
 ) -> Result<RepairReport> {
     let layout = Layout::detect(checkpoint);
     let originals = original_views(original, &layout)?;
+    original.prefetch(original.tensors.iter().filter(|t| policy.rule_for(&t.name).is_some()))?;
     let mut tensors = Vec::new();
     let mut ranks = Vec::new();
     for (rank, views) in stored_views(checkpoint).into_iter().enumerate() {
@@ -99,7 +104,8 @@ pub fn repair(
         Some(destination) => write(checkpoint, original, destination, ranks, force, observer)?,
         None => Verification::default(),
     };
-    Ok(RepairReport { tensors, verification })
+    let remote = original.remote.as_ref().map(|remote| remote.summary());
+    Ok(RepairReport { tensors, verification, remote })
 }
 
 /// Returns the original's tensors in the layout of the checkpoint, by rank and plain name.

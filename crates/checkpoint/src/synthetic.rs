@@ -6,7 +6,7 @@
 //! ones.
 
 use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, Seek, Write};
 use std::path::Path;
 
 use ballast_contract::Dtype;
@@ -127,6 +127,17 @@ impl SyntheticModel {
 
     /// Writes the checkpoint into the new folder `folder`, in shards of at most `shard_bytes`.
     pub fn write(&self, folder: &Path, shard_bytes: u64) -> Result<()> {
+        self.write_shards(folder, shard_bytes, false)
+    }
+
+    /// Writes the checkpoint like [`SyntheticModel::write`], but with holes in place of all tensors that are not
+    /// F32: a model of any size takes the disk space of its protected tensors. dt_bias has the dtype of the
+    /// matrices, as in the release of Qwen3.5, and lies among them.
+    pub fn write_sparse(&self, folder: &Path, shard_bytes: u64) -> Result<()> {
+        self.write_shards(folder, shard_bytes, true)
+    }
+
+    fn write_shards(&self, folder: &Path, shard_bytes: u64, sparse: bool) -> Result<()> {
         fs::create_dir(folder).map_err(Error::io(folder, "create"))?;
         let put = |name: &str, text: String| {
             let path = folder.join(name);
@@ -136,6 +147,7 @@ impl SyntheticModel {
         let mut shards: Vec<Vec<TensorInfo>> = vec![Vec::new()];
         let mut begin = 0;
         for (name, dtype, shape) in self.tensors() {
+            let dtype = if sparse && name.ends_with("dt_bias") { self.dtype } else { dtype };
             let bytes = elements(&shape)
                 .and_then(|n| dtype.bytes_for(n))
                 .ok_or_else(|| Error::tensor(&name, "too large"))?;
@@ -163,7 +175,7 @@ impl SyntheticModel {
             }
             total += begin;
             let header = Header { metadata: vec![("format".into(), "pt".into())], tensors };
-            self.write_shard(&folder.join(&shard), &header)?;
+            self.write_shard(&folder.join(&shard), &header, sparse)?;
         }
         if count > 1 {
             put("model.safetensors.index.json", Index { total_size: Some(total), weight_map }.to_text())?;
@@ -171,11 +183,15 @@ impl SyntheticModel {
         Ok(())
     }
 
-    fn write_shard(&self, path: &Path, header: &Header) -> Result<()> {
+    fn write_shard(&self, path: &Path, header: &Header, sparse: bool) -> Result<()> {
         let fail = |e| Error::io(path, "write")(e);
         let mut file = BufWriter::with_capacity(1 << 20, File::create_new(path).map_err(fail)?);
         file.write_all(&header.to_bytes()).map_err(fail)?;
         for (i, t) in header.tensors.iter().enumerate() {
+            if sparse && t.dtype != Dtype::F32 {
+                file.seek_relative(t.bytes as i64).map_err(fail)?;
+                continue;
+            }
             let mut random = Random(self.seed ^ (t.name.len() as u64) << 32 ^ (i as u64) << 8 ^ t.bytes);
             const BLOCK: u64 = 1 << 18;
             let n = elements(&t.shape).unwrap_or(0);
@@ -193,7 +209,9 @@ impl SyntheticModel {
                 left -= piece;
             }
         }
-        file.into_inner().map_err(|e| fail(e.into_error()))?.sync_all().map_err(fail)
+        let end = file.stream_position().map_err(fail)?;
+        let file = file.into_inner().map_err(|e| fail(e.into_error()))?;
+        file.set_len(end).and_then(|()| file.sync_all()).map_err(fail)
     }
 }
 

@@ -3,23 +3,26 @@
 use std::path::PathBuf;
 
 use ballast_checkpoint::Checkpoint;
-use ballast_checkpoint::audit::{AuditReport, Severity, audit};
+use ballast_checkpoint::audit::{AuditReport, Severity, Values, audit_values};
 use ballast_contract::{Policy, Registry};
 use clap::Args;
 
 use super::inspect::layout_words;
-use super::{Global, PolicyArg};
+use super::{Global, PolicyArg, remote_text};
 use crate::exit::Outcome;
 use crate::output::{self, bytes, clean, clean_lines, plural, table};
 
 #[derive(Args)]
 pub(crate) struct AuditArgs {
-    /// Checkpoint: a folder, an index, or a safetensors file.
+    /// Checkpoint: a folder, an index, a safetensors file, hf://ORG/NAME[@REVISION] or a URL.
     #[arg(required_unless_present = "rules")]
     path: Option<PathBuf>,
     /// Print all rules and policies and exit.
     #[arg(long)]
     rules: bool,
+    /// Read all values of a checkpoint on a hub, not only those of protected tensors.
+    #[arg(long)]
+    full: bool,
     #[command(flatten)]
     policy: PolicyArg,
 }
@@ -37,7 +40,9 @@ pub(crate) fn run(args: AuditArgs, global: &Global) -> anyhow::Result<Outcome> {
     };
     let checkpoint = Checkpoint::open(&path)?;
     global.warnings.check_config(&checkpoint);
-    let report = audit(&checkpoint, &registry, &policy, &global.progress())?;
+    // The answer does not depend on what the cache has.
+    let values = if args.full || checkpoint.remote.is_none() { Values::All } else { Values::Protected };
+    let report = audit_values(&checkpoint, &registry, &policy, values, &global.progress())?;
     if global.json {
         global.print_json("audit", &report);
     } else {
@@ -48,8 +53,12 @@ pub(crate) fn run(args: AuditArgs, global: &Global) -> anyhow::Result<Outcome> {
 
 /// Formats the report as text.
 pub(super) fn text(report: &AuditReport) -> String {
+    let read = match report.values {
+        Values::All => "read",
+        Values::Protected => "of protected values read",
+    };
     let mut text = format!(
-        "{} ({}), {}, {} read\npolicy {}: {} protected\n",
+        "{} ({}), {}, {} {read}\npolicy {}: {} protected\n",
         clean(report.architecture.name.as_deref().unwrap_or("unknown architecture")),
         layout_words(&report.layout),
         plural(report.tensors, "tensor"),
@@ -87,6 +96,7 @@ pub(super) fn text(report: &AuditReport) -> String {
     for note in &report.notes {
         text += &format!("note: {}\n", clean(note));
     }
+    text += &report.remote.as_ref().map(remote_text).unwrap_or_default();
     let count = |severity| {
         report.findings.iter().filter(|f| f.severity == severity).map(|f| f.tensors.len()).sum::<usize>()
     };

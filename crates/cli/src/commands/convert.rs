@@ -12,13 +12,13 @@ use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
 use super::inspect::layout_words;
-use super::{Global, PolicyArg, open};
+use super::{Global, PolicyArg, open_whole};
 use crate::exit::Outcome;
 use crate::output::{self, bytes, clean, count, patterns, plural, table};
 
 #[derive(Args)]
 pub(crate) struct ConvertArgs {
-    /// Checkpoint: a folder, an index, or a safetensors file.
+    /// Checkpoint: a folder, an index, a safetensors file, hf://ORG/NAME[@REVISION] or a URL.
     source: PathBuf,
     /// Output folder, or a file ending in .safetensors.
     destination: PathBuf,
@@ -91,7 +91,7 @@ fn parse_size(text: &str) -> Result<u64, String> {
 }
 
 pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome> {
-    let stored = open(&args.source)?;
+    let stored = open_whole(&args.source, global)?;
     let policy = args.policy.load_for(&stored, global)?;
     let source = match args.dtype {
         DtypeArg::Keep => stored.clone(),

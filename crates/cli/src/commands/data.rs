@@ -4,6 +4,7 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use ballast_checkpoint::hub;
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::batch::IGNORED;
 use ballast_report::format::percent;
@@ -46,7 +47,7 @@ struct InspectArgs {
     /// Data files.
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Model folder with tokenizer.json and the chat template.
+    /// Model folder with tokenizer.json and the chat template, or hf://ORG/NAME.
     #[arg(long, value_name = "FOLDER")]
     model: PathBuf,
     /// Number of documents to show.
@@ -123,7 +124,8 @@ pub(crate) fn run(args: DataArgs, global: &Global) -> anyhow::Result<Outcome> {
     }
 }
 
-fn inspect(args: InspectArgs, global: &Global) -> anyhow::Result<Outcome> {
+fn inspect(mut args: InspectArgs, global: &Global) -> anyhow::Result<Outcome> {
+    args.model = super::local_part(&args.model, hub::Part::BesideWeights, global)?;
     let progress = global.progress();
     let (config, encoder) = (args.config(), Arc::new(TextEncoder::load(&args.model)?));
     let files = Files::open(&config, Split::Train, encoder.clone(), args.seed)?;

@@ -9,7 +9,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::inspect::layout_words;
-use super::{Global, open};
+use super::{Global, open, remote_text};
 use crate::exit::Outcome;
 use crate::output::{self, clean, count, plural, table};
 
@@ -18,7 +18,7 @@ const SHOWN: usize = 20;
 
 #[derive(Args)]
 pub(crate) struct DiffArgs {
-    /// Checkpoint: a folder, an index, or a safetensors file.
+    /// Checkpoint: a folder, an index, a safetensors file, hf://ORG/NAME[@REVISION] or a URL.
     a: PathBuf,
     /// Checkpoint to compare with.
     b: PathBuf,
@@ -101,6 +101,7 @@ pub(super) fn text(report: &DiffReport, differing: &[&TensorDiff], shown: usize)
             text += &format!("... and {} more; --all lists them\n", changed.len() - shown);
         }
     }
+    text.extend(report.remote.iter().map(remote_text));
     let tensors = plural(report.tensors.len(), "tensor");
     text += &if differing.is_empty() {
         format!("EQUAL: {tensors}, {} values compared\n", count(report.elements))

@@ -30,7 +30,7 @@ use crate::output::{self, clean, count, table};
 /// tokenizers.
 #[derive(Args)]
 pub(crate) struct EvalArgs {
-    /// Model: a folder, an index or a safetensors file, with tokenizer.json beside it.
+    /// Model: a folder, an index or a safetensors file, with tokenizer.json beside it; or hf://ORG/NAME.
     model: PathBuf,
     /// Text: one document, or a .jsonl file with a `text` on every line.
     #[arg(long, value_name = "FILE")]
@@ -70,7 +70,8 @@ struct Report {
     peak_memory_bytes: Option<u64>,
 }
 
-pub(crate) fn run(args: EvalArgs, global: &Global) -> anyhow::Result<Outcome> {
+pub(crate) fn run(mut args: EvalArgs, global: &Global) -> anyhow::Result<Outcome> {
+    args.model = super::local(&args.model, global)?;
     let progress = global.progress();
     let precision = args.precision.name(&args.model, &global.warnings)?;
     let tokenizer = Tokenizer::load(&folder_of(&args.model))?;

@@ -31,7 +31,7 @@ use crate::warnings::Warnings;
 /// decoding is greedy.
 #[derive(Args)]
 pub(crate) struct GenerateArgs {
-    /// Model: a folder, an index or a safetensors file, with tokenizer.json beside it.
+    /// Model: a folder, an index or a safetensors file, with tokenizer.json beside it; or hf://ORG/NAME.
     model: PathBuf,
     /// Read the prompt from standard input, without its final line break.
     #[arg(value_name = "-", value_parser = ["-"], conflicts_with_all = ["prompt", "chat"])]
@@ -156,7 +156,7 @@ fn template(folder: &Path) -> anyhow::Result<ChatTemplate> {
     })
 }
 
-pub(crate) fn run(args: GenerateArgs, global: &Global) -> anyhow::Result<Outcome> {
+pub(crate) fn run(mut args: GenerateArgs, global: &Global) -> anyhow::Result<Outcome> {
     if args.prompt.is_none() && args.chat.is_none() && args.input.is_none() {
         if !std::io::stdin().is_terminal() {
             return Err(Usage(
@@ -168,6 +168,7 @@ pub(crate) fn run(args: GenerateArgs, global: &Global) -> anyhow::Result<Outcome
             return Err(Usage("--json needs a prompt: --prompt TEXT, --chat FILE or -".into()).into());
         }
     }
+    args.model = super::local(&args.model, global)?;
     let progress = global.progress();
     let precision = args.precision.name(&args.model, &global.warnings)?;
     let folder = folder_of(&args.model);

@@ -8,13 +8,13 @@ use ballast_checkpoint::layout::{Form, Layout, Naming};
 use ballast_report::format::percent;
 use clap::Args;
 
-use super::{Global, PolicyArg};
+use super::{Global, PolicyArg, remote_text};
 use crate::exit::Outcome;
 use crate::output::{self, bytes, clean, count, table};
 
 #[derive(Args)]
 pub(crate) struct InspectArgs {
-    /// Checkpoint: a folder, an index, or a safetensors file.
+    /// Checkpoint: a folder, an index, a safetensors file, hf://ORG/NAME[@REVISION] or a URL.
     path: PathBuf,
     /// List every tensor.
     #[arg(long)]
@@ -111,5 +111,5 @@ fn text(report: &InspectReport, list_tensors: bool) -> String {
         }
         text += &format!("{tensors}\n");
     }
-    text
+    text + &report.remote.as_ref().map(remote_text).unwrap_or_default()
 }

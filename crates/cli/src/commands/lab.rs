@@ -33,7 +33,8 @@ use crate::output::{self, bytes, clean, count, plural, table};
 /// Layers are read one at a time, so a large checkpoint needs little memory.
 #[derive(Args)]
 pub(crate) struct LabArgs {
-    /// Model: a folder, an index or a safetensors file, in any layout [default: the embedded model].
+    /// Model: a folder, an index or a safetensors file, in any layout, or hf://ORG/NAME [default: the embedded
+    /// model].
     model: Option<PathBuf>,
     /// Input text: .txt, or .jsonl with `text`, `messages` or `prompt` and `completion` [default: an embedded
     /// text].
@@ -101,7 +102,10 @@ enum ReferenceArg {
     F32,
 }
 
-pub(crate) fn run(args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
+pub(crate) fn run(mut args: LabArgs, global: &Global) -> anyhow::Result<Outcome> {
+    for model in args.model.iter_mut().chain(args.compare.iter_mut().flatten()) {
+        *model = super::local(model, global)?;
+    }
     let progress = global.progress();
     let out = Out::prepare(&args, global)?;
     let embedded = match args.model() {

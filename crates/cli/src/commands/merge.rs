@@ -14,7 +14,7 @@ use crate::output::{self, clean, plural};
 /// Merge LoRA adapters into the weights: W + scale B A, computed in f32, stored in the dtype of the weights.
 #[derive(Args)]
 pub(crate) struct MergeArgs {
-    /// Base model of the adapters.
+    /// Base model of the adapters: a folder, a file, or hf://ORG/NAME.
     model: PathBuf,
     /// Folder with adapter_config.json and adapter_model.safetensors, from `ballast train` or PEFT.
     adapter: PathBuf,
@@ -28,7 +28,8 @@ pub(crate) struct MergeArgs {
     precision: PrecisionArg,
 }
 
-pub(crate) fn run(args: MergeArgs, global: &Global) -> anyhow::Result<Outcome> {
+pub(crate) fn run(mut args: MergeArgs, global: &Global) -> anyhow::Result<Outcome> {
+    args.model = super::local(&args.model, global)?;
     let progress = global.progress();
     let precision = args.precision.name(&args.model, &global.warnings)?;
     let mut model = Model::load(&args.model, |config| Precision::preset(&precision, config))?;

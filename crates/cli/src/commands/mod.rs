@@ -19,12 +19,13 @@ mod train;
 mod train_plan;
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context;
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::encoding::text_without_mark;
+use ballast_checkpoint::hub::{self, Part, RemoteSummary};
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_contract::{Policy, Registry};
 use clap::{Args, Parser, Subcommand};
@@ -226,6 +227,45 @@ impl PolicyArg {
 
 fn open(path: &Path) -> anyhow::Result<Arc<Checkpoint>> {
     Ok(Arc::new(Checkpoint::open_consistent(path)?))
+}
+
+/// Returns the path of a model on disk, after it was downloaded into the cache if it is the address of a hub.
+fn local(path: &Path, global: &Global) -> anyhow::Result<PathBuf> {
+    local_part(path, Part::All, global)
+}
+
+/// Returns the path of a model on disk, with the files of `part` only.
+fn local_part(path: &Path, part: Part, global: &Global) -> anyhow::Result<PathBuf> {
+    if !hub::is_address(path) {
+        return Ok(path.to_path_buf());
+    }
+    let progress = global.progress();
+    let place = hub::localize(path, part, &progress)?;
+    progress.finish();
+    Ok(place)
+}
+
+/// Opens a checkpoint of which everything is read: a model of a hub from the cache.
+fn open_whole(path: &Path, global: &Global) -> anyhow::Result<Arc<Checkpoint>> {
+    let is_repo = path.as_os_str().as_encoded_bytes().starts_with(b"hf:");
+    if is_repo { open(&local(path, global)?) } else { open(path) }
+}
+
+/// Says what was read from a server.
+fn remote_text(remote: &RemoteSummary) -> String {
+    let mut text = match remote.requests {
+        0 => format!("read from the local cache: {}\n", output::clean(&remote.address)),
+        requests => format!(
+            "read {} in {} from {}\n",
+            output::bytes(remote.bytes),
+            output::plural(requests, "request"),
+            output::clean(&remote.address)
+        ),
+    };
+    if let Some(note) = &remote.note {
+        text += &format!("note: {}\n", output::clean(note));
+    }
+    text
 }
 
 /// Returns the offsets of the sequences in a [B, T] batch: `cu_seqlens`, else one sequence per row.

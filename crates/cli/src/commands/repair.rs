@@ -6,7 +6,7 @@ use ballast_checkpoint::repair::{Outcome as Fate, RepairReport, repair};
 use clap::Args;
 
 use super::convert::verification_text;
-use super::{Global, PolicyArg, open};
+use super::{Global, PolicyArg, open, open_whole, remote_text};
 use crate::exit::Outcome;
 use crate::output::{self, clean, count, plural, table};
 
@@ -16,7 +16,7 @@ pub(crate) struct RepairArgs {
     checkpoint: PathBuf,
     /// Output folder, or a file ending in .safetensors.
     destination: PathBuf,
-    /// Original checkpoint with the f32 bits.
+    /// Original checkpoint with the f32 bits; on a hub, only its protected tensors are read.
     #[arg(long, value_name = "ORIG")]
     original: PathBuf,
     #[command(flatten)]
@@ -30,7 +30,7 @@ pub(crate) struct RepairArgs {
 }
 
 pub(crate) fn run(args: RepairArgs, global: &Global) -> anyhow::Result<Outcome> {
-    let (checkpoint, original) = (open(&args.checkpoint)?, open(&args.original)?);
+    let (checkpoint, original) = (open_whole(&args.checkpoint, global)?, open(&args.original)?);
     let policy = args.policy.load_for(&checkpoint, global)?;
     let destination = (!args.dry_run).then_some(args.destination.as_path());
     let report = repair(&checkpoint, &original, destination, &policy, args.force, &global.progress())?;
@@ -79,9 +79,10 @@ pub(super) fn text(report: &RepairReport) -> String {
         }
     }
     let protected = plural(report.tensors.len(), "protected tensor");
-    if report.tensors.is_empty() {
-        "nothing to repair: no protected tensors\n".into()
-    } else {
-        format!("{protected}\n{rows}\n")
-    }
+    let mut text = match report.tensors.is_empty() {
+        true => "nothing to repair: no protected tensors\n".to_string(),
+        false => format!("{protected}\n{rows}\n"),
+    };
+    text.extend(report.remote.as_ref().map(remote_text));
+    text
 }

@@ -20,7 +20,7 @@ use crate::output;
 
 #[derive(Args)]
 pub(crate) struct TraceArgs {
-    /// The checkpoint, in any layout, with its config.json.
+    /// The checkpoint, in any layout, with its config.json; or hf://ORG/NAME.
     model: PathBuf,
     /// Input: `input_ids` [B, T] (I32 or I64), optionally `labels` [B, T], and `attention_mask` [B, T]
     /// (padding on either side) or `cu_seqlens` with B = 1.
@@ -74,7 +74,8 @@ enum TopkTies {
 /// Results by name.
 type Results = BTreeMap<String, Array<f32>>;
 
-pub(crate) fn run(args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
+pub(crate) fn run(mut args: TraceArgs, global: &Global) -> anyhow::Result<Outcome> {
+    args.model = super::local(&args.model, global)?;
     let input = TensorFile::open(&args.ids)?;
     let expected = args.expect.as_ref().map(|path| TensorFile::open(path)).transpose()?;
     global.warnings.check_config(&*super::open(&args.model)?);

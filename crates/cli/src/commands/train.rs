@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use ballast_checkpoint::hub::Part;
 use ballast_checkpoint::jobs::Observer;
 use ballast_cluster::Kind;
 use ballast_report::format::{duration, estimate, percent};
@@ -51,7 +52,7 @@ pub(crate) struct TrainArgs {
     /// Embedded architecture to initialize randomly: hybrid, hybrid-moe, gemma or deepseek.
     #[arg(long, value_name = "NAME")]
     preset: Option<String>,
-    /// Checkpoint to start from, in any layout.
+    /// Checkpoint to start from, in any layout, or hf://ORG/NAME[@REVISION].
     #[arg(long, value_name = "CHECKPOINT")]
     model: Option<PathBuf>,
     /// Training data (.txt or .jsonl); repeatable.
@@ -158,6 +159,8 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
                 output::print(&config.to_toml()?);
                 return Ok(Outcome::Ok);
             }
+            let part = if args.plan.ranks.is_some() { Part::BesideWeights } else { Part::All };
+            localize(&mut config, part, global)?;
             if let Some(ranks) = args.plan.ranks {
                 return train_plan::run(&config, &args.plan, ranks, global);
             }
@@ -197,6 +200,18 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
         (None, true) => Outcome::Interrupted,
         (None, false) => Outcome::Ok,
     })
+}
+
+/// Replaces addresses of a hub by the folders of the cache, so that the saved configuration names the commit
+/// that was used, and a resumed run reads the same files.
+fn localize(config: &mut TrainConfig, part: Part, global: &Global) -> anyhow::Result<()> {
+    if let Some(checkpoint) = &mut config.model.checkpoint {
+        *checkpoint = super::local_part(checkpoint, part, global)?;
+    }
+    if let Some(tokenizer) = &mut config.model.tokenizer {
+        *tokenizer = super::local_part(tokenizer, Part::BesideWeights, global)?;
+    }
+    Ok(())
 }
 
 /// Time limit for other ranks before the configuration is known.

@@ -13,7 +13,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("steps", "number of optimizer steps"),
     ("model.preset", "embedded architecture with random weights: see `ballast train --help`"),
     ("model.config", "config.json of an architecture, with random weights"),
-    ("model.checkpoint", "checkpoint to start from, in any layout"),
+    ("model.checkpoint", "checkpoint to start from, in any layout, or hf://ORG/NAME[@REVISION]"),
     ("model.tokenizer", "folder with tokenizer.json, if it is not beside the model"),
     (
         "model.time_steps",

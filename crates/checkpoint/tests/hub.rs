@@ -1,0 +1,752 @@
+//! Checkpoints on a hub, against a server of our own on the loopback.
+#![cfg(feature = "hub")]
+
+mod common;
+#[path = "common/server.rs"]
+mod server;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use ballast_checkpoint::audit::{Values, audit, audit_values};
+use ballast_checkpoint::diff::diff;
+use ballast_checkpoint::error::ErrorKind;
+use ballast_checkpoint::hub::{Hub, Limits, Part, Settings, Token};
+use ballast_checkpoint::inspect::inspect;
+use ballast_checkpoint::jobs::{Observer, Silent};
+use ballast_checkpoint::repair::{Outcome, repair};
+use ballast_checkpoint::synthetic::SyntheticModel;
+use ballast_checkpoint::{Checkpoint, Error};
+use ballast_contract::{Dtype, Registry};
+use common::{convert, options, policy};
+use server::{COMMIT, FakeHub, REPO, Request, Response, Server, name_etag};
+
+const TOKEN: &str = "hf_TopSecretTokenOfTheTest";
+const ADDRESS: &str = "hf://org/model";
+
+/// A model in several shards with a tokenizer, a server that has it, and an empty cache.
+struct Stage {
+    folder: tempfile::TempDir,
+    hub: FakeHub,
+}
+
+impl Stage {
+    fn new() -> Stage {
+        Stage::with_etag(name_etag)
+    }
+
+    fn with_etag(etag: fn(&Path) -> String) -> Stage {
+        let folder = tempfile::tempdir().unwrap();
+        let model = folder.path().join("model");
+        SyntheticModel::tiny().write(&model, 150_000).unwrap();
+        std::fs::write(model.join("tokenizer_config.json"), "{}").unwrap();
+        std::fs::write(model.join("README.md"), "a model").unwrap();
+        std::fs::write(model.join("pytorch_model.bin"), "weights in another format").unwrap();
+        Stage { hub: FakeHub::start(&model, etag), folder }
+    }
+
+    fn model(&self) -> PathBuf {
+        self.folder.path().join("model")
+    }
+
+    fn cache(&self) -> PathBuf {
+        self.folder.path().join("cache")
+    }
+
+    fn settings(&self) -> Settings {
+        settings(&self.hub.endpoint(), &self.cache())
+    }
+
+    fn hub(&self) -> Hub {
+        Hub::new(self.settings()).unwrap()
+    }
+
+    fn open(&self) -> Result<Checkpoint, Error> {
+        self.hub().open(Path::new(ADDRESS))
+    }
+
+    fn download(&self) -> Result<PathBuf, Error> {
+        self.hub().download(Path::new(ADDRESS), Part::All, &Silent)
+    }
+
+    /// Files of the cache that a reader would take for whole, and incomplete ones.
+    fn cached(&self) -> (Vec<PathBuf>, Vec<PathBuf>) {
+        let all = files_below(&self.cache());
+        let all = all.into_iter().filter(|path| !path.to_string_lossy().contains(".locks"));
+        all.partition(|path| !path.to_string_lossy().ends_with(".incomplete"))
+    }
+}
+
+fn settings(endpoint: &str, cache: &Path) -> Settings {
+    Settings {
+        endpoint: endpoint.into(),
+        token: Token::new(TOKEN, "the test").unwrap(),
+        cache: cache.into(),
+        offline: false,
+        proxy: false,
+        certificates: None,
+        limits: Limits {
+            connect: Duration::from_secs(5),
+            stall: Duration::from_millis(300),
+            attempts: 3,
+            first_wait: Duration::from_millis(1),
+            longest_wait: Duration::from_secs(2),
+            parallel: 4,
+            range_bytes: 20_000,
+        },
+    }
+}
+
+fn files_below(folder: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let mut files = Vec::new();
+    for entry in entries.flatten() {
+        match entry.path().is_dir() {
+            true => files.extend(files_below(&entry.path())),
+            false => files.push(entry.path()),
+        }
+    }
+    files
+}
+
+/// Asserts that an error has words, and neither the token nor a signature.
+fn assert_says(error: &Error, words: &[&str]) {
+    let text = format!("{error} {error:?}");
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not in {text}");
+    }
+    assert!(!text.contains(TOKEN) && !text.contains("signature"), "{text}");
+    assert_eq!(error.kind(), ErrorKind::Input);
+}
+
+fn is_shard(request: &Request) -> bool {
+    request.path.contains(".safetensors?")
+}
+
+// Reading
+
+#[test]
+fn a_model_on_a_hub_has_the_inspection_of_the_same_model_on_disk() {
+    let stage = Stage::new();
+    let (registry, strict) = (Registry::builtin(), policy("strict"));
+    let remote = stage.open().unwrap();
+    let mut theirs = inspect(&remote, registry, &strict).unwrap();
+    let summary = theirs.remote.take().unwrap();
+    let mut ours = inspect(&Checkpoint::open(&stage.model()).unwrap(), registry, &strict).unwrap();
+    ours.sidecars.sort();
+    assert_eq!(serde_json::to_value(&theirs).unwrap(), serde_json::to_value(&ours).unwrap());
+    assert_eq!(summary.address, format!("hf://{REPO}@{COMMIT}"));
+    assert_eq!(summary.requests as usize, stage.hub.requests());
+    assert!(summary.bytes > 0 && stage.cached().0.is_empty());
+}
+
+#[test]
+fn an_audit_reads_the_protected_values_alone_and_a_full_one_all() {
+    let stage = Stage::new();
+    let (registry, strict) = (Registry::builtin(), policy("strict"));
+    let remote = stage.open().unwrap();
+    let report = audit_values(&remote, registry, &strict, Values::Protected, &Silent).unwrap();
+    let local = audit(&Checkpoint::open(&stage.model()).unwrap(), registry, &strict, &Silent).unwrap();
+    assert!(report.passed && report.findings.is_empty());
+    assert_eq!(report.decay[0].heads, local.decay[0].heads);
+    assert_eq!(report.decay[0].worst, local.decay[0].worst);
+    assert!(report.bytes < local.bytes / 50, "{} of {}", report.bytes, local.bytes);
+    assert!(report.notes[0].contains("--full"), "{:?}", report.notes);
+    let full = audit(&stage.open().unwrap(), registry, &strict, &Silent).unwrap();
+    assert_eq!((full.bytes, full.passed), (local.bytes, local.passed));
+    assert!(full.remote.unwrap().bytes > local.bytes);
+}
+
+#[test]
+fn two_revisions_are_compared_on_the_hub() {
+    let stage = Stage::new();
+    let open = |address: &str| Arc::new(stage.hub().open(Path::new(address)).unwrap());
+    let report = diff(&open(ADDRESS), &open("hf://org/model@v1"), &Silent).unwrap();
+    assert!(report.tensors.iter().all(|t| !t.differs(0.0, true)));
+    assert_eq!(report.remote.len(), 2);
+}
+
+#[test]
+fn a_repair_reads_the_protected_tensors_of_the_original_alone() {
+    let stage = Stage::new();
+    let original = common::open(&stage.model());
+    let broken = stage.folder.path().join("broken");
+    let mut whole_cast = options(&original, "none");
+    whole_cast.dtype = Some(Dtype::Bf16);
+    convert(&original, &broken, &whole_cast);
+    let remote = Arc::new(stage.open().unwrap());
+    let opened = remote.remote.as_ref().unwrap().summary().bytes;
+    let fixed = stage.folder.path().join("fixed");
+    let report = repair(
+        &common::open(&broken),
+        &remote,
+        Some(&fixed),
+        &options(&original, "strict").policy,
+        false,
+        &Silent,
+    )
+    .unwrap();
+    assert!(report.tensors.iter().all(|t| t.outcome == Outcome::Restored));
+    let read = report.remote.unwrap().bytes - opened;
+    let protected: u64 = report.tensors.iter().map(|t| 4 * t.elements).sum();
+    assert!(read <= protected, "{read} bytes for {protected} of protected tensors");
+    let same = diff(&common::open(&fixed), &original, &Silent).unwrap();
+    assert!(same.tensors.iter().all(|t| !t.differs(0.0, true)));
+}
+
+#[test]
+fn one_file_of_a_repository_is_opened_alone() {
+    let stage = Stage::new();
+    let names: Vec<PathBuf> =
+        common::open(&stage.model()).files.iter().map(|file| file.path.clone()).collect();
+    let name = names[1].file_name().unwrap().to_str().unwrap();
+    let one = stage.hub().open(Path::new(&format!("{ADDRESS}@v1/{name}"))).unwrap();
+    assert!(one.is_single_file() && one.config.is_some());
+    assert_eq!(one.tensors.len(), Checkpoint::open(&names[1]).unwrap().tensors.len());
+    let missing = stage.hub().open(Path::new("hf://org/model/other.safetensors")).unwrap_err();
+    assert_says(&missing, &["hf://org/model@", "other.safetensors", "not found in the repository"]);
+}
+
+#[test]
+fn a_url_of_a_file_is_opened_with_the_config_beside_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    SyntheticModel::tiny().write(&model, u64::MAX).unwrap();
+    let root = model.clone();
+    let server = Server::start(move |request| {
+        let name = request.path[1..].split('?').next().unwrap();
+        Response::file(request, &root.join(name), "x")
+    });
+    let url = format!("http://{}/model.safetensors?signature=abc", server.address);
+    let hub = Hub::new(settings("https://hub.invalid", folder.path())).unwrap();
+    let remote = hub.open(Path::new(&url)).unwrap();
+    assert!(remote.config.is_some() && remote.is_single_file());
+    assert!(remote.root.to_str().unwrap().ends_with("/model.safetensors"));
+    let out = folder.path().join("out");
+    let remote = Arc::new(remote);
+    convert(&remote, &out, &options(&remote, "strict"));
+    let same = diff(&common::open(&out), &common::open(&model), &Silent).unwrap();
+    assert!(same.tensors.iter().all(|t| !t.differs(0.0, true)));
+    // The token is not the server's, and the signature is the file's only.
+    for request in server.requests() {
+        assert_eq!(request.header("authorization"), None);
+        assert_eq!(request.path.contains("signature"), request.path.contains("safetensors"));
+    }
+    let error = hub.download(Path::new(&url), Part::All, &Silent).unwrap_err();
+    assert_says(&error, &["the cache holds models of a hub only"]);
+}
+
+// The token
+
+#[test]
+fn the_token_goes_to_the_endpoint_and_not_to_the_host_it_redirects_to() {
+    let stage = Stage::new();
+    let report = audit(&stage.open().unwrap(), Registry::builtin(), &policy("strict"), &Silent).unwrap();
+    let expected = format!("Bearer {TOKEN}");
+    let (hub, cdn) = (stage.hub.hub.requests(), stage.hub.cdn.requests());
+    assert!(hub.len() > 4 && cdn.len() > 4);
+    assert!(hub.iter().all(|r| r.header("authorization") == Some(&expected)));
+    assert!(cdn.iter().all(|r| !format!("{r:?}").contains(TOKEN)));
+    assert!(cdn.iter().all(|r| r.header("host").unwrap().starts_with("localhost")));
+    assert!(!serde_json::to_string(&report).unwrap().contains(TOKEN));
+    assert!(!format!("{:?} {:?}", stage.settings(), stage.open().unwrap()).contains(TOKEN));
+}
+
+#[test]
+fn a_server_that_repeats_the_token_does_not_get_it_into_an_error() {
+    let stage = Stage::new();
+    stage.hub.set_fault(|request| {
+        let message = format!("who is {}?", request.header("authorization").unwrap_or_default());
+        Some(Response::new(403, "").with("x-error-message", &message))
+    });
+    assert_says(&stage.open().unwrap_err(), &["403", "who is Bearer ***?"]);
+}
+
+// Refusals
+
+#[test]
+fn a_refusal_says_what_to_do() {
+    for (status, words) in [
+        (401, "the server did not accept the token"),
+        (403, "have the model's terms been accepted?"),
+        (404, "not found"),
+    ] {
+        let stage = Stage::new();
+        stage.hub.set_fault(move |_| Some(Response::new(status, "")));
+        assert_says(&stage.open().unwrap_err(), &["hf://org/model", &status.to_string(), words]);
+        assert_eq!(stage.hub.requests(), 1, "another attempt would be refused too");
+    }
+    let stage = Stage::new();
+    stage.hub.set_fault(|_| Some(Response::new(401, "")));
+    let without = Settings { token: None, ..stage.settings() };
+    let error = Hub::new(without).unwrap().open(Path::new(ADDRESS)).unwrap_err();
+    assert_says(&error, &["HF_TOKEN"]);
+    assert_says(
+        &stage.hub().open(Path::new("hf://org/model@gone")).unwrap_err(),
+        &["hf://org/model@gone", "401"],
+    );
+}
+
+#[test]
+fn an_unknown_revision_and_an_unknown_repository_are_errors() {
+    let stage = Stage::new();
+    let open = |address: &str| stage.hub().open(Path::new(address)).unwrap_err();
+    assert_says(&open("hf://org/model@gone"), &["hf://org/model@gone", "404", "Invalid rev id"]);
+    assert_says(&open("hf://org/other"), &["hf://org/other", "Repository not found"]);
+}
+
+#[test]
+fn a_file_that_is_shorter_than_its_header_says_is_an_error() {
+    let stage = Stage::new();
+    let remote = stage.open().unwrap();
+    stage.hub.set_fault(|request| {
+        let response = Response::new(416, "").with("content-range", "bytes */10");
+        is_shard(request).then_some(response)
+    });
+    let error = audit(&remote, Registry::builtin(), &policy("strict"), &Silent).unwrap_err();
+    assert_says(&error, &["416", "shorter than expected", "model-0000"]);
+}
+
+// Passing failures
+
+#[test]
+fn a_busy_server_is_asked_again_after_the_time_that_it_names() {
+    let stage = Stage::new();
+    let count = AtomicUsize::new(0);
+    stage.hub.set_fault(move |_| {
+        let first = count.fetch_add(1, Ordering::SeqCst) == 0;
+        first.then(|| Response::new(429, "").with("retry-after", "1"))
+    });
+    let begun = Instant::now();
+    stage.open().unwrap();
+    assert!(begun.elapsed() >= Duration::from_secs(1));
+    stage.hub.set_fault(|_| Some(Response::new(429, "").with("retry-after", "3600")));
+    assert_says(&stage.open().unwrap_err(), &["429", "too many requests", "wait 3600 s"]);
+    stage.hub.set_fault(|_| Some(Response::new(503, "")));
+    assert_says(&stage.open().unwrap_err(), &["503", "3 attempts"]);
+}
+
+#[test]
+fn a_truncated_answer_is_continued_and_then_an_error() {
+    let stage = Stage::new();
+    let model = stage.model();
+    // The first two answers for every file are cut.
+    let cut = |model: PathBuf, most: usize| {
+        let mut seen = std::collections::HashMap::new();
+        move |request: &Request| {
+            let name = request.path.split(['/', '?']).find(|part| part.ends_with(".safetensors"))?;
+            is_shard(request).then_some(())?;
+            let seen = seen.entry(name.to_string()).or_insert(0);
+            *seen += 1;
+            let whole = Response::file(request, &model.join(name), &format!("cdn-etag-of-{name}"));
+            (*seen <= most).then(|| whole.cut_after(100))
+        }
+    };
+    stage.hub.set_fault(cut(model.clone(), 2));
+    let remote = stage.open().unwrap();
+    let report = audit(&remote, Registry::builtin(), &policy("strict"), &Silent).unwrap();
+    assert!(report.passed);
+    stage.hub.set_fault(cut(model, usize::MAX));
+    assert_says(&stage.open().unwrap_err(), &["ended early", "3 attempts"]);
+}
+
+#[test]
+fn a_stalled_answer_is_given_up() {
+    let stage = Stage::new();
+    let model = stage.model();
+    stage.hub.set_fault(move |request| {
+        let response = Response::file(request, &model.join("config.json"), "x");
+        is_shard(request).then(|| response.stall(Duration::from_secs(20)))
+    });
+    let begun = Instant::now();
+    let error = stage.open().unwrap_err();
+    assert!(begun.elapsed() < Duration::from_secs(10));
+    assert_says(&error, &["model-0000"]);
+    // A server that accepts and says nothing.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", silent.local_addr().unwrap());
+    let hub = Hub::new(settings(&endpoint, &stage.cache())).unwrap();
+    assert_says(&hub.open(Path::new(ADDRESS)).unwrap_err(), &["no answer from", "3 attempts"]);
+}
+
+#[test]
+fn a_location_that_has_expired_is_asked_for_again() {
+    let stage = Stage::new();
+    let remote = stage.open().unwrap();
+    let before = stage.hub.hub.requests().len();
+    let mut expired = std::collections::HashSet::new();
+    stage.hub.set_fault(move |request| {
+        (is_shard(request) && expired.insert(request.path.clone())).then(|| Response::new(403, "expired"))
+    });
+    assert!(audit(&remote, Registry::builtin(), &policy("strict"), &Silent).unwrap().passed);
+    assert!(stage.hub.hub.requests().len() > before);
+}
+
+// Wrong answers
+
+/// Opens a model after `change` was applied to the answers for shards.
+fn open_with(change: impl Fn(Response) -> Response + Send + 'static) -> Error {
+    let stage = Stage::new();
+    let model = stage.model();
+    stage.hub.set_fault(move |request| {
+        let name = request.path.split(['/', '?']).find(|part| part.ends_with(".safetensors"))?;
+        let whole = Response::file(request, &model.join(name), "x");
+        is_shard(request).then(|| change(whole))
+    });
+    stage.open().unwrap_err()
+}
+
+#[test]
+fn answers_that_are_not_what_was_asked_for_are_errors() {
+    let wrong_start = open_with(|r| r.with("content-range", "bytes 8-65543/1000000"));
+    assert_says(&wrong_start, &["instead of", "from byte 0"]);
+    assert_says(&open_with(|r| r.with("content-range", "bytes 9-8/10")), &["Content-Range", "not valid"]);
+    let none = open_with(|mut r| {
+        r.headers.retain(|(name, _)| name != "content-range");
+        r
+    });
+    assert_says(&none, &["does not state the file's size"]);
+    let gzip = open_with(|r| r.with("content-encoding", "gzip"));
+    assert_says(&gzip, &["\"gzip\"", "identity was asked for"]);
+    assert_says(&open_with(|r| r.with("content-length", "77")), &["announced 77 bytes"]);
+    let itself = "/cdn/model-00001-of-00003.safetensors?signature=1";
+    let loops = open_with(move |_| Response::new(302, "").with("location", itself));
+    assert_says(&loops, &["more than 8 redirects"]);
+    let elsewhere = open_with(|_| Response::new(302, "").with("location", "file:///etc/passwd"));
+    assert_says(&elsewhere, &["redirect", "refused"]);
+}
+
+#[test]
+fn a_gzipped_list_or_config_is_an_error_and_never_decoded() {
+    let stage = Stage::new();
+    stage.hub.set_fault(|_| Some(Response::new(200, "{}").with("content-encoding", "gzip")));
+    assert_says(&stage.open().unwrap_err(), &["\"gzip\""]);
+    assert!(stage.hub.hub.requests().iter().all(|r| r.header("accept-encoding") == Some("identity")));
+}
+
+#[test]
+fn a_list_of_files_that_leads_elsewhere_is_not_followed() {
+    let stage = Stage::new();
+    for list in [
+        "nonsense",
+        "{}",
+        "{\"sha\": \"../../x\", \"siblings\": []}",
+        &format!("{{\"sha\": \"{COMMIT}\"}}"),
+        &format!("{{\"sha\": \"{COMMIT}\", \"siblings\": [{{\"rfilename\": \"../../model.safetensors\"}}]}}"),
+    ] {
+        let list = list.to_string();
+        stage.hub.set_fault(move |_| Some(Response::new(200, list.clone())));
+        stage.open().unwrap_err();
+        stage.download().unwrap_err();
+        assert!(stage.cached().0.is_empty());
+    }
+}
+
+#[test]
+fn a_header_that_claims_a_billion_bytes_is_refused_before_it_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.safetensors");
+    std::fs::write(&file, 1_000_000_000u64.to_le_bytes()).unwrap();
+    std::fs::File::options().write(true).open(&file).unwrap().set_len(2_000_000_000).unwrap();
+    let served = file.clone();
+    let server = Server::start(move |request| match request.path.as_str() {
+        "/model.safetensors" => Response::file(request, &served, "x"),
+        _ => Response::new(404, ""),
+    });
+    let hub = Hub::new(settings("https://hub.invalid", folder.path())).unwrap();
+    let error = hub.open(Path::new(&format!("http://{}/model.safetensors", server.address))).unwrap_err();
+    assert_says(&error, &["claims 1000000000 bytes", "limit"]);
+    assert_eq!(server.requests().len(), 2, "config.json and the start of the file");
+}
+
+#[test]
+fn a_file_that_changes_between_two_reads_is_an_error() {
+    let changed = |fault: Box<dyn Fn(Response) -> Response + Send>| {
+        let stage = Stage::new();
+        let (remote, model) = (stage.open().unwrap(), stage.model());
+        stage.hub.set_fault(move |request| {
+            let name = request.path.split(['/', '?']).find(|part| part.ends_with(".safetensors"))?;
+            let same = Response::file(request, &model.join(name), &format!("cdn-etag-of-{name}"));
+            is_shard(request).then(|| fault(same))
+        });
+        let error = audit(&remote, Registry::builtin(), &policy("strict"), &Silent).unwrap_err();
+        assert_says(&error, &["the file was changed on the server"]);
+    };
+    changed(Box::new(|r| r.with("etag", "\"other\"")));
+    changed(Box::new(|r| {
+        let range = r.headers.iter().find(|(name, _)| name == "content-range").unwrap().1.clone();
+        let (part, _) = range.split_once('/').unwrap();
+        let range = format!("{part}/999999999");
+        r.with("content-range", &range)
+    }));
+    // Another commit by the endpoint.
+    let stage = Stage::new();
+    let model = stage.model();
+    stage.hub.set_fault(move |request| {
+        let response = Response::file(request, &model.join("config.json"), "x");
+        request.path.ends_with("config.json").then(|| response.with("x-repo-commit", &"f".repeat(40)))
+    });
+    assert_says(&stage.open().unwrap_err(), &["config.json", "sent commit ffff"]);
+}
+
+// Servers without ranges
+
+/// A server that ignores ranges.
+fn without_ranges(file: PathBuf) -> Server {
+    Server::start(move |request| match request.path.as_str() {
+        "/model.safetensors" => {
+            Response::file(&Request { headers: Vec::new(), ..request.clone() }, &file, "x")
+        }
+        _ => Response::new(404, ""),
+    })
+}
+
+#[test]
+fn a_small_file_is_read_whole_from_a_server_without_ranges() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    SyntheticModel::tiny().write(&model, u64::MAX).unwrap();
+    let server = without_ranges(model.join("model.safetensors"));
+    let hub = Hub::new(settings("https://hub.invalid", folder.path())).unwrap();
+    let url = format!("http://{}/model.safetensors", server.address);
+    let remote = hub.open(Path::new(&url)).unwrap();
+    let report = audit(&remote, Registry::builtin(), &policy("strict"), &Silent).unwrap();
+    assert!(report.passed);
+    assert_eq!(server.requests().len(), 2);
+}
+
+#[test]
+fn a_large_file_on_a_server_without_ranges_is_inspected_but_its_values_are_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    let large = SyntheticModel { vocab_size: 200_000, ..SyntheticModel::tiny() };
+    large.write(&model, u64::MAX).unwrap();
+    let server = without_ranges(model.join("model.safetensors"));
+    let hub = Hub::new(settings("https://hub.invalid", folder.path())).unwrap();
+    let remote = hub.open(Path::new(&format!("http://{}/model.safetensors", server.address))).unwrap();
+    let read = remote.remote.as_ref().unwrap().summary().bytes;
+    assert!(read < 200_000, "{read}");
+    let error = audit(&remote, Registry::builtin(), &policy("strict"), &Silent).unwrap_err();
+    assert_says(&error, &["no range requests", "download the file", "model.safetensors"]);
+}
+
+// The cache
+
+fn sha256_etag(path: &Path) -> String {
+    let digest = ring::digest::digest(&ring::digest::SHA256, &std::fs::read(path).unwrap());
+    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[test]
+fn a_download_has_the_hubs_own_layout_and_every_file_of_the_model() {
+    let stage = Stage::with_etag(sha256_etag);
+    let folder = stage.download().unwrap();
+    let repo = stage.cache().join("models--org--model");
+    assert_eq!(folder, repo.join("snapshots").join(COMMIT));
+    assert_eq!(std::fs::read_to_string(repo.join("refs/main")).unwrap(), COMMIT);
+    let shard = folder.join("model-00001-of-00003.safetensors");
+    let blob = format!("../../blobs/{}", sha256_etag(&shard));
+    assert_eq!(std::fs::read_link(&shard).unwrap(), Path::new(&blob));
+    for name in ["config.json", "tokenizer_config.json", "README.md", "model.safetensors.index.json"] {
+        assert_eq!(
+            std::fs::read(folder.join(name)).unwrap(),
+            std::fs::read(stage.model().join(name)).unwrap()
+        );
+    }
+    assert!(!folder.join("pytorch_model.bin").exists());
+    let same = diff(&common::open(&folder), &common::open(&stage.model()), &Silent).unwrap();
+    assert!(same.tensors.iter().all(|t| !t.differs(0.0, true)));
+    assert!(stage.cached().1.is_empty(), "{:?}", stage.cached().1);
+}
+
+#[test]
+fn the_files_beside_the_weights_are_downloaded_alone() {
+    let stage = Stage::new();
+    let folder = stage.hub().download(Path::new(ADDRESS), Part::BesideWeights, &Silent).unwrap();
+    assert!(folder.join("config.json").is_file() && folder.join("tokenizer_config.json").is_file());
+    assert!(stage.hub.cdn.requests().is_empty());
+    assert!(files_below(&folder).iter().all(|file| !file.to_string_lossy().contains("safetensors")));
+    // What is there is not taken for the whole model.
+    let offline = Hub::new(Settings { offline: true, ..stage.settings() }).unwrap();
+    assert_says(&offline.open(Path::new(ADDRESS)).unwrap_err(), &["does not have all of its files"]);
+    assert_eq!(offline.download(Path::new(ADDRESS), Part::BesideWeights, &Silent).unwrap(), folder);
+}
+
+#[test]
+fn a_snapshot_that_is_there_is_used_without_a_request() {
+    let stage = Stage::new();
+    let folder = stage.download().unwrap();
+    let before = stage.hub.requests();
+    let pinned = format!("{ADDRESS}@{COMMIT}");
+    assert_eq!(stage.hub().download(Path::new(&pinned), Part::All, &Silent).unwrap(), folder);
+    let opened = stage.hub().open(Path::new(&pinned)).unwrap();
+    assert_eq!(stage.hub.requests(), before);
+    let summary = opened.remote.unwrap().summary();
+    assert_eq!((summary.bytes, summary.requests), (0, 0));
+    // A branch is resolved by one request, and nothing is downloaded again.
+    assert_eq!(stage.download().unwrap(), folder);
+    stage.open().unwrap();
+    assert_eq!(stage.hub.requests(), before + 2);
+}
+
+#[test]
+fn offline_no_request_is_made() {
+    let stage = Stage::new();
+    let offline = || Hub::new(Settings { offline: true, ..stage.settings() }).unwrap();
+    let missing = offline().open(Path::new(ADDRESS)).unwrap_err();
+    assert_says(&missing, &["HF_HUB_OFFLINE"]);
+    let folder = stage.download().unwrap();
+    let before = stage.hub.requests();
+    assert_eq!(offline().download(Path::new(ADDRESS), Part::All, &Silent).unwrap(), folder);
+    offline().open(Path::new(ADDRESS)).unwrap();
+    assert_says(&offline().open(Path::new("https://h.invalid/model.safetensors")).unwrap_err(), &["OFFLINE"]);
+    assert_eq!(stage.hub.requests(), before);
+}
+
+#[test]
+fn a_hub_that_does_not_answer_is_replaced_by_the_cache_with_a_note() {
+    let stage = Stage::new();
+    stage.download().unwrap();
+    let closed = settings("http://127.0.0.1:1", &stage.cache());
+    let opened = Hub::new(closed).unwrap().open(Path::new(ADDRESS)).unwrap();
+    let note = opened.remote.unwrap().summary().note.unwrap();
+    assert!(note.contains("did not answer"), "{note}");
+}
+
+#[test]
+fn shards_in_the_cache_without_the_rest_are_not_taken_for_the_model() {
+    let stage = Stage::new();
+    let folder = stage.download().unwrap();
+    std::fs::remove_file(folder.join("model-00002-of-00003.safetensors")).unwrap();
+    let offline = || Hub::new(Settings { offline: true, ..stage.settings() }).unwrap();
+    assert_says(&offline().open(Path::new(ADDRESS)).unwrap_err(), &["does not have all of its files"]);
+    // The shards that are there are read there; the other one is asked for.
+    let before = stage.hub.cdn.requests().len();
+    let mixed = stage.open().unwrap();
+    assert_eq!(stage.hub.cdn.requests().len(), before + 1);
+    let local = common::open(&stage.model());
+    assert!(diff(&Arc::new(mixed), &local, &Silent).unwrap().tensors.iter().all(|t| !t.differs(0.0, true)));
+    std::fs::remove_file(folder.join("model.safetensors.index.json")).unwrap();
+    assert_says(&offline().open(Path::new(ADDRESS)).unwrap_err(), &["does not have all of its files"]);
+}
+
+/// Cancels after a number of bytes.
+struct Impatient {
+    done: AtomicU64,
+    most: u64,
+}
+
+impl Observer for Impatient {
+    fn advance(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Ordering::SeqCst);
+    }
+
+    fn cancelled(&self) -> bool {
+        self.done.load(Ordering::SeqCst) > self.most
+    }
+}
+
+#[test]
+fn an_interrupted_download_continues_where_it_was() {
+    let stage = Stage::with_etag(sha256_etag);
+    let impatient = Impatient { done: AtomicU64::new(0), most: 100_000 };
+    let error = stage.hub().download(Path::new(ADDRESS), Part::All, &impatient).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Interrupted);
+    let (_, incomplete) = stage.cached();
+    assert_eq!(incomplete.len(), 1);
+    let there = incomplete[0].metadata().unwrap().len();
+    assert!(there > 0);
+    assert!(!stage.cache().join("models--org--model/refs/main").exists());
+    let before = stage.hub.cdn.requests().len();
+    let folder = stage.download().unwrap();
+    let part = incomplete[0].file_stem().unwrap().to_str().unwrap().to_string();
+    let name = files_below(&folder).into_iter().find(|f| sha256_etag(f) == part).unwrap();
+    let name = name.file_name().unwrap().to_str().unwrap().to_string();
+    let again = stage.hub.cdn.requests().split_off(before);
+    let ranges: Vec<_> = again.iter().filter(|r| r.path.contains(&name)).filter_map(Request::range).collect();
+    // One request learns the size; all others begin behind what was there.
+    assert!(ranges.iter().filter(|(first, _)| *first < there).count() <= 1, "{there}: {ranges:?}");
+    let same = diff(&common::open(&folder), &common::open(&stage.model()), &Silent).unwrap();
+    assert!(same.tensors.iter().all(|t| !t.differs(0.0, true)));
+}
+
+#[test]
+fn a_download_that_breaks_leaves_nothing_that_looks_whole() {
+    let stage = Stage::with_etag(sha256_etag);
+    let broken = Arc::new(AtomicBool::new(true));
+    let (model, is_broken) = (stage.model(), broken.clone());
+    stage.hub.set_fault(move |request| {
+        let name = request.path.split(['/', '?']).find(|part| part.ends_with(".safetensors"))?;
+        let late = request.range().is_some_and(|(first, _)| first >= 60_000);
+        let etag = format!("cdn-{}", sha256_etag(&model.join(name)));
+        let response = Response::file(request, &model.join(name), &etag).cut_after(1);
+        (is_shard(request) && late && is_broken.load(Ordering::SeqCst)).then_some(response)
+    });
+    assert_says(&stage.download().unwrap_err(), &["ended early"]);
+    let snapshot = stage.cache().join("models--org--model/snapshots").join(COMMIT);
+    assert!(files_below(&snapshot).iter().all(|f| !f.to_string_lossy().ends_with(".safetensors")));
+    assert!(!stage.cached().1.is_empty());
+    broken.store(false, Ordering::SeqCst);
+    let folder = stage.download().unwrap();
+    let same = diff(&common::open(&folder), &common::open(&stage.model()), &Silent).unwrap();
+    assert!(same.tensors.iter().all(|t| !t.differs(0.0, true)));
+}
+
+#[test]
+fn content_with_another_checksum_is_discarded() {
+    let stage = Stage::with_etag(sha256_etag);
+    let model = stage.model();
+    stage.hub.set_fault(move |request| {
+        let name = request.path.split(['/', '?']).find(|part| part.ends_with(".safetensors"))?;
+        let mut bytes = std::fs::read(model.join(name)).unwrap();
+        let (first, last) = request.range()?;
+        let last = last.min(bytes.len() as u64 - 1);
+        *bytes.last_mut().unwrap() ^= 1;
+        let range = format!("bytes {first}-{last}/{}", bytes.len());
+        let part = bytes[first as usize..=last as usize].to_vec();
+        is_shard(request).then(|| Response::new(206, part).with("content-range", &range))
+    });
+    assert_says(&stage.download().unwrap_err(), &["checksum", "discarded"]);
+    assert!(stage.cached().1.is_empty(), "{:?}", stage.cached().1);
+    assert!(
+        Hub::new(Settings { offline: true, ..stage.settings() }).unwrap().open(Path::new(ADDRESS)).is_err()
+    );
+}
+
+#[test]
+fn a_server_without_ranges_is_downloaded_from_in_one_stream() {
+    let stage = Stage::with_etag(sha256_etag);
+    let model = stage.model();
+    let large = SyntheticModel { vocab_size: 200_000, ..SyntheticModel::tiny() };
+    std::fs::remove_dir_all(&model).unwrap();
+    large.write(&model, u64::MAX).unwrap();
+    let root = model.clone();
+    let mut count = 0;
+    stage.hub.set_fault(move |request| {
+        let name = request.path.split(['/', '?']).find(|part| part.ends_with(".safetensors"))?;
+        is_shard(request).then_some(())?;
+        count += 1;
+        let whole = Request { headers: Vec::new(), ..request.clone() };
+        let response = Response::file(&whole, &root.join(name), "x");
+        // The second answer, the first of the download itself, is cut.
+        Some(if count == 2 { response.cut_after(1_000_000) } else { response })
+    });
+    let folder = stage.download().unwrap();
+    let same = diff(&common::open(&folder), &common::open(&model), &Silent).unwrap();
+    assert!(same.tensors.iter().all(|t| !t.differs(0.0, true)));
+}
+
+#[test]
+fn two_downloads_at_a_time_give_one_whole_model() {
+    let stage = Stage::with_etag(sha256_etag);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| stage.download().unwrap());
+        }
+    });
+    let folder = stage.download().unwrap();
+    let same = diff(&common::open(&folder), &common::open(&stage.model()), &Silent).unwrap();
+    assert!(same.tensors.iter().all(|t| !t.differs(0.0, true)));
+}
