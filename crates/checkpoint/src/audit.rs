@@ -326,7 +326,12 @@ fn scan_values(
         .tensors
         .iter()
         .enumerate()
-        .flat_map(|(i, t)| jobs::pieces(t.bytes, 1, CHUNK_BYTES).map(move |range| (i, range)))
+        .flat_map(|(i, t)| {
+            // A piece has whole blocks.
+            let unit = t.dtype.block().map_or(1, |(_, bytes)| bytes);
+            let pieces = jobs::pieces(t.bytes / unit, unit, CHUNK_BYTES);
+            pieces.map(move |range| (i, range.start * unit..range.end * unit))
+        })
         .collect();
     let bytes = |(_, range): &(usize, Range<u64>)| range.end - range.start;
     let parts = jobs::run(&work, observer, bytes, |(i, range), w| {

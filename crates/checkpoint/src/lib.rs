@@ -1,4 +1,4 @@
-//! Checkpoints, as safetensors or in torch's formats: open, stream, write atomically, convert, audit,
+//! Checkpoints, as safetensors, in torch's formats or as GGUF: open, stream, write atomically, convert, audit,
 //! compare, repair.
 
 #![forbid(unsafe_code)]
@@ -10,6 +10,7 @@ pub mod convert;
 pub mod diff;
 pub mod encoding;
 pub mod error;
+pub mod gguf;
 pub mod header;
 pub mod index;
 pub mod inspect;

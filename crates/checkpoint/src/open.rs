@@ -1,5 +1,5 @@
 //! A checkpoint on disk: one safetensors file, a folder with or without an index, a folder of tensor-parallel
-//! ranks, or one of torch's formats ([`crate::torch`]).
+//! ranks, one of torch's formats ([`crate::torch`]), or a GGUF file ([`crate::gguf`]).
 //!
 //! Tensors are read by position, not memory-mapped: a mapped file that shrinks kills the process with a
 //! signal, a positional read returns an error. A checkpoint is never loaded into memory as a whole.
@@ -17,6 +17,7 @@ use serde_json::Value;
 use crate::assembly::Assembly;
 use crate::encoding::without_mark;
 use crate::error::{Error, Place, Result};
+use crate::gguf;
 use crate::header::{self, Header, TensorInfo};
 use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
 use crate::torch;
@@ -204,6 +205,10 @@ impl Checkpoint {
             issues: Vec::new(),
             in_memory: false,
         };
+        if kind.is_file() && gguf::header::is_gguf(path)? {
+            checkpoint.add_gguf(path)?;
+            return Ok(checkpoint);
+        }
         let folder = match path.parent() {
             Some(parent) if kind.is_file() && parent.as_os_str().is_empty() => Path::new("."),
             Some(parent) if kind.is_file() => parent,
@@ -383,6 +388,17 @@ impl Checkpoint {
     /// Returns a `__metadata__` value.
     pub fn metadata_value(&self, key: &str) -> Option<&str> {
         self.metadata.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
+    }
+
+    fn add_gguf(&mut self, path: &Path) -> Result<()> {
+        let file = ShardFile::open(path)?;
+        let header = gguf::header::Header::read(&file)?;
+        self.files.push(Arc::new(file));
+        self.metadata = header.entries.iter().map(|(key, value)| (key.clone(), value.to_string())).collect();
+        for TensorInfo { name, dtype, shape, begin, bytes } in header.tensors {
+            self.tensors.push(StoredTensor { name, dtype, shape, file: 0, begin, bytes, rank: 0 });
+        }
+        Ok(())
     }
 
     fn add_torch(&mut self, found: torch::TorchCheckpoint) -> Result<()> {

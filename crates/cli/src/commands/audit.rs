@@ -14,7 +14,7 @@ use crate::output::{self, bytes, clean, clean_lines, plural, table};
 
 #[derive(Args)]
 pub(crate) struct AuditArgs {
-    /// Checkpoint: a folder, an index, or a safetensors file.
+    /// Checkpoint: a folder, an index, or a safetensors or GGUF file.
     #[arg(required_unless_present = "rules")]
     path: Option<PathBuf>,
     /// Print all rules and policies and exit.

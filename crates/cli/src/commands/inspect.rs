@@ -14,7 +14,7 @@ use crate::output::{self, bytes, clean, count, table};
 
 #[derive(Args)]
 pub(crate) struct InspectArgs {
-    /// Checkpoint: a folder, an index, or a safetensors file.
+    /// Checkpoint: a folder, an index, or a safetensors or GGUF file.
     path: PathBuf,
     /// List every tensor.
     #[arg(long)]
@@ -45,6 +45,7 @@ pub(super) fn layout_words(layout: &Layout) -> String {
     match layout.naming {
         Naming::Megatron if layout.ranks > 1 => format!("megatron, {} tensor-parallel ranks", layout.ranks),
         Naming::Megatron => "megatron, one rank".into(),
+        Naming::Gguf => "gguf".into(),
         naming => {
             let name = if naming == Naming::Hf { "hf" } else { "nemo" };
             let projections =
