@@ -363,10 +363,12 @@ impl Checkpoint {
     /// Returns the architecture by config.json, or by tensor names if there is none.
     pub fn architecture(&self, registry: &Registry) -> Result<Architecture> {
         let Some(config) = &self.config else {
-            return Ok(Architecture::from_names(
-                self.tensors.iter().map(|t| t.name.as_str()),
-                &registry.families,
-            ));
+            let names = self.tensors.iter().map(|t| t.name.as_str());
+            let mut found = Architecture::from_names(names, &registry.families);
+            if let Some(name) = self.metadata_value(gguf::ARCHITECTURE) {
+                (found.name, found.source) = (Some(name.into()), gguf::ARCHITECTURE);
+            }
+            return Ok(found);
         };
         Architecture::from_config(config, &registry.families).ok_or_else(|| Error::Config {
             file: self.config_path(),
