@@ -107,7 +107,8 @@ fn a_string_longer_than_the_file_is_refused() {
 
 #[test]
 fn a_string_over_the_limit_is_refused() {
-    let bytes = replaced(bytes_of(&valid()), b"\x06\0\0\0\0\0\0\0qwen35", b"\xff\xff\xff\xff\xff\xff\xff\xffqwen35");
+    let bytes =
+        replaced(bytes_of(&valid()), b"\x06\0\0\0\0\0\0\0qwen35", b"\xff\xff\xff\xff\xff\xff\xff\xffqwen35");
     assert_refused(bytes, &["over the limit"]);
 }
 
@@ -131,7 +132,11 @@ fn an_unknown_type_of_a_value_is_refused() {
 
 #[test]
 fn a_bool_of_two_is_refused() {
-    let bytes = replaced(bytes_of(&valid()), b"\x07\0\0\0\x02\0\0\0\0\0\0\0\x01", b"\x07\0\0\0\x02\0\0\0\0\0\0\0\x02");
+    let bytes = replaced(
+        bytes_of(&valid()),
+        b"\x07\0\0\0\x02\0\0\0\0\0\0\0\x01",
+        b"\x07\0\0\0\x02\0\0\0\0\0\0\0\x02",
+    );
     assert_refused(bytes, &["bool", "got 2"]);
 }
 
