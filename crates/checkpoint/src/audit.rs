@@ -174,7 +174,7 @@ pub fn audit_values(
                     .into()
             }
         });
-    } else if checkpoint.config.is_none() {
+    } else if checkpoint.config.is_none() && layout.naming != Naming::Gguf {
         notes.push(format!(
             "no config.json: identified as {} by its tensor names",
             architecture.families.join(", ")
@@ -221,6 +221,13 @@ const NOT_F32: Kind = violation(
     "ballast repair CKPT DST --original ORIG; without the original, ballast convert SRC DST, which makes it F32 in name only",
 );
 const F64_NOT_F32: Kind = violation("not-f32", "", "ballast convert SRC DST --narrow-f64");
+const GGUF_NOT_F32: Kind = violation("not-f32", "", GGUF_FIX);
+const GGUF_VECTOR: Kind = violation(
+    "gguf-vector-not-f32",
+    "llama.cpp takes tensors of one dimension in F32 only: it stops, or computes something else",
+    GGUF_FIX,
+);
+const GGUF_FIX: &str = "convert the original again: ballast convert CKPT DST.gguf";
 const MISSING: Kind = violation(
     "missing",
     "the layer exists, but its protected tensor is missing",
@@ -328,8 +335,14 @@ fn header_findings(
     for (t, rule) in checkpoint.tensors.iter().zip(rules) {
         let is_float = t.dtype.is_plain_float() || t.dtype.is_scaled_float();
         if let Some(rule) = rule.filter(|r| t.dtype != r.dtype && is_float) {
-            let kind = if t.dtype == Dtype::F64 { &F64_NOT_F32 } else { &NOT_F32 };
+            let kind = match t.dtype {
+                _ if layout.naming == Naming::Gguf => &GGUF_NOT_F32,
+                Dtype::F64 => &F64_NOT_F32,
+                _ => &NOT_F32,
+            };
             findings.add(kind, Some(rule), Some(t.dtype), t.name.clone());
+        } else if layout.naming == Naming::Gguf && t.shape.len() < 2 && is_float && t.dtype != Dtype::F32 {
+            findings.add(&GGUF_VECTOR, None, Some(t.dtype), t.name.clone());
         }
     }
     for rank in 0..checkpoint.ranks {
@@ -409,7 +422,12 @@ fn scan_values(
         .iter()
         .enumerate()
         .filter(|(i, _)| is_read(&rules[*i]))
-        .flat_map(|(i, t)| jobs::pieces(t.bytes, 1, CHUNK_BYTES).map(move |range| (i, range)))
+        .flat_map(|(i, t)| {
+            // A piece has whole blocks.
+            let unit = t.dtype.block().map_or(1, |(_, bytes)| bytes);
+            let pieces = jobs::pieces(t.bytes / unit, unit, CHUNK_BYTES);
+            pieces.map(move |range| (i, range.start * unit..range.end * unit))
+        })
         .collect();
     let bytes = |(_, range): &(usize, Range<u64>)| range.end - range.start;
     observer.phase("reading", work.iter().map(bytes).sum());

@@ -6,6 +6,8 @@
 use ballast_contract::Dtype;
 use half::{bf16, f16};
 
+use crate::gguf::q8_0;
+
 #[cfg(target_endian = "big")]
 compile_error!("safetensors data is little endian, and is used in place");
 
@@ -56,7 +58,7 @@ pub fn bf16_round(x: f32) -> f32 {
 
 /// Returns true if [`convert`] supports the pair.
 pub fn supported(from: Dtype, to: Dtype) -> bool {
-    from == to || from.is_plain_float() && to.is_plain_float()
+    from == to || from.is_plain_float() && (to.is_plain_float() || to == Dtype::Q8_0)
 }
 
 /// Converts all of `source` into `target`, which has exactly the needed length; both are aligned as in a
@@ -65,7 +67,16 @@ pub fn supported(from: Dtype, to: Dtype) -> bool {
 /// # Panics
 /// If the pair is not [`supported`], or the lengths do not match.
 pub fn convert(source: &[u8], from: Dtype, target: &mut [u8], to: Dtype) -> u64 {
-    use Dtype::{Bf16, F16, F32, F64};
+    use Dtype::{Bf16, F16, F32, F64, Q8_0};
+    if to == Q8_0 && from != Q8_0 {
+        if from == F32 {
+            return q8_0::quantize(bytemuck::cast_slice(source), target);
+        }
+        let mut wide = Buffer::default();
+        wide.resize(target.len() / q8_0::BLOCK_BYTES * q8_0::BLOCK * 4);
+        let overflowed = convert(source, from, wide.as_mut(), F32);
+        return overflowed + convert(wide.as_ref(), F32, target, Q8_0);
+    }
     fn each<A: bytemuck::AnyBitPattern, B: bytemuck::Pod>(
         source: &[u8],
         target: &mut [u8],
@@ -136,6 +147,11 @@ pub fn count_non_finite(data: &[u8], dtype: Dtype) -> u64 {
         Dtype::F8E4M3 => count(data, |x: u8| x & 0x7f == 0x7f),
         Dtype::F8E4M3Fnuz | Dtype::F8E5M2Fnuz => count(data, |x: u8| x == 0x80),
         Dtype::F8E8M0 => count(data, |x: u8| x == 0xff),
+        Dtype::Q8_0 => {
+            let scale = |block: &[u8]| f16::from_le_bytes([block[0], block[1]]);
+            let blocks = data.chunks_exact(q8_0::BLOCK_BYTES);
+            blocks.filter(|block| !scale(block).is_finite()).count() as u64 * q8_0::BLOCK as u64
+        }
         _ => 0,
     }
 }

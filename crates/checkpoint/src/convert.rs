@@ -12,6 +12,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::gguf::{self, GgufFile};
 use crate::hub;
 use crate::jobs::Observer;
 use crate::layout::{Form, Layout, LayoutRequest, Naming, is_carried, metadata, relayout};
@@ -97,6 +98,29 @@ pub struct ConvertPlan {
     pub notes: Vec<String>,
     #[serde(skip)]
     outputs: Vec<Vec<Output>>,
+    /// Content of the file, if the destination is GGUF.
+    #[serde(skip)]
+    pub(crate) gguf: Option<GgufFile>,
+}
+
+impl ConvertPlan {
+    /// Creates a plan without tensors.
+    pub(crate) fn empty(from: Layout, to: Layout) -> ConvertPlan {
+        ConvertPlan {
+            tensors: 0,
+            bytes: 0,
+            protected: Vec::new(),
+            dtype_changes: Vec::new(),
+            shifted: Vec::new(),
+            carried: Vec::new(),
+            left_alone: BTreeMap::new(),
+            notes: Vec::new(),
+            outputs: Vec::new(),
+            gguf: None,
+            from,
+            to,
+        }
+    }
 }
 
 /// The result of a conversion.
@@ -115,6 +139,12 @@ pub struct ConvertReport {
 
 /// Plans a conversion without writing anything.
 pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<ConvertPlan> {
+    if options.layout.naming == Some(Naming::Gguf) {
+        return gguf::plan(source, options);
+    }
+    if options.dtype.is_some_and(|dtype| dtype.block().is_some()) {
+        return Err(Error::Refused("q8_0 is a type of GGUF; use a destination that ends in .gguf".into()));
+    }
     let mut from = Layout::detect(source);
     if let (Naming::Megatron, Some(zero_centered)) = (from.naming, options.layout.zero_centered_gamma) {
         from.zero_centered_gamma = zero_centered;
@@ -123,19 +153,8 @@ pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<Conver
     let ranks = relayout(source, &from, &to)?;
     let has_scaled = source.tensors.iter().any(|t| t.dtype.is_scaled_float());
 
-    let mut plan = ConvertPlan {
-        tensors: ranks.iter().map(Vec::len).sum(),
-        bytes: 0,
-        protected: Vec::new(),
-        dtype_changes: Vec::new(),
-        shifted: Vec::new(),
-        carried: Vec::new(),
-        left_alone: BTreeMap::new(),
-        notes: Vec::new(),
-        outputs: Vec::new(),
-        from,
-        to,
-    };
+    let mut plan = ConvertPlan::empty(from, to);
+    plan.tensors = ranks.iter().map(Vec::len).sum();
     let mut changes: Vec<DtypeChange> = Vec::new();
     for views in ranks {
         let mut outputs = Vec::new();
@@ -207,7 +226,7 @@ fn decide_dtype(
 }
 
 /// Records the changes of dtype of the stored parts of `view`.
-fn note_changes(changes: &mut Vec<DtypeChange>, view: &View, to: Dtype, reason: String) {
+pub(crate) fn note_changes(changes: &mut Vec<DtypeChange>, view: &View, to: Dtype, reason: String) {
     let mut from: Vec<Dtype> = view.sources().iter().map(|t| t.dtype).collect();
     from.sort();
     from.dedup();
@@ -272,6 +291,11 @@ pub fn execute(
     options: &ConvertOptions,
     observer: &dyn Observer,
 ) -> Result<ConvertReport> {
+    if let Some(file) = plan.gguf.take() {
+        let verification = gguf::write(&[source], file, destination, options.force, observer)
+            .map_err(|e| e.of(&source.root))?;
+        return Ok(ConvertReport { plan, files: 1, sidecars: 0, verification });
+    }
     let single_file = destination.extension().is_some_and(|e| e == "safetensors");
     if single_file && plan.to.ranks > 1 {
         return Err(Error::Refused(

@@ -1,4 +1,4 @@
-//! Checkpoints, as safetensors or in torch's formats, on disk or on a server: open, stream, write
+//! Checkpoints, as safetensors, in torch's formats or as GGUF, on disk or on a server: open, stream, write
 //! atomically, convert, audit, compare, repair.
 
 #![forbid(unsafe_code)]
@@ -12,6 +12,7 @@ pub mod encoding;
 pub mod error;
 mod folder;
 pub mod fp8;
+pub mod gguf;
 pub mod header;
 pub mod hub;
 pub mod index;

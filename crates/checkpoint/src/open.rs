@@ -1,5 +1,6 @@
 //! A checkpoint on disk: one safetensors file, a folder with or without an index, a folder of tensor-parallel
-//! ranks, or one of torch's formats ([`crate::torch`]); or a checkpoint on a server ([`crate::hub`]).
+//! ranks, one of torch's formats ([`crate::torch`]), or a GGUF file ([`crate::gguf`]); or a checkpoint on a
+//! server ([`crate::hub`]).
 //!
 //! Tensors are read by position, not memory-mapped: a mapped file that shrinks kills the process with a
 //! signal, a positional read returns an error. A checkpoint is never loaded into memory as a whole.
@@ -20,6 +21,7 @@ use crate::encoding::without_mark;
 use crate::error::{Error, Place, Result};
 use crate::folder::{Disk, Folder};
 use crate::fp8::Computed;
+use crate::gguf;
 use crate::header::{self, Header, TensorInfo};
 #[cfg(feature = "hub")]
 use crate::hub::RemoteFile;
@@ -229,6 +231,10 @@ impl Checkpoint {
             return Checkpoint::open(&folder);
         }
         let mut checkpoint = Checkpoint::empty(path);
+        if kind.is_file() && gguf::header::is_gguf(path)? {
+            checkpoint.add_gguf(path)?;
+            return Ok(checkpoint);
+        }
         let folder = match path.parent() {
             Some(parent) if kind.is_file() && parent.as_os_str().is_empty() => Path::new("."),
             Some(parent) if kind.is_file() => parent,
@@ -446,10 +452,12 @@ impl Checkpoint {
     /// Returns the architecture by config.json, or by tensor names if there is none.
     pub fn architecture(&self, registry: &Registry) -> Result<Architecture> {
         let Some(config) = &self.config else {
-            return Ok(Architecture::from_names(
-                self.tensors.iter().map(|t| t.name.as_str()),
-                &registry.families,
-            ));
+            let names = self.tensors.iter().map(|t| t.name.as_str());
+            let mut found = Architecture::from_names(names, &registry.families);
+            if let Some(name) = self.metadata_value(gguf::ARCHITECTURE) {
+                (found.name, found.source) = (Some(name.into()), gguf::ARCHITECTURE);
+            }
+            return Ok(found);
         };
         Architecture::from_config(config, &registry.families).ok_or_else(|| Error::Config {
             file: self.config_path(),
@@ -471,6 +479,17 @@ impl Checkpoint {
     /// Returns a `__metadata__` value.
     pub fn metadata_value(&self, key: &str) -> Option<&str> {
         self.metadata.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
+    }
+
+    fn add_gguf(&mut self, path: &Path) -> Result<()> {
+        let file = ShardFile::open(path)?;
+        let header = gguf::header::Header::read(&file)?;
+        self.files.push(Arc::new(file));
+        self.metadata = header.entries.iter().map(|(key, value)| (key.clone(), value.to_string())).collect();
+        for TensorInfo { name, dtype, shape, begin, bytes } in header.tensors {
+            self.tensors.push(StoredTensor { name, dtype, shape, file: 0, begin, bytes, rank: 0 });
+        }
+        Ok(())
     }
 
     fn add_torch(&mut self, found: torch::TorchCheckpoint) -> Result<()> {

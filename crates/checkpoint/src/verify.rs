@@ -147,8 +147,12 @@ impl Verifier {
     /// Returns the chunks of pair `pair`.
     pub(crate) fn chunks(&self, pair: usize) -> impl Iterator<Item = Chunk> {
         let Pair { source, back } = &self.pairs[pair];
-        let widest = source.unit_bytes().max(back.unit_bytes());
-        jobs::pieces(source.units(), widest, CHUNK_BYTES).map(move |range| Chunk { pair, range })
+        // A chunk has whole blocks.
+        let units = blocks(source, back).map_or(1, |(elements, _)| elements);
+        let widest = units * source.unit_bytes().max(back.unit_bytes());
+        let whole = move |range: Range<u64>| range.start * units..range.end * units;
+        jobs::pieces(source.units() / units, widest, CHUNK_BYTES)
+            .map(move |range| Chunk { pair, range: whole(range) })
     }
 
     /// Returns the number of source bytes of a chunk.
@@ -161,7 +165,11 @@ impl Verifier {
         let Chunk { pair, range } = chunk;
         let Pair { source, back } = &self.pairs[*pair];
         source.read(range.clone(), &mut w.a, &mut w.scratch)?;
-        back.read(range.clone(), &mut w.b, &mut w.scratch)?;
+        let read_back = match blocks(source, back) {
+            Some((elements, bytes)) => range.start / elements * bytes..range.end / elements * bytes,
+            None => range.clone(),
+        };
+        back.read(read_back, &mut w.b, &mut w.scratch)?;
         let mut expected = &w.a;
         if source.dtype != back.dtype {
             cast::convert(w.a.as_ref(), source.dtype, w.scratch.resize(w.b.as_ref().len()), back.dtype);
@@ -199,6 +207,11 @@ impl Verifier {
         }
         verification
     }
+}
+
+/// Returns the elements and bytes of a block, if `back` has the elements of `source` in blocks.
+fn blocks(source: &View, back: &View) -> Option<(u64, u64)> {
+    back.dtype.block().filter(|_| source.dtype != back.dtype)
 }
 
 /// Returns the number of changed values of a shifted tensor and the largest change; `None` if a change

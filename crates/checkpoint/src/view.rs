@@ -36,6 +36,25 @@ pub(crate) struct FileRun {
     pub(crate) bytes: Range<u64>,
 }
 
+/// A change of the values or their order after the view is put together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Transform {
+    None,
+    /// Every matrix [rows, columns] of the last two dimensions is transposed.
+    Transposed {
+        rows: u64,
+        columns: u64,
+    },
+    /// Columns are `groups` x `size` blocks of `width`, and become `size` x `groups` blocks.
+    Regrouped {
+        groups: u64,
+        size: u64,
+        width: u64,
+    },
+    /// x becomes -exp(x), in f32.
+    NegativeExp,
+}
+
 /// A named tensor made of stored tensors.
 #[derive(Clone, Debug)]
 pub struct View {
@@ -47,6 +66,7 @@ pub struct View {
     pub shape: Vec<u64>,
     /// Value added to every element in f32: -1, 0 or +1, for zero-centered gammas.
     pub shift: i8,
+    transform: Transform,
     node: Arc<Node>,
 }
 
@@ -55,7 +75,8 @@ impl View {
     pub fn stored(checkpoint: &Arc<Checkpoint>, tensor: usize) -> View {
         let t = &checkpoint.tensors[tensor];
         let node = Arc::new(Node::Stored { checkpoint: checkpoint.clone(), tensor });
-        View { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone(), shift: 0, node }
+        let (name, shape) = (t.name.clone(), t.shape.clone());
+        View { name, dtype: t.dtype, shape, shift: 0, transform: Transform::None, node }
     }
 
     /// Renames the tensor.
@@ -75,6 +96,47 @@ impl View {
     /// Adds `by` to every element.
     pub fn shifted(self, by: i8) -> View {
         View { shift: self.shift + by, ..self }
+    }
+
+    /// Transposes the last two dimensions. A matrix is read as a whole, so it must fit in memory.
+    pub fn transposed(self) -> Result<View> {
+        let dims = self.shape.len();
+        if dims < 2 || self.transform != Transform::None || self.dtype.bytes().is_none() {
+            let problem = format!("{} of shape {:?} cannot be transposed", self.dtype, self.shape);
+            return Err(Error::tensor(self.name, problem));
+        }
+        self.require_elements()?;
+        let (rows, columns) = (self.shape[dims - 2], self.shape[dims - 1]);
+        let mut shape = self.shape.clone();
+        shape.swap(dims - 2, dims - 1);
+        Ok(View { shape, transform: Transform::Transposed { rows, columns }, ..self })
+    }
+
+    /// Reorders the columns of the last dimension: `groups` x `size` blocks of `width` become `size` x `groups`
+    /// blocks.
+    pub fn regrouped(self, groups: u64, size: u64, width: u64) -> Result<View> {
+        let columns = groups.checked_mul(size).and_then(|blocks| blocks.checked_mul(width));
+        let fits = columns.is_some() && self.shape.last().copied() == columns;
+        if !fits || self.transform != Transform::None || self.dtype.bytes().is_none() {
+            let problem = format!(
+                "{} of shape {:?} does not have {groups} x {size} blocks of {width} columns",
+                self.dtype, self.shape
+            );
+            return Err(Error::tensor(self.name, problem));
+        }
+        self.require_elements()?;
+        if groups == 1 || size == 1 {
+            return Ok(self);
+        }
+        Ok(View { transform: Transform::Regrouped { groups, size, width }, ..self })
+    }
+
+    /// Replaces every element x by -exp(x), in f32.
+    pub(crate) fn negative_exp(self) -> Result<View> {
+        if self.transform != Transform::None || !self.dtype.widens_exactly_to(Dtype::F32) {
+            return Err(Error::tensor(self.name, format!("-exp(x) of {} is not possible", self.dtype)));
+        }
+        Ok(View { dtype: Dtype::F32, transform: Transform::NegativeExp, ..self })
     }
 
     /// Number of elements.
@@ -114,6 +176,9 @@ impl View {
         if !is_countable(&self.shape) {
             return refuse(format!("shape {:?} is too large to be sliced", self.shape));
         }
+        if self.transform != Transform::None {
+            return refuse("a tensor with reordered or changed values cannot be sliced".into());
+        }
         if self.dtype.bytes().is_none() || self.dtype.is_scaled_float() {
             return refuse(format!(
                 "{} tensors depend on a scale and cannot be sliced or concatenated; --dtype bf16 dequantizes them",
@@ -139,6 +204,7 @@ impl View {
         for part in &parts[1..] {
             let fits = part.shape.len() == shape.len()
                 && part.shift == first.shift
+                && (part.transform, first.transform) == (Transform::None, Transform::None)
                 && (0..shape.len()).all(|d| d == dim || part.shape[d] == shape[d]);
             let joined = shape.get(dim).and_then(|size| size.checked_add(*part.shape.get(dim)?));
             let (true, Some(joined)) = (fits, joined) else {
@@ -171,7 +237,8 @@ impl View {
         let outer: u64 = shape[..dim].iter().product();
         let inner: u64 = shape[dim + 1..].iter().product();
         let widths = parts.iter().map(|p| (p.node.clone(), p.shape[dim] * inner)).collect();
-        Ok(View { name, dtype, shape, shift: first.shift, node: concat(outer, widths) })
+        let (shift, transform) = (first.shift, first.transform);
+        Ok(View { name, dtype, shape, shift, transform, node: concat(outer, widths) })
     }
 
     /// Returns the stored tensors of the view in order, repeated if used repeatedly.
@@ -207,7 +274,8 @@ impl View {
                 Node::Concat { outer, parts } => *outer == 1 && parts.iter().all(|(part, _)| flat(part)),
             }
         }
-        if self.shift != 0 || !flat(&self.node) || self.sources().iter().any(|t| t.dtype != self.dtype) {
+        let is_changed = self.shift != 0 || self.transform != Transform::None;
+        if is_changed || !flat(&self.node) || self.sources().iter().any(|t| t.dtype != self.dtype) {
             return None;
         }
         let mut runs = Vec::new();
@@ -234,8 +302,31 @@ impl View {
 
     /// Reads `range` (in units) in the view's dtype into `out`.
     pub fn read(&self, range: Range<u64>, out: &mut Buffer, scratch: &mut Buffer) -> Result<()> {
+        let target = out.resize(((range.end - range.start) * self.unit_bytes()) as usize);
+        match self.transform {
+            Transform::Transposed { rows, columns } => {
+                self.read_transposed(range, rows, columns, target, scratch)?
+            }
+            Transform::Regrouped { groups, size, width } => {
+                self.read_regrouped(range, [groups, size, width], target, scratch)?
+            }
+            _ => self.read_plain(range, target, scratch)?,
+        }
+        if self.transform == Transform::NegativeExp {
+            for x in bytemuck::cast_slice_mut::<u8, f32>(target) {
+                // Rounded once.
+                *x = -(*x as f64).exp() as f32;
+            }
+        }
+        if self.shift != 0 {
+            shift_in_f32(target, self.dtype, self.shift as f32);
+        }
+        Ok(())
+    }
+
+    /// Reads `range` as it is put together.
+    fn read_plain(&self, range: Range<u64>, target: &mut [u8], scratch: &mut Buffer) -> Result<()> {
         let unit = self.unit_bytes();
-        let target = out.resize(((range.end - range.start) * unit) as usize);
         let mut at = 0;
         each_run(&self.node, range, &mut |checkpoint, tensor, run| {
             let t = &checkpoint.tensors[tensor];
@@ -255,9 +346,59 @@ impl View {
             cast::convert(narrow, t.dtype, wide.resize(piece.len()), self.dtype);
             piece.copy_from_slice(wide.as_ref());
             Ok(())
-        })?;
-        if self.shift != 0 {
-            shift_in_f32(target, self.dtype, self.shift as f32);
+        })
+    }
+
+    /// Reads `range` of transposed matrices; each one that it touches is read once.
+    fn read_transposed(
+        &self,
+        range: Range<u64>,
+        rows: u64,
+        columns: u64,
+        target: &mut [u8],
+        scratch: &mut Buffer,
+    ) -> Result<()> {
+        let (size, unit) = (rows * columns, self.unit_bytes() as usize);
+        let mut matrix = Buffer::default();
+        let mut at = range.start;
+        let mut places = target.chunks_exact_mut(unit);
+        while at < range.end {
+            let first = at / size * size;
+            let end = range.end.min(first + size);
+            self.read_plain(first..first + size, matrix.resize(size as usize * unit), scratch)?;
+            let matrix = matrix.as_ref();
+            for (i, place) in (at - first..end - first).zip(&mut places) {
+                let (column, row) = (i / rows, i % rows);
+                let from = (row * columns + column) as usize * unit;
+                place.copy_from_slice(&matrix[from..from + unit]);
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Reads `range` of rows with reordered columns; whole rows are read at once.
+    fn read_regrouped(
+        &self,
+        range: Range<u64>,
+        [groups, size, width]: [u64; 3],
+        target: &mut [u8],
+        scratch: &mut Buffer,
+    ) -> Result<()> {
+        let (columns, unit) = (groups * size * width, self.unit_bytes());
+        let rows = range.start / columns * columns..range.end.next_multiple_of(columns);
+        let mut whole = Buffer::default();
+        self.read_plain(rows.clone(), whole.resize(((rows.end - rows.start) * unit) as usize), scratch)?;
+        let whole = whole.as_ref();
+        let (mut at, mut done) = (range.start, 0);
+        while at < range.end {
+            let (row, column) = (at / columns, at % columns);
+            let (block, offset) = (column / width, column % width);
+            let source = (block % groups * size + block / groups) * width + offset;
+            let bytes = ((width - offset).min(range.end - at) * unit) as usize;
+            let from = ((row * columns + source - rows.start) * unit) as usize;
+            target[done..done + bytes].copy_from_slice(&whole[from..from + bytes]);
+            (at, done) = (at + bytes as u64 / unit, done + bytes);
         }
         Ok(())
     }

@@ -52,11 +52,20 @@ struct Shard {
     path: PathBuf,
     header: Vec<u8>,
     outputs: Vec<Output>,
+    /// Every tensor starts at a multiple of this many bytes.
+    alignment: u64,
 }
 
 impl Shard {
-    fn data_bytes(&self) -> u64 {
-        self.outputs.iter().map(Output::bytes).sum()
+    /// Returns the first byte of every output in the file, and the size of the file.
+    fn positions(&self) -> (Vec<u64>, u64) {
+        let mut at = self.header.len() as u64;
+        let mut positions = Vec::with_capacity(self.outputs.len());
+        for output in &self.outputs {
+            positions.push(at);
+            at = (at + output.bytes()).next_multiple_of(self.alignment);
+        }
+        (positions, at)
     }
 }
 
@@ -113,14 +122,21 @@ impl WritePlan {
         Ok(plan)
     }
 
-    /// Returns the number of safetensors files.
+    /// Plans one file with a given header, after which every tensor starts at a multiple of `alignment`.
+    pub(crate) fn single(path: PathBuf, header: Vec<u8>, outputs: Vec<Output>, alignment: u64) -> WritePlan {
+        let tensor_bytes = outputs.iter().map(Output::bytes).sum();
+        let shards = vec![Shard { path, header, outputs, alignment }];
+        WritePlan { shards, indexes: Vec::new(), tensor_bytes }
+    }
+
+    /// Returns the number of files with tensors.
     pub fn file_count(&self) -> usize {
         self.shards.len()
     }
 
     /// Returns the number of bytes of all files, with headers and indexes.
     pub fn file_bytes(&self) -> u64 {
-        let shards: u64 = self.shards.iter().map(|s| s.header.len() as u64 + s.data_bytes()).sum();
+        let shards: u64 = self.shards.iter().map(|s| s.positions().1).sum();
         shards + self.indexes.iter().map(|(_, text)| text.len() as u64).sum::<u64>()
     }
 
@@ -130,8 +146,7 @@ impl WritePlan {
             let folder = shard.path.parent().expect("a shard lies in a folder");
             fs::create_dir_all(folder).map_err(Error::io(folder, "create"))?;
             let file = File::create_new(&shard.path).map_err(Error::io(&shard.path, "create"))?;
-            let bytes = shard.header.len() as u64 + shard.data_bytes();
-            file.set_len(bytes).map_err(Error::io(&shard.path, "size"))?;
+            file.set_len(shard.positions().1).map_err(Error::io(&shard.path, "size"))?;
             file.write_all_at(&shard.header, 0).map_err(Error::io(&shard.path, "write"))?;
             Ok(file)
         };
@@ -183,8 +198,8 @@ impl WritePlan {
         let shard = &self.shards[index];
         let mut jobs: Vec<Job> = Vec::new();
         let mut copies: Vec<Job> = Vec::new();
-        let mut at = shard.header.len() as u64;
-        for (number, output) in shard.outputs.iter().enumerate() {
+        let (positions, _) = shard.positions();
+        for ((number, output), mut at) in shard.outputs.iter().enumerate().zip(positions) {
             let runs = if output.dtype == output.view.dtype { output.view.plain_runs() } else { None };
             if let Some(runs) = runs {
                 for run in runs {
@@ -195,14 +210,18 @@ impl WritePlan {
                 }
                 continue;
             }
-            let stored_unit = output.dtype.bytes().unwrap_or(1);
-            let widest = stored_unit.max(output.view.unit_bytes());
-            for range in jobs::pieces(output.view.units(), widest, CHUNK_BYTES) {
-                let bytes = (range.end - range.start) * stored_unit;
-                let at = at + range.start * stored_unit;
+            // Units of the view and bytes of the file that belong together; a chunk has whole blocks.
+            let (units, stored) = match output.dtype.block() {
+                Some(block) if output.dtype != output.view.dtype => block,
+                _ => (1, output.dtype.bytes().unwrap_or(1)),
+            };
+            let widest = stored.max(output.view.unit_bytes() * units);
+            for range in jobs::pieces(output.view.units() / units, widest, CHUNK_BYTES) {
+                let bytes = (range.end - range.start) * stored;
+                let at = at + range.start * stored;
+                let range = range.start * units..range.end * units;
                 jobs.push(Job { shard: index, at, bytes, piece: Piece::Stream { output: number, range } });
             }
-            at += output.bytes();
         }
         jobs.extend(copies.into_iter().flat_map(divided));
         jobs
@@ -236,7 +255,7 @@ fn shard(path: PathBuf, mut outputs: Vec<Output>, metadata: &[(String, String)])
         header.tensors.push(TensorInfo { name, dtype: output.dtype, shape, begin, bytes });
         begin += bytes;
     }
-    Ok(Shard { path, header: header.to_bytes(), outputs })
+    Ok(Shard { path, header: header.to_bytes(), outputs, alignment: 1 })
 }
 
 /// A piece of a shard's data.

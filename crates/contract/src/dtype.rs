@@ -1,8 +1,8 @@
-//! The element types of the safetensors format.
+//! The element types of the safetensors format, and those of GGUF that Ballast writes.
 
 use std::fmt;
 
-/// An element type of the safetensors format.
+/// An element type of the safetensors format, or a block type of GGUF.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[allow(missing_docs)] // the names are the documentation
 pub enum Dtype {
@@ -17,6 +17,7 @@ pub enum Dtype {
     F8E8M0,
     F8E4M3Fnuz,
     F8E5M2Fnuz,
+    Q8_0,
     I16,
     U16,
     F16,
@@ -31,7 +32,7 @@ pub enum Dtype {
 }
 
 /// Name in the file and width in bits of every element type.
-const TABLE: [(Dtype, &str, u64); 22] = [
+const TABLE: [(Dtype, &str, u64); 23] = [
     (Dtype::Bool, "BOOL", 8),
     (Dtype::F4, "F4", 4),
     (Dtype::F6E2M3, "F6_E2M3", 6),
@@ -43,6 +44,7 @@ const TABLE: [(Dtype, &str, u64); 22] = [
     (Dtype::F8E8M0, "F8_E8M0", 8),
     (Dtype::F8E4M3Fnuz, "F8_E4M3FNUZ", 8),
     (Dtype::F8E5M2Fnuz, "F8_E5M2FNUZ", 8),
+    (Dtype::Q8_0, "Q8_0", 8),
     (Dtype::I16, "I16", 16),
     (Dtype::U16, "U16", 16),
     (Dtype::F16, "F16", 16),
@@ -77,13 +79,24 @@ impl Dtype {
         TABLE[self as usize].2
     }
 
-    /// Width of one element in bytes; `None` for types narrower than a byte.
+    /// Number of elements and bytes of a block, for types that store a scale for each block of elements.
+    pub fn block(self) -> Option<(u64, u64)> {
+        (self == Dtype::Q8_0).then_some((32, 34))
+    }
+
+    /// Width of one element in bytes; `None` for types narrower than a byte and for types of blocks.
     pub fn bytes(self) -> Option<u64> {
+        if self.block().is_some() {
+            return None;
+        }
         self.bits().is_multiple_of(8).then(|| self.bits() / 8)
     }
 
     /// Number of bytes of `elements` elements; `None` if it overflows or is not whole.
     pub fn bytes_for(self, elements: u64) -> Option<u64> {
+        if let Some((block, bytes)) = self.block() {
+            return elements.is_multiple_of(block).then(|| (elements / block).checked_mul(bytes))?;
+        }
         let bits = elements.checked_mul(self.bits())?;
         bits.is_multiple_of(8).then_some(bits / 8)
     }
@@ -93,10 +106,10 @@ impl Dtype {
         matches!(self, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64)
     }
 
-    /// Returns true for floats of at most 8 bits, whose values need a scale.
+    /// Returns true for floats of at most 8 bits, whose values need a scale, and for types of blocks.
     pub fn is_scaled_float(self) -> bool {
         use Dtype::*;
-        matches!(self, F4 | F6E2M3 | F6E3M2 | F8E5M2 | F8E4M3 | F8E8M0 | F8E4M3Fnuz | F8E5M2Fnuz)
+        matches!(self, F4 | F6E2M3 | F6E3M2 | F8E5M2 | F8E4M3 | F8E8M0 | F8E4M3Fnuz | F8E5M2Fnuz | Q8_0)
     }
 
     /// Returns true if `other` can represent every value of `self`.
@@ -142,7 +155,7 @@ mod tests {
             assert_eq!(dtype as usize, i);
             assert_eq!(Dtype::from_name(dtype.name()), Some(dtype));
         }
-        assert_eq!(Dtype::all().count(), 22);
+        assert_eq!(Dtype::all().count(), 23);
     }
 
     #[test]
@@ -151,6 +164,14 @@ mod tests {
         assert_eq!(Dtype::F4.bytes_for(4), Some(2));
         assert_eq!(Dtype::F6E2M3.bytes_for(4), Some(3));
         assert_eq!(Dtype::F32.bytes_for(u64::MAX), None);
+    }
+
+    #[test]
+    fn blocks_need_whole_blocks() {
+        assert_eq!(Dtype::Q8_0.bytes_for(64), Some(68));
+        assert_eq!(Dtype::Q8_0.bytes_for(63), None);
+        assert_eq!(Dtype::Q8_0.bytes_for(u64::MAX - 31), None);
+        assert_eq!(Dtype::Q8_0.bytes(), None);
     }
 
     #[test]

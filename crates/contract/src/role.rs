@@ -32,6 +32,11 @@ impl Role {
             [.., owner, last] => (*last, *owner),
             _ => (name, ""),
         };
+        if let [block, ..] = segments[..]
+            && (block == "blk" || GGUF_GLOBAL.iter().any(|row| row.0 == block))
+        {
+            return Role::of_gguf(&segments);
+        }
         let gdn_only = ["A_log", "dt_bias", "out_norm", "out_proj", "in_proj", "conv1d"];
         if has(&["visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower"]) {
             Role::Vision
@@ -61,6 +66,46 @@ impl Role {
             Role::Mlp
         } else {
             Role::Other
+        }
+    }
+}
+
+/// Tensors outside of the layers in GGUF.
+const GGUF_GLOBAL: [(&str, Role); 7] = [
+    ("token_embd", Role::Embedding),
+    ("per_layer_token_embd", Role::Embedding),
+    ("per_layer_model_proj", Role::Embedding),
+    ("per_layer_proj_norm", Role::Embedding),
+    ("output_norm", Role::Norm),
+    ("output", Role::OutputHead),
+    ("rope_freqs", Role::Attention),
+];
+
+impl Role {
+    /// Returns the role of a tensor in GGUF: `token_embd.weight` or `blk.3.attn_q.weight`.
+    fn of_gguf(segments: &[&str]) -> Role {
+        let module = match segments {
+            ["blk", _, module, ..] => *module,
+            [global, ..] => {
+                let row = GGUF_GLOBAL.iter().find(|row| row.0 == *global);
+                return row.map_or(Role::Other, |row| row.1);
+            }
+            [] => return Role::Other,
+        };
+        match module {
+            "nextn" => Role::Mtp,
+            "indexer" => Role::Indexer,
+            "attn_qkv" | "attn_gate" => Role::LinearAttention,
+            "ffn_gate_inp" | "exp_probs_b" => Role::Router,
+            "inp_gate" | "proj" | "post_norm" => Role::Embedding,
+            "layer_output_scale" => Role::Norm,
+            m if m.starts_with("ssm_") => Role::LinearAttention,
+            m if m.ends_with("_exps") || m.ends_with("_shexp") => Role::Experts,
+            "attn_norm" | "post_attention_norm" | "ffn_norm" => Role::Norm,
+            m if m.starts_with("post_ffw_norm") || m.starts_with("pre_ffw_norm") => Role::Norm,
+            m if m.starts_with("attn_") => Role::Attention,
+            m if m.starts_with("ffn_") => Role::Mlp,
+            _ => Role::Other,
         }
     }
 }
@@ -114,6 +159,15 @@ mod tests {
             ("lm_head.weight", Role::OutputHead),
             ("mtp.layers.0.self_attn.q_proj.weight", Role::Mtp),
             ("model.visual.blocks.0.norm1.weight", Role::Vision),
+            ("token_embd.weight", Role::Embedding),
+            ("blk.0.ssm_a", Role::LinearAttention),
+            ("blk.0.attn_qkv.weight", Role::LinearAttention),
+            ("blk.3.attn_q_norm.weight", Role::Attention),
+            ("blk.3.attn_norm.weight", Role::Norm),
+            ("blk.3.ffn_gate_inp.weight", Role::Router),
+            ("blk.3.ffn_up_shexp.weight", Role::Experts),
+            ("blk.3.ffn_up.weight", Role::Mlp),
+            ("output.weight", Role::OutputHead),
             ("something", Role::Other),
         ] {
             assert_eq!(Role::of(name), role, "{name}");

@@ -2,7 +2,7 @@
 //!
 //! | aspect | values |
 //! |---|---|
-//! | naming | `hf`; `nemo` (hf with A_log and dt_bias in `_fp32_params`); `megatron` (packed, whole or by rank) |
+//! | naming | `hf`; `nemo` (hf with A_log and dt_bias in `_fp32_params`); `megatron` (packed, whole or by rank); `gguf` (llama.cpp's, written by [`crate::gguf`]) |
 //! | projections | `split` (Qwen3.5: in_proj_qkv, z, b, a) or `fused` (Qwen3-Next: in_proj_qkvz, in_proj_ba) |
 //! | experts | `split` (one tensor per expert) or `fused` (gate_up_proj and down_proj over all experts) |
 //!
@@ -20,6 +20,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::gguf;
 use crate::open::Checkpoint;
 use crate::view::View;
 
@@ -32,6 +33,7 @@ pub enum Naming {
     Hf,
     Nemo,
     Megatron,
+    Gguf,
 }
 
 impl std::fmt::Display for Naming {
@@ -40,6 +42,7 @@ impl std::fmt::Display for Naming {
             Naming::Hf => "hf",
             Naming::Nemo => "nemo",
             Naming::Megatron => "megatron",
+            Naming::Gguf => "gguf",
         })
     }
 }
@@ -103,7 +106,9 @@ impl Layout {
         let names = || checkpoint.tensors.iter().map(|t| t.name.as_str()).filter(|n| !is_carried(n));
         let said = |key| checkpoint.metadata_value(key);
         let form = |text: &str| if text == "fused" { Form::Fused } else { Form::Split };
-        let naming = if names()
+        let naming = if said(gguf::ARCHITECTURE).is_some() {
+            Naming::Gguf
+        } else if names()
             .any(|n| n.starts_with("decoder.layers.") || n.starts_with("embedding.word_embeddings."))
         {
             Naming::Megatron
@@ -171,7 +176,7 @@ impl Layout {
         let entry = |key: &str, value: &str| (key.to_string(), value.to_string());
         let form = |f: Form| if f == Form::Fused { "fused" } else { "split" };
         match self.naming {
-            Naming::Hf => Vec::new(),
+            Naming::Hf | Naming::Gguf => Vec::new(),
             Naming::Nemo => vec![entry(metadata::LAYOUT, "nemo")],
             Naming::Megatron => [
                 Some(entry(metadata::LAYOUT, "megatron")),
@@ -227,6 +232,10 @@ fn rearranged(checkpoint: &Arc<Checkpoint>, from: &Layout, to: &Layout) -> Resul
     if from == to {
         return Ok(ranks);
     }
+    if from.naming == Naming::Gguf || to.naming == Naming::Gguf {
+        let problem = "a GGUF file is for llama.cpp and cannot be converted back; convert the checkpoint that it was made from";
+        return Err(Error::Refused(format!("{}: {problem}", checkpoint.root.display())));
+    }
     // The geometry is read only if needed: a checkpoint without config.json can still be renamed.
     let geometry = || Geometry::of(checkpoint);
     let packed = |form: Option<Form>| form.map(|_| Form::Split);
@@ -256,6 +265,7 @@ fn rearranged(checkpoint: &Arc<Checkpoint>, from: &Layout, to: &Layout) -> Resul
         Naming::Hf => Ok(vec![views]),
         Naming::Nemo => Ok(vec![renamed(vec![views], route_fp32_holder_key)]),
         Naming::Megatron => megatron::from_hf(views, to, &geometry()?),
+        Naming::Gguf => unreachable!("refused above"),
     }
 }
 
@@ -294,7 +304,7 @@ pub(crate) struct Geometry {
 }
 
 impl Geometry {
-    fn of(checkpoint: &Checkpoint) -> Result<Geometry> {
+    pub(crate) fn of(checkpoint: &Checkpoint) -> Result<Geometry> {
         let file = checkpoint.config_path();
         let fail = |problem: String| Error::Config { file: file.clone(), problem };
         let config = text_config(checkpoint).ok_or_else(|| {

@@ -14,7 +14,7 @@ use crate::output::{self, bytes, clean, clean_lines, plural, table};
 
 #[derive(Args)]
 pub(crate) struct AuditArgs {
-    /// Checkpoint: a folder, an index, a safetensors file, hf://ORG/NAME[@REVISION] or a URL.
+    /// Checkpoint: a folder, an index, a safetensors or GGUF file, hf://ORG/NAME[@REVISION] or a URL.
     #[arg(required_unless_present = "rules")]
     path: Option<PathBuf>,
     /// Print all rules and policies and exit.

@@ -1,13 +1,15 @@
 //! `ballast convert`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::convert::{ConvertOptions, ConvertPlan, ConvertReport, execute, plan};
 use ballast_checkpoint::fp8;
+use ballast_checkpoint::gguf::{self, AdapterOptions, convert_adapter};
 use ballast_checkpoint::layout::{Form, LayoutRequest, Naming};
 use ballast_checkpoint::verify::Verification;
 use ballast_checkpoint::write::DEFAULT_SHARD_BYTES;
 use ballast_contract::Dtype;
+use ballast_model::AdapterSettings;
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
@@ -18,16 +20,21 @@ use crate::output::{self, bytes, clean, count, patterns, plural, table};
 
 #[derive(Args)]
 pub(crate) struct ConvertArgs {
-    /// Checkpoint: a folder, an index, a safetensors file, hf://ORG/NAME[@REVISION] or a URL.
+    /// Checkpoint: a folder, an index, a safetensors file, hf://ORG/NAME[@REVISION] or a URL; with --base, the
+    /// folder of a LoRA adapter.
     source: PathBuf,
-    /// Output folder, or a file ending in .safetensors.
+    /// Output folder, or a file ending in .safetensors or .gguf (for llama.cpp).
     destination: PathBuf,
+    /// Base model of a LoRA adapter that is written as GGUF.
+    #[arg(long, value_name = "CKPT")]
+    base: Option<PathBuf>,
     /// Layout to write [default: the source's].
     #[arg(long, value_name = "LAYOUT")]
     layout: Option<LayoutArg>,
     /// dtype of float tensors that are not protected; protected ones are always F32. FP8 weights are
     /// dequantized by bf16, f16 and f32; fp8 quantizes the weights that releases quantize, with a scale per
-    /// block of 128 x 128, and makes the others BF16.
+    /// block of 128 x 128, and makes the others BF16. q8_0 is for GGUF
+    /// only.
     #[arg(long, default_value = "keep")]
     dtype: DtypeArg,
     #[command(flatten)]
@@ -79,6 +86,21 @@ enum DtypeArg {
     F16,
     F32,
     Fp8,
+    #[value(name = "q8_0")]
+    Q8,
+}
+
+impl DtypeArg {
+    fn dtype(self) -> Option<Dtype> {
+        match self {
+            DtypeArg::Keep => None,
+            // Weights that releases do not quantize are BF16 there.
+            DtypeArg::Bf16 | DtypeArg::Fp8 => Some(Dtype::Bf16),
+            DtypeArg::F16 => Some(Dtype::F16),
+            DtypeArg::F32 => Some(Dtype::F32),
+            DtypeArg::Q8 => Some(Dtype::Q8_0),
+        }
+    }
 }
 
 /// Parses a size such as `5GB`, `512MiB` or `1000000`.
@@ -91,12 +113,19 @@ fn parse_size(text: &str) -> Result<u64, String> {
 }
 
 pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome> {
+    if let Some(base) = &args.base {
+        return run_adapter(&args, base, global);
+    }
+    let is_gguf = args.destination.extension().is_some_and(|e| e == gguf::EXTENSION);
+    if is_gguf {
+        refuse_layout_options(&args)?;
+    }
     let stored = open_whole(&args.source, global)?;
     let policy = args.policy.load_for(&stored, global)?;
     let source = match args.dtype {
-        DtypeArg::Keep => stored.clone(),
+        DtypeArg::Keep if !is_gguf => stored.clone(),
         DtypeArg::Fp8 => fp8::quantized(&stored, &policy)?,
-        DtypeArg::Bf16 | DtypeArg::F16 | DtypeArg::F32 => fp8::dequantized(&stored)?,
+        _ => fp8::dequantized(&stored)?,
     };
     let form = |f: FormArg| match f {
         FormArg::Split => Form::Split,
@@ -104,23 +133,19 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
     };
     let options = ConvertOptions {
         layout: LayoutRequest {
-            naming: args.layout.map(|l| match l {
-                LayoutArg::Hf => Naming::Hf,
-                LayoutArg::Nemo => Naming::Nemo,
-                LayoutArg::Megatron => Naming::Megatron,
-            }),
+            naming: match args.layout {
+                _ if is_gguf => Some(Naming::Gguf),
+                Some(LayoutArg::Hf) => Some(Naming::Hf),
+                Some(LayoutArg::Nemo) => Some(Naming::Nemo),
+                Some(LayoutArg::Megatron) => Some(Naming::Megatron),
+                None => None,
+            },
             projections: args.projections.map(form),
             experts: args.experts.map(form),
             ranks: args.tp,
             zero_centered_gamma: args.zero_centered_gamma,
         },
-        dtype: match args.dtype {
-            DtypeArg::Keep => None,
-            // Weights that releases do not quantize are BF16 there.
-            DtypeArg::Bf16 | DtypeArg::Fp8 => Some(Dtype::Bf16),
-            DtypeArg::F16 => Some(Dtype::F16),
-            DtypeArg::F32 => Some(Dtype::F32),
-        },
+        dtype: args.dtype.dtype(),
         narrow_f64: args.narrow_f64,
         max_shard_bytes: args.max_shard_size.unwrap_or(DEFAULT_SHARD_BYTES),
         force: args.force,
@@ -145,6 +170,57 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
         global.print_json("convert", &report);
     } else {
         output::print(&report_text(&report, &args.destination.display().to_string()));
+    }
+    Ok(Outcome::Ok)
+}
+
+/// Returns an error for options that a GGUF file has no choice in.
+fn refuse_layout_options(args: &ConvertArgs) -> anyhow::Result<()> {
+    let options = [
+        ("--layout", args.layout.is_some()),
+        ("--projections", args.projections.is_some()),
+        ("--experts", args.experts.is_some()),
+        ("--tp", args.tp.is_some()),
+        ("--max-shard-size", args.max_shard_size.is_some()),
+        ("--dtype fp8", matches!(args.dtype, DtypeArg::Fp8)),
+    ];
+    match options.iter().find(|(_, is_set)| *is_set) {
+        Some((option, _)) => {
+            let problem =
+                format!("{option} does not apply to a GGUF file, which llama.cpp reads in one form");
+            Err(ballast_checkpoint::Error::Refused(problem).into())
+        }
+        None => Ok(()),
+    }
+}
+
+/// Converts a LoRA adapter for llama.cpp.
+fn run_adapter(args: &ConvertArgs, base: &Path, global: &Global) -> anyhow::Result<Outcome> {
+    if args.dry_run {
+        let problem = "--dry-run does not apply to an adapter";
+        return Err(ballast_checkpoint::Error::Refused(problem.into()).into());
+    }
+    refuse_layout_options(args)?;
+    let settings = AdapterSettings::read(&args.source)?;
+    let (adapter, base) = (open_whole(&args.source, global)?, open_whole(base, global)?);
+    let options = AdapterOptions {
+        rank: settings.rank as u64,
+        scale: settings.scale,
+        dtype: args.dtype.dtype(),
+        force: args.force,
+    };
+    let report = convert_adapter(&adapter, &base, &options, &args.destination, &global.progress())?;
+    if global.json {
+        global.print_json("convert-adapter", &report);
+    } else {
+        output::print(&format!(
+            "wrote    {} of {} adapted modules ({}) to {}\n{}",
+            bytes(report.bytes),
+            count(report.modules as u64),
+            report.architecture,
+            clean(&args.destination.display().to_string()),
+            verification_text(&report.verification)
+        ));
     }
     Ok(Outcome::Ok)
 }
@@ -204,7 +280,10 @@ pub(super) fn report_text(report: &ConvertReport, destination: &str) -> String {
     format!(
         "wrote    {} in {} and {}, to {}\n{}",
         bytes(report.plan.bytes),
-        plural(report.files, "safetensors file"),
+        match report.plan.to.naming {
+            Naming::Gguf => "one GGUF file".to_string(),
+            _ => plural(report.files, "safetensors file"),
+        },
         plural(report.sidecars, "other file"),
         clean(destination),
         verification_text(&report.verification)

@@ -14,7 +14,7 @@ use crate::output::{self, bytes, clean, count, table};
 
 #[derive(Args)]
 pub(crate) struct InspectArgs {
-    /// Checkpoint: a folder, an index, a safetensors file, hf://ORG/NAME[@REVISION] or a URL.
+    /// Checkpoint: a folder, an index, a safetensors or GGUF file, hf://ORG/NAME[@REVISION] or a URL.
     path: PathBuf,
     /// List every tensor.
     #[arg(long)]
@@ -45,6 +45,7 @@ pub(super) fn layout_words(layout: &Layout) -> String {
     match layout.naming {
         Naming::Megatron if layout.ranks > 1 => format!("megatron, {} tensor-parallel ranks", layout.ranks),
         Naming::Megatron => "megatron, one rank".into(),
+        Naming::Gguf => "gguf".into(),
         naming => {
             let name = if naming == Naming::Hf { "hf" } else { "nemo" };
             let projections =

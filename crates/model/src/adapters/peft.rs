@@ -114,6 +114,13 @@ impl Model {
     }
 }
 
+impl AdapterSettings {
+    /// Reads adapter_config.json in the folder of an adapter.
+    pub fn read(folder: &Path) -> Result<AdapterSettings> {
+        settings(&folder.join(CONFIG))
+    }
+}
+
 /// Reads adapter_config.json.
 fn settings(path: &Path) -> Result<AdapterSettings> {
     let text = fs::read(path).map_err(CheckpointError::io(path, "read"))?;
