@@ -18,6 +18,7 @@ use crate::jobs::Observer;
 use crate::layout::{Form, Layout, LayoutRequest, Naming, is_carried, metadata, relayout};
 use crate::open::Checkpoint;
 use crate::staging::Staging;
+use crate::torch::{self, FileFormat};
 use crate::transfer::{Prepare, write_verified};
 use crate::verify::{self, Verification};
 use crate::view::View;
@@ -34,6 +35,8 @@ pub struct ConvertOptions {
     pub policy: Policy,
     /// Allow protected F64 tensors to become F32.
     pub narrow_f64: bool,
+    /// File format to write.
+    pub format: FileFormat,
     /// Largest size of a shard in bytes.
     pub max_shard_bytes: u64,
     /// Replace an existing checkpoint at the destination.
@@ -51,6 +54,7 @@ impl ConvertOptions {
             dtype: None,
             policy,
             narrow_f64: false,
+            format: FileFormat::Safetensors,
             max_shard_bytes: DEFAULT_SHARD_BYTES,
             force: false,
             files: Vec::new(),
@@ -150,6 +154,7 @@ pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<Conver
         from.zero_centered_gamma = zero_centered;
     }
     let to = from.requested(&options.layout)?;
+    check_format(options.format, &to)?;
     let ranks = relayout(source, &from, &to)?;
     let has_scaled = source.tensors.iter().any(|t| t.dtype.is_scaled_float());
 
@@ -179,6 +184,28 @@ pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<Conver
     plan.dtype_changes = changes;
     plan.notes.extend(form_notes(source, &plan));
     Ok(plan)
+}
+
+/// Returns an error if a file format does not go with a layout.
+fn check_format(format: FileFormat, to: &Layout) -> Result<()> {
+    let refuse = |problem: &str| Err(Error::Refused(problem.into()));
+    match format {
+        FileFormat::Safetensors => Ok(()),
+        FileFormat::Dcp if to.naming != Naming::Hf => {
+            refuse("--format dcp has the names of transformers; use --layout hf")
+        }
+        FileFormat::Dcp => Ok(()),
+        _ if to.naming != Naming::Megatron => {
+            refuse("--format torch and torch_dist are Megatron's; use --layout megatron")
+        }
+        FileFormat::TorchDist if to.ranks > 1 => {
+            refuse("--format torch_dist does not depend on the number of ranks; leave out --tp")
+        }
+        _ if !to.zero_centered_gamma => refuse(
+            "torch's formats have no place to say that gammas are not zero-centered; use --zero-centered-gamma true",
+        ),
+        _ => Ok(()),
+    }
 }
 
 /// Returns the dtype of a tensor in the destination, and the reason if it is not the view's own.
@@ -313,20 +340,21 @@ pub fn execute(
         source.metadata.iter().filter(|(k, _)| !metadata::ALL.contains(&k.as_str())).cloned().collect();
     file_metadata.extend(plan.to.describe());
     let outputs = std::mem::take(&mut plan.outputs);
-    let files = WritePlan::new(
-        staging.folder(),
-        staging.file_name(),
-        outputs,
-        &file_metadata,
-        options.max_shard_bytes,
-    )
+    let (config, limit) = (source.config.as_ref(), options.max_shard_bytes);
+    let files = match options.format {
+        FileFormat::Safetensors => {
+            WritePlan::new(staging.folder(), staging.file_name(), outputs, &file_metadata, limit)
+        }
+        format => torch::plan_files(format, staging.folder(), outputs, config, limit),
+    }
     .map_err(|e| e.of(&source.root))?;
     let more_bytes: u64 = options.files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
     staging.check_space(files.file_bytes() + source.sidecar_bytes() + more_bytes)?;
-    let sidecars = if single_file { 0 } else { copy_sidecars(source, staging.folder(), options.dtype)? };
+    let folder = options.format.folder(staging.folder());
+    fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
+    let sidecars = if single_file { 0 } else { copy_sidecars(source, &folder, options.dtype)? };
     for (name, bytes) in &options.files {
-        write_flushed(&staging.folder().join(name), bytes)
-            .map_err(Error::io(&destination.join(name), "write"))?;
+        write_flushed(&folder.join(name), bytes).map_err(Error::io(&destination.join(name), "write"))?;
     }
     let prepare = if plan.to.ranks == 1 { Prepare::Early } else { Prepare::Late };
     let pairs = || verify::pairs_with_source(source, &plan.from, &staging.staged(), &plan.to);

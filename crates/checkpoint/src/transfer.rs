@@ -51,6 +51,7 @@ pub(crate) fn write_verified(
             }
             results.extend(run(plan, &files, verifier.as_ref(), &work, observer)?);
             let (file, path) = (&files[shard], plan.shard_path(shard));
+            plan.seal(shard, file)?;
             flushes.push(scope.spawn(move || file.sync_all().map_err(Error::io(path, "flush"))));
         }
         let verifier = match verifier.take() {

@@ -70,6 +70,10 @@ pub(crate) fn pairs_with_source(
     for (rank, views) in back.into_iter().enumerate() {
         for back in views {
             let Some(source) = expected.remove(&(rank, back.name.clone())) else {
+                // Megatron's modules get the empty extra state that they expect.
+                if back.elements() == 0 && is_extra_state(&back.name) {
+                    continue;
+                }
                 return Err(Error::Verification(format!(
                     "{} is in the destination but not in the source",
                     back.name

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_contract::Dtype;
+use rayon::prelude::*;
 
 use crate::cast::{self, Buffer};
 use crate::error::{Error, Result};
@@ -48,32 +49,44 @@ impl Output {
 }
 
 /// One file to write.
-struct Shard {
-    path: PathBuf,
-    header: Vec<u8>,
-    outputs: Vec<Output>,
-    /// Every tensor starts at a multiple of this many bytes.
-    alignment: u64,
+pub(crate) struct Shard {
+    pub(crate) path: PathBuf,
+    /// Bytes beside the tensors, by position.
+    pub(crate) literals: Vec<(u64, Vec<u8>)>,
+    pub(crate) outputs: Vec<Output>,
+    /// First byte of every output.
+    pub(crate) positions: Vec<u64>,
+    /// Size of the file.
+    pub(crate) bytes: u64,
+    /// Checksums that are written after the data.
+    pub(crate) checksums: Vec<Checksum>,
+}
+
+/// A checksum (CRC-32) of a range of a file.
+pub(crate) struct Checksum {
+    pub(crate) data: Range<u64>,
+    /// Bytes at which it is written.
+    pub(crate) places: [u64; 2],
 }
 
 impl Shard {
-    /// Returns the first byte of every output in the file, and the size of the file.
-    fn positions(&self) -> (Vec<u64>, u64) {
-        let mut at = self.header.len() as u64;
-        let mut positions = Vec::with_capacity(self.outputs.len());
-        for output in &self.outputs {
-            positions.push(at);
-            at = (at + output.bytes()).next_multiple_of(self.alignment);
+    /// A header, and after it tensors that start at multiples of `alignment`.
+    fn aligned(path: PathBuf, header: Vec<u8>, outputs: Vec<Output>, alignment: u64) -> Shard {
+        let mut bytes = header.len() as u64;
+        let mut positions = Vec::with_capacity(outputs.len());
+        for output in &outputs {
+            positions.push(bytes);
+            bytes = (bytes + output.bytes()).next_multiple_of(alignment);
         }
-        (positions, at)
+        Shard { path, literals: vec![(0, header)], outputs, positions, bytes, checksums: Vec::new() }
     }
 }
 
 /// The plan of a write: the position of every byte.
 pub struct WritePlan {
     shards: Vec<Shard>,
-    /// Index text by path.
-    indexes: Vec<(PathBuf, String)>,
+    /// Whole files by path: indexes, metadata.
+    files: Vec<(PathBuf, Vec<u8>)>,
     /// Number of bytes of all tensors.
     pub tensor_bytes: u64,
 }
@@ -87,7 +100,7 @@ impl WritePlan {
         metadata: &[(String, String)],
         max_shard_bytes: u64,
     ) -> Result<WritePlan> {
-        let mut plan = WritePlan { shards: Vec::new(), indexes: Vec::new(), tensor_bytes: 0 };
+        let mut plan = WritePlan { shards: Vec::new(), files: Vec::new(), tensor_bytes: 0 };
         let rank_count = ranks.len();
         for (rank, outputs) in ranks.into_iter().enumerate() {
             let folder = if rank_count == 1 { folder.to_path_buf() } else { folder.join(rank_folder(rank)) };
@@ -115,7 +128,7 @@ impl WritePlan {
             if count > 1 {
                 weight_map.sort();
                 let index = Index { total_size: Some(total), weight_map };
-                plan.indexes.push((folder.join("model.safetensors.index.json"), index.to_text()));
+                plan.files.push((folder.join("model.safetensors.index.json"), index.to_text().into()));
             }
             plan.tensor_bytes += total;
         }
@@ -125,8 +138,14 @@ impl WritePlan {
     /// Plans one file with a given header, after which every tensor starts at a multiple of `alignment`.
     pub(crate) fn single(path: PathBuf, header: Vec<u8>, outputs: Vec<Output>, alignment: u64) -> WritePlan {
         let tensor_bytes = outputs.iter().map(Output::bytes).sum();
-        let shards = vec![Shard { path, header, outputs, alignment }];
-        WritePlan { shards, indexes: Vec::new(), tensor_bytes }
+        let shards = vec![Shard::aligned(path, header, outputs, alignment)];
+        WritePlan { shards, files: Vec::new(), tensor_bytes }
+    }
+
+    /// Plans these files, and `files` with their content.
+    pub(crate) fn of_shards(shards: Vec<Shard>, files: Vec<(PathBuf, Vec<u8>)>) -> WritePlan {
+        let tensor_bytes = shards.iter().flat_map(|shard| &shard.outputs).map(Output::bytes).sum();
+        WritePlan { shards, files, tensor_bytes }
     }
 
     /// Returns the number of files with tensors.
@@ -136,8 +155,8 @@ impl WritePlan {
 
     /// Returns the number of bytes of all files, with headers and indexes.
     pub fn file_bytes(&self) -> u64 {
-        let shards: u64 = self.shards.iter().map(|s| s.positions().1).sum();
-        shards + self.indexes.iter().map(|(_, text)| text.len() as u64).sum::<u64>()
+        let shards: u64 = self.shards.iter().map(|shard| shard.bytes).sum();
+        shards + self.files.iter().map(|(_, content)| content.len() as u64).sum::<u64>()
     }
 
     /// Creates all files in their full size, with headers and indexes but without data.
@@ -145,17 +164,42 @@ impl WritePlan {
         let create = |shard: &Shard| {
             let folder = shard.path.parent().expect("a shard lies in a folder");
             fs::create_dir_all(folder).map_err(Error::io(folder, "create"))?;
-            let file = File::create_new(&shard.path).map_err(Error::io(&shard.path, "create"))?;
-            file.set_len(shard.positions().1).map_err(Error::io(&shard.path, "size"))?;
-            file.write_all_at(&shard.header, 0).map_err(Error::io(&shard.path, "write"))?;
+            let file = File::options()
+                .read(true)
+                .write(true)
+                .create_new(true)
+                .open(&shard.path)
+                .map_err(Error::io(&shard.path, "create"))?;
+            file.set_len(shard.bytes).map_err(Error::io(&shard.path, "size"))?;
+            for (at, bytes) in &shard.literals {
+                file.write_all_at(bytes, *at).map_err(Error::io(&shard.path, "write"))?;
+            }
             Ok(file)
         };
         let files = self.shards.iter().map(create).collect::<Result<_>>()?;
-        for (path, text) in &self.indexes {
-            fs::write(path, text).map_err(Error::io(path, "write"))?;
+        for (path, content) in &self.files {
+            fs::write(path, content).map_err(Error::io(path, "write"))?;
             File::open(path).and_then(|f| f.sync_all()).map_err(Error::io(path, "flush"))?;
         }
         Ok(files)
+    }
+
+    /// Writes the checksums of a shard, whose data is written.
+    pub(crate) fn seal(&self, shard: usize, file: &File) -> Result<()> {
+        let Shard { path, checksums, .. } = &self.shards[shard];
+        checksums.par_iter().try_for_each(|Checksum { data, places }| {
+            let mut hasher = crc32fast::Hasher::new();
+            let mut buffer = Buffer::default();
+            for piece in jobs::pieces(data.end - data.start, 1, CHUNK_BYTES) {
+                let bytes = buffer.resize((piece.end - piece.start) as usize);
+                file.read_exact_at(bytes, data.start + piece.start).map_err(Error::io(path, "read back"))?;
+                hasher.update(bytes);
+            }
+            let checksum = hasher.finalize().to_le_bytes();
+            places
+                .iter()
+                .try_for_each(|at| file.write_all_at(&checksum, *at).map_err(Error::io(path, "write")))
+        })
     }
 
     /// Returns the path of shard `shard`.
@@ -198,8 +242,9 @@ impl WritePlan {
         let shard = &self.shards[index];
         let mut jobs: Vec<Job> = Vec::new();
         let mut copies: Vec<Job> = Vec::new();
-        let (positions, _) = shard.positions();
-        for ((number, output), mut at) in shard.outputs.iter().enumerate().zip(positions) {
+        for ((number, output), mut at) in
+            shard.outputs.iter().enumerate().zip(shard.positions.iter().copied())
+        {
             let runs = if output.dtype == output.view.dtype { output.view.plain_runs() } else { None };
             if let Some(runs) = runs {
                 for run in runs {
@@ -230,7 +275,7 @@ impl WritePlan {
 
 /// Groups tensors into shards, in the given order; a shard stays below the limit unless one tensor exceeds
 /// it.
-fn group(outputs: Vec<Output>, limit: u64) -> Vec<Vec<Output>> {
+pub(crate) fn group(outputs: Vec<Output>, limit: u64) -> Vec<Vec<Output>> {
     let mut groups: Vec<Vec<Output>> = vec![Vec::new()];
     let mut bytes = 0u64;
     for output in outputs {
@@ -255,7 +300,7 @@ fn shard(path: PathBuf, mut outputs: Vec<Output>, metadata: &[(String, String)])
         header.tensors.push(TensorInfo { name, dtype: output.dtype, shape, begin, bytes });
         begin += bytes;
     }
-    Ok(Shard { path, header: header.to_bytes(), outputs, alignment: 1 })
+    Ok(Shard::aligned(path, header.to_bytes(), outputs, 1))
 }
 
 /// A piece of a shard's data.

@@ -17,7 +17,8 @@ use super::saved::Found;
 use crate::assembly::rows_of;
 use crate::error::{Error, Result};
 
-const PACKED: [(&str, &[&str]); 2] = [
+/// Packed projections, and their parts in `torch_dist` checkpoints.
+pub(super) const PACKED: [(&str, &[&str]); 2] = [
     (".in_proj.weight", &["query", "key", "value", "z", "beta", "alpha"]),
     (".conv1d.weight", &["query", "key", "value"]),
 ];

@@ -9,16 +9,20 @@
 //! | folder with `pytorch_model*.bin` | Hugging Face, before safetensors |
 //! | folder of safetensors with `DCP_SHARDING_INFO` | NeMo Automodel, tensors in pieces |
 //!
-//! - [`pickle`]: pickles as data. `archive.rs`: the zip files around them. `saved.rs`: tensors in one such file.
+//! - Reading. [`pickle`]: pickles as data. `archive.rs`: the zip files around them. `saved.rs`: tensors in one such file.
 //! - `distributed.rs`: tensors in parts, over many files. `pieces.rs`: the same in safetensors
 //!   files. `megatron.rs`: Megatron's names and arguments.
+//! - Writing. `export.rs`: the files of each format. `pickler.rs`: pickles. `zipper.rs`: zip files.
 
 mod archive;
 mod distributed;
+mod export;
 mod megatron;
 pub mod pickle;
+mod pickler;
 mod pieces;
 mod saved;
+mod zipper;
 
 use std::collections::HashMap;
 use std::fs;
@@ -29,6 +33,8 @@ use ballast_contract::Dtype;
 use serde_json::Value;
 
 use self::archive::Archive;
+pub use self::export::FileFormat;
+pub(crate) use self::export::plan as plan_files;
 use self::pickle::{Id, Pickle};
 pub(crate) use self::saved::Found;
 use self::saved::Saved;

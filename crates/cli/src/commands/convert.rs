@@ -6,6 +6,7 @@ use ballast_checkpoint::convert::{ConvertOptions, ConvertPlan, ConvertReport, ex
 use ballast_checkpoint::fp8;
 use ballast_checkpoint::gguf::{self, AdapterOptions, convert_adapter};
 use ballast_checkpoint::layout::{Form, LayoutRequest, Naming};
+use ballast_checkpoint::torch::FileFormat;
 use ballast_checkpoint::verify::Verification;
 use ballast_checkpoint::write::DEFAULT_SHARD_BYTES;
 use ballast_contract::Dtype;
@@ -52,6 +53,10 @@ pub(crate) struct ConvertArgs {
     /// Store Megatron's out_norm minus one [default: as the source says, else true].
     #[arg(long, value_name = "BOOL")]
     zero_centered_gamma: Option<bool>,
+    /// File format: safetensors; Megatron's torch_dist or legacy torch (with --layout megatron); dcp, for
+    /// torch.distributed.checkpoint and FSDP2.
+    #[arg(long, default_value = "safetensors")]
+    format: FormatArg,
     /// Largest size of a shard, such as 500MB, 5GB or 2GiB [default: 5GB].
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     max_shard_size: Option<u64>,
@@ -71,6 +76,15 @@ enum LayoutArg {
     Hf,
     Nemo,
     Megatron,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum FormatArg {
+    Safetensors,
+    #[value(name = "torch_dist")]
+    TorchDist,
+    Torch,
+    Dcp,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -147,6 +161,12 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
         },
         dtype: args.dtype.dtype(),
         narrow_f64: args.narrow_f64,
+        format: match args.format {
+            FormatArg::Safetensors => FileFormat::Safetensors,
+            FormatArg::TorchDist => FileFormat::TorchDist,
+            FormatArg::Torch => FileFormat::Torch,
+            FormatArg::Dcp => FileFormat::Dcp,
+        },
         max_shard_bytes: args.max_shard_size.unwrap_or(DEFAULT_SHARD_BYTES),
         force: args.force,
         ..ConvertOptions::new(policy)
@@ -181,6 +201,7 @@ fn refuse_layout_options(args: &ConvertArgs) -> anyhow::Result<()> {
         ("--projections", args.projections.is_some()),
         ("--experts", args.experts.is_some()),
         ("--tp", args.tp.is_some()),
+        ("--format", !matches!(args.format, FormatArg::Safetensors)),
         ("--max-shard-size", args.max_shard_size.is_some()),
         ("--dtype fp8", matches!(args.dtype, DtypeArg::Fp8)),
     ];
