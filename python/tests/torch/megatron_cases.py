@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from megatron_cpu import Decoder, configuration, gated_delta_net, initialize
 from torch import nn
 from torch_support import RELEASE, free_port, release_tensors
 
+from ballast.checkpoint import convert
 from ballast.torch import Ledger, RoundedWarning, keep_fp32
 
 HF = json.loads((RELEASE / "config.json").read_text())["text_config"]
@@ -179,6 +182,26 @@ def layer_alone() -> list[str]:
     return dtypes(wrapped.module)
 
 
+def distributed() -> dict[str, int]:
+    """Tensors of a torch_dist checkpoint of Ballast that Megatron loads, and those with the file's bits."""
+    from megatron.core import dist_checkpointing
+
+    state = converted()
+    model = Decoder(configuration(HF), LAYERS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        keep_fp32(model)
+        with tempfile.TemporaryDirectory() as folder:
+            convert(RELEASE, Path(folder) / "dist", layout="megatron", format="torch_dist")
+            wanted = {}
+            for number, layer in enumerate(model.decoder.layers):
+                prefix = f"decoder.layers.{number}.self_attention."
+                wanted.update(layer.self_attention.sharded_state_dict(prefix=prefix))
+            loaded = dist_checkpointing.load(wanted, str(Path(folder) / "dist" / "release"))
+    equal = [name for name, tensor in state.items() if torch.equal(loaded[name], tensor)]
+    return {"loaded": len(state), "equal": len(equal)}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     initialize(free_port())
@@ -192,6 +215,7 @@ def main() -> None:
         "strict, loaded before": kept(before=True, policy="strict"),
         "megatron, loaded after": kept(before=False, policy="megatron"),
         "layer alone": layer_alone(),
+        "distributed": distributed(),
     }
     print("RESULT " + json.dumps(results))
 

@@ -69,3 +69,7 @@ def test_kept_tensors_are_f32_with_all_bits_after_wrapping_loading_and_training(
 
 def test_the_layer_alone_is_recognized(results: Results) -> None:
     assert results["layer alone"] == [F32] * 3
+
+
+def test_megatron_loads_a_distributed_checkpoint_of_ballast(results: Results) -> None:
+    assert results["distributed"] == {"loaded": 18, "equal": 18}

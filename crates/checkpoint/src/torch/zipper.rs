@@ -172,3 +172,35 @@ fn common(large: bool, checksum: u32) -> Vec<u8> {
     bytes.extend(checksum.to_le_bytes());
     bytes
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn entries_beyond_4_gib_are_read_by_another_zip_reader() {
+        let mut zip = Zip::new("archive", 0);
+        zip.add("data.pkl", b"first".to_vec());
+        let large = 5 << 30;
+        let first = zip.reserve("data/0", large);
+        let second = zip.reserve("data/1", 3);
+        zip.add("version", b"3\n".to_vec());
+        let end = zip.finish();
+        let file = tempfile::tempfile().unwrap();
+        // A sparse file: the data takes no space.
+        file.set_len(end).unwrap();
+        for (at, bytes) in &zip.literals {
+            file.write_all_at(bytes, *at).unwrap();
+        }
+        let mut read = ::zip::ZipArchive::new(file).unwrap();
+        assert_eq!(read.len(), 4);
+        for (name, at, size) in [("archive/data/0", first, large), ("archive/data/1", second, 3)] {
+            let entry = read.by_index_raw(read.index_for_name(name).unwrap()).unwrap();
+            assert_eq!((entry.data_start(), entry.size()), (Some(at), size), "{name}");
+            assert_eq!(at % ALIGNMENT, 0);
+        }
+        assert_eq!(zip.checksums.len(), 2);
+    }
+}

@@ -189,7 +189,7 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
     if global.json {
         global.print_json("convert", &report);
     } else {
-        output::print(&report_text(&report, &args.destination.display().to_string()));
+        output::print(&report_text(&report, options.format, &args.destination.display().to_string()));
     }
     Ok(Outcome::Ok)
 }
@@ -297,13 +297,14 @@ fn listed(names: &[String]) -> String {
     format!("{} ({}{more})", plural(names.len(), "tensor"), shown.join(", "))
 }
 
-pub(super) fn report_text(report: &ConvertReport, destination: &str) -> String {
+pub(super) fn report_text(report: &ConvertReport, format: FileFormat, destination: &str) -> String {
     format!(
         "wrote    {} in {} and {}, to {}\n{}",
         bytes(report.plan.bytes),
         match report.plan.to.naming {
             Naming::Gguf => "one GGUF file".to_string(),
-            _ => plural(report.files, "safetensors file"),
+            _ if format == FileFormat::Safetensors => plural(report.files, "safetensors file"),
+            _ => plural(report.files, "file of torch"),
         },
         plural(report.sidecars, "other file"),
         clean(destination),

@@ -10,6 +10,7 @@ use ballast_checkpoint::diff::diff;
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::repair::repair;
 use ballast_checkpoint::synthetic::SyntheticModel;
+use ballast_checkpoint::torch::FileFormat;
 use ballast_contract::{Dtype, Registry};
 use clap::Args;
 use serde_json::json;
@@ -109,7 +110,7 @@ impl Demo<'_> {
         let plan = plan(source, options)?;
         self.print(&convert::plan_text(&plan));
         let report = execute(source, plan, &self.folder.join(name), options, &Silent)?;
-        self.print(&convert::report_text(&report, name));
+        self.print(&convert::report_text(&report, FileFormat::Safetensors, name));
         Ok(())
     }
 
