@@ -45,6 +45,13 @@ pub(crate) fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result
         )
         .of(&source.root));
     }
+    let rows = config.count("vocab_size")?;
+    if let Some(embedding) =
+        found.views.iter().find(|v| v.name == "token_embd.weight" && v.shape.first() != Some(&rows))
+    {
+        let problem = format!("its shape is {:?}, but `vocab_size` is {rows}", embedding.shape);
+        return Err(Error::tensor("embed_tokens.weight", problem).of(&source.root));
+    }
     let from = Layout::detect(source);
     let to = Layout { naming: Naming::Gguf, ranks: 1, ..from.clone() };
     let mut plan = ConvertPlan::empty(from, to);
