@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ballast_contract::Dtype;
 
 use super::family::{Config, Family};
-use super::header::{Header, MAX_NAME_BYTES, Value};
+use super::header::{Entry, Header, MAX_NAME_BYTES, Value};
 use super::{ALIGNMENT, EXTENSION, parameters, tensors, tokenizer};
 use crate::convert::{ConvertOptions, ConvertPlan, note_changes};
 use crate::error::{Error, Result};
@@ -23,7 +23,7 @@ use crate::write::{Output, WritePlan};
 
 /// The content of a file to write.
 pub(crate) struct GgufFile {
-    pub(super) entries: Vec<(String, Value)>,
+    pub(super) entries: Vec<Entry>,
     pub(super) outputs: Vec<Output>,
 }
 
@@ -82,7 +82,7 @@ pub(crate) fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result
     Ok(plan)
 }
 
-fn entry(key: &str, value: Value) -> (String, Value) {
+fn entry(key: &str, value: Value) -> Entry {
     (key.to_string(), value)
 }
 
