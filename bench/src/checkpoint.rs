@@ -85,6 +85,9 @@ fn main() -> anyhow::Result<()> {
         std::iter::once(text(&ballast)).chain(words.iter().map(ToString::to_string)).collect()
     };
     let (src, copy, kept, cast) = (text(&source), path("copy"), path("kept"), path("cast"));
+    // In folders of their own, as the other outputs.
+    let (gguf, gguf_kept) = (path("gguf"), path("gguf_kept"));
+    let file = |folder: &Path| text(&folder.join("model.gguf"));
     let contender = |name, command, output: Option<&PathBuf>, flush| Contender {
         name,
         command,
@@ -102,6 +105,18 @@ fn main() -> anyhow::Result<()> {
             "convert --dtype bf16",
             tool(&["convert", &src, &text(&cast), "--dtype", "bf16", "-q"]),
             Some(&cast),
+            false,
+        ),
+        contender(
+            "convert to GGUF",
+            tool(&["convert", &src, &file(&gguf_kept), "-q"]),
+            Some(&gguf_kept),
+            false,
+        ),
+        contender(
+            "convert to GGUF, bf16",
+            tool(&["convert", &src, &file(&gguf), "--dtype", "bf16", "-q"]),
+            Some(&gguf),
             false,
         ),
         contender("cat", vec!["sh".into(), "-c".into(), cat], None, false),
@@ -152,6 +167,10 @@ fn main() -> anyhow::Result<()> {
         ("convert", "cp, flushed", "0.8"),
         ("convert --dtype bf16", "cp", "0.6"),
         ("convert --dtype bf16", "cp, flushed", "0.6"),
+        ("convert to GGUF", "cp", "0.8"),
+        ("convert to GGUF", "cp, flushed", "0.8"),
+        ("convert to GGUF, bf16", "cp", "0.8"),
+        ("convert to GGUF, bf16", "cp, flushed", "0.8"),
         ("audit", "cat", "0.8"),
     ] {
         println!("{:44} {:6.2}x {target:>6}x", format!("{what} against {peer}"), median(peer) / median(what));

@@ -290,7 +290,7 @@ def convert(
     destination: Path,
     *,
     layout: Literal["hf", "nemo", "megatron"] | None = None,
-    dtype: Literal["keep", "bf16", "f16", "f32", "fp8"] = "keep",
+    dtype: Literal["keep", "bf16", "f16", "f32", "fp8", "q8_0"] = "keep",
     format: Literal["safetensors", "torch_dist", "torch", "dcp"] = "safetensors",
     policy: Path | Policy = "strict",
     projections: Literal["split", "fused"] | None = None,
@@ -305,7 +305,8 @@ def convert(
 ) -> Conversion:
     """Converts a checkpoint's layout, dtype or shards; protected tensors stay or become F32.
 
-    `destination` is a folder, or a file ending in .safetensors; it appears whole or not at all.
+    `destination` is a folder, or a file ending in .safetensors or .gguf (for llama.cpp); it appears whole
+    or not at all. The dtype q8_0 is for .gguf only.
 
     >>> plan = convert("fixtures/release/qwen3_5", "unused", dtype="f16", dry_run=True)
     >>> [(change.from_, change.to) for change in plan.dtype_changes]

@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::cast;
 use crate::error::Result;
 use crate::fp8::{self, ScaleOf};
+use crate::gguf;
 use crate::hub::{self, RemoteSummary};
 use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::layout::{Layout, Naming, metadata};
@@ -509,6 +510,7 @@ fn value_findings(
     scans: &[Scan],
     findings: &mut Findings,
 ) -> Vec<DecayCost> {
+    let is_gguf = checkpoint.metadata_value(gguf::ARCHITECTURE).is_some();
     let mut costs: HashMap<&'static str, (usize, DecaySum)> = HashMap::new();
     for ((t, rule), scan) in checkpoint.tensors.iter().zip(rules).zip(scans) {
         if is_a_log(&t.name) && scan.negative_infinite > 0 {
@@ -523,7 +525,8 @@ fn value_findings(
         let rounded = scan.beyond_bf16 == 0 && t.elements() > 0;
         // A constant tensor (all ones, all zeros) is an initial value and proves no rounding.
         let constant = scan.range.0 == scan.range.1;
-        if t.dtype == Dtype::F32 && rounded && !constant {
+        // GGUF needs F32 of tensors that a release has in BF16.
+        if t.dtype == Dtype::F32 && rounded && !constant && !is_gguf {
             findings.add(&IN_NAME_ONLY, Some(rule), Some(t.dtype), t.name.clone());
         }
         if is_a_log(&t.name) && scan.decay.heads > 0 {

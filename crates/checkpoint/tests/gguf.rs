@@ -501,6 +501,25 @@ fn a_gguf_file_is_not_converted_back() {
     assert!(error.contains("cannot be converted back"), "{error}");
 }
 
+#[test]
+fn force_replaces_a_gguf_file_and_nothing_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = models().remove(3).1.write(folder.path());
+    let path = folder.path().join("model.gguf");
+    std::fs::write(&path, "old").unwrap();
+    let run = |force: bool, path: &Path| {
+        let mut options = options(&source, "strict");
+        options.layout.naming = Some(Naming::Gguf);
+        options.force = force;
+        let plan = ballast_checkpoint::convert::plan(&source, &options).unwrap();
+        ballast_checkpoint::convert::execute(&source, plan, path, &options, &Silent).map(|_| ())
+    };
+    assert!(run(false, &path).unwrap_err().to_string().contains("--force"));
+    run(true, &path).unwrap();
+    assert_eq!(open(&path).metadata_value("general.architecture"), Some("gemma2"));
+    assert!(run(true, &folder.path().join("model.bin")).unwrap_err().to_string().contains(".gguf"));
+}
+
 fn entry<'a>(header: &'a Header, key: &str) -> &'a Value {
     header.entry(key).unwrap_or_else(|| panic!("{key} is missing"))
 }

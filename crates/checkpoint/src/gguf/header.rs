@@ -36,6 +36,9 @@ const MAX_DEPTH: u32 = 4;
 
 const MAGIC: [u8; 4] = *b"GGUF";
 
+/// An entry: key and value.
+pub type Entry = (String, Value);
+
 /// The value of an entry.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)] // the names are the types of the format
@@ -207,7 +210,7 @@ pub(crate) fn is_gguf(path: &Path) -> Result<bool> {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Header {
     /// Entries, in the file's order.
-    pub entries: Vec<(String, Value)>,
+    pub entries: Vec<Entry>,
     /// Tensors in the order of their data, with row-major shapes; `begin` is relative to the file when read, and
     /// to the data when written.
     pub tensors: Vec<TensorInfo>,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ballast_contract::Dtype;
 
 use super::family::{Config, Family};
-use super::header::{Header, MAX_NAME_BYTES, Value};
+use super::header::{Entry, Header, MAX_NAME_BYTES, Value};
 use super::{ALIGNMENT, EXTENSION, parameters, tensors, tokenizer};
 use crate::convert::{ConvertOptions, ConvertPlan, note_changes};
 use crate::error::{Error, Result};
@@ -23,7 +23,7 @@ use crate::write::{Output, WritePlan};
 
 /// The content of a file to write.
 pub(crate) struct GgufFile {
-    pub(super) entries: Vec<(String, Value)>,
+    pub(super) entries: Vec<Entry>,
     pub(super) outputs: Vec<Output>,
 }
 
@@ -44,6 +44,13 @@ pub(crate) fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result
             "missing, and config.json does not tie it to the embedding",
         )
         .of(&source.root));
+    }
+    let rows = config.count("vocab_size")?;
+    if let Some(embedding) =
+        found.views.iter().find(|v| v.name == "token_embd.weight" && v.shape.first() != Some(&rows))
+    {
+        let problem = format!("its shape is {:?}, but `vocab_size` is {rows}", embedding.shape);
+        return Err(Error::tensor("embed_tokens.weight", problem).of(&source.root));
     }
     let from = Layout::detect(source);
     let to = Layout { naming: Naming::Gguf, ranks: 1, ..from.clone() };
@@ -75,7 +82,7 @@ pub(crate) fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result
     Ok(plan)
 }
 
-fn entry(key: &str, value: Value) -> (String, Value) {
+fn entry(key: &str, value: Value) -> Entry {
     (key.to_string(), value)
 }
 

@@ -1,13 +1,13 @@
 //! Hyperparameters: config.json to entries of the header. What llama.cpp cannot express is refused.
 
 use super::family::{Config, Family, Rope};
-use super::header::Value;
+use super::header::{Entry, Value};
 use crate::error::Result;
 
 /// Entries of the header, under an architecture's prefix.
 pub(super) struct Entries {
     prefix: &'static str,
-    pub(super) list: Vec<(String, Value)>,
+    pub(super) list: Vec<Entry>,
 }
 
 impl Entries {
@@ -267,7 +267,7 @@ fn require_tied(config: &Config) -> Result<()> {
 fn windows(family: Family, config: &Config, layers: u64, out: &mut Entries) -> Result<()> {
     let default = if family == Family::Gemma2 { 2 } else { 6 };
     let types = config.layer_types(layers)?;
-    let is_full = |i: u64, period: u64| (i + 1) % period == 0;
+    let is_full = |i: u64, period: u64| (i + 1).is_multiple_of(period);
     let sliding: Vec<bool> = match &types {
         Some(types) => types.iter().map(|t| *t == "sliding_attention").collect(),
         None => {

@@ -22,20 +22,30 @@ pub fn quantize(source: &[f32], target: &mut [u8]) -> u64 {
     assert_eq!(source.len() / BLOCK * BLOCK_BYTES, target.len());
     let mut lost = 0;
     for (block, out) in source.chunks_exact(BLOCK).zip(target.chunks_exact_mut(BLOCK_BYTES)) {
-        let largest = block.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-        let scale = largest / 127.0;
+        // As integers, magnitudes have the same order, and NaN is above infinity.
+        let largest = block.iter().fold(0, |largest: u32, x| largest.max(x.to_bits() & 0x7fff_ffff));
+        let scale = f32::from_bits(largest) / 127.0;
         let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
         let stored = f16::from_f32(scale);
-        if stored.is_infinite() || block.iter().any(|x| !x.is_finite()) {
+        if !stored.is_finite() {
             lost += block.iter().filter(|x| x.is_finite()).count().max(1) as u64;
         }
         let (head, values) = out.split_at_mut(2);
         head.copy_from_slice(&stored.to_le_bytes());
         for (q, x) in values.iter_mut().zip(block) {
-            *q = (x * inverse).round() as i8 as u8;
+            *q = rounded(x * inverse) as u8;
         }
     }
     lost
+}
+
+/// Rounds to nearest, ties away from zero, for magnitudes below 2^22. `f32::round` calls a function on older CPUs,
+/// and the loop would not vectorize.
+#[inline(always)]
+fn rounded(x: f32) -> i32 {
+    // The value below one half: with one half itself, the largest value below it would become one.
+    const HALF: f32 = f32::from_bits(0x3eff_ffff);
+    (x + HALF.copysign(x)) as i32
 }
 
 /// Restores the elements of whole blocks.
@@ -65,6 +75,18 @@ mod tests {
         assert_eq!(f16::from_le_bytes([bytes[0], bytes[1]]), f16::ONE);
         let q: Vec<i8> = bytes[2..].iter().map(|q| *q as i8).collect();
         assert_eq!(q[..5], [127, -1, 0, 3, 0]);
+    }
+
+    #[test]
+    fn rounding_is_that_of_the_standard_library() {
+        for i in -2600..=2600 {
+            let x = i as f32 / 20.0;
+            for bits in [x.to_bits().saturating_sub(1), x.to_bits(), x.to_bits() + 1] {
+                let x = f32::from_bits(bits);
+                assert!(x.is_nan() || rounded(x) as f32 == x.round(), "{x:?}");
+            }
+        }
+        assert_eq!((rounded(0.49999997), rounded(0.5), rounded(-126.5)), (0, 1, -127));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::path::Path;
 use serde_json::Value as Json;
 
 use super::family::Config;
-use super::header::Value;
+use super::header::{Entry, Value};
 use crate::encoding::without_mark;
 use crate::error::{Error, Result};
 use crate::open::Checkpoint;
@@ -57,7 +57,7 @@ const PRE_TOKENIZERS: [(&[&str], &str); 4] = [
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
 /// Returns the entries of a model's tokenizer, and notes for the user.
-pub(super) fn entries(source: &Checkpoint, config: &Config) -> Result<(Vec<(String, Value)>, Vec<String>)> {
+pub(super) fn entries(source: &Checkpoint, config: &Config) -> Result<(Vec<Entry>, Vec<String>)> {
     let beside = |name: &str| source.config_path().with_file_name(name);
     let path = beside("tokenizer.json");
     let Some(json) = read_json(&path)? else {
@@ -176,7 +176,7 @@ impl<'a> Tokenizer<'a> {
     }
 
     /// Returns model, pre-tokenizer, tokens and merges.
-    fn model(&self, vocabulary: &Vocabulary) -> Result<Vec<(String, Value)>> {
+    fn model(&self, vocabulary: &Vocabulary) -> Result<Vec<Entry>> {
         let merges = self.merges()?;
         let mut entries = Vec::new();
         let mut add = |name: &str, value: Value| entries.push((key(name), value));
@@ -303,7 +303,7 @@ impl<'a> Tokenizer<'a> {
     }
 
     /// Returns ids of special tokens, and whether texts begin and end with them.
-    fn special_tokens(&self, config: &Config, vocabulary: &Vocabulary) -> Result<Vec<(String, Value)>> {
+    fn special_tokens(&self, config: &Config, vocabulary: &Vocabulary) -> Result<Vec<Entry>> {
         let named = |name: &str| {
             let token = &self.settings[name];
             let text = token.as_str().or_else(|| token["content"].as_str())?;
@@ -379,7 +379,7 @@ fn is_byte(text: &str) -> bool {
 }
 
 /// Returns the chat templates: of the file, or of tokenizer_config.json.
-fn chat_templates(settings: &Json, path: &Path) -> Result<Vec<(String, Value)>> {
+fn chat_templates(settings: &Json, path: &Path) -> Result<Vec<Entry>> {
     const KEY: &str = "tokenizer.chat_template";
     if path.is_file() {
         let text = fs::read_to_string(path).map_err(Error::io(path, "read"))?;

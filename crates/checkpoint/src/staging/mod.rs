@@ -333,7 +333,8 @@ fn look(target: &Path, is_mount_point: bool, is_file: bool, force: bool) -> Resu
     if names.is_empty() {
         return Ok(if is_mount_point { Before::EmptyMountPoint } else { Before::EmptyFolder });
     }
-    let weights = |n: &String| n.ends_with(".safetensors") || is_rank(n);
+    let is_gguf = |n: &String| !existing.is_dir() && n.ends_with(".gguf");
+    let weights = |n: &String| n.ends_with(".safetensors") || is_rank(n) || is_gguf(n);
     let problem = match (force, foreign.first()) {
         (false, _) => "exists; add --force to replace it".into(),
         (true, Some(folder)) => format!(

@@ -1,0 +1,62 @@
+"""GGUF files, read back with llama.cpp's own package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ballast.checkpoint import audit, convert, inspect
+from ballast.errors import UsageError
+
+gguf = pytest.importorskip("gguf")
+np = pytest.importorskip("numpy")
+
+MODELS = ["models/gemma2", "models/gemma4_dense", "models/gemma4_moe", "models/gemma4_ple", "release/qwen3_5"]
+
+
+def arrays(path: Path) -> dict[str, object]:
+    """Returns all tensors of a file, in row-major shapes, as f32."""
+    tensors = gguf.GGUFReader(path).tensors
+    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in tensors}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_package_reads_every_dtype_and_quantizes_alike(root: Path, tmp_path: Path, name: str) -> None:
+    files = {}
+    for dtype in ["f32", "f16", "bf16", "q8_0"]:
+        path = tmp_path / f"{dtype}.gguf"
+        convert(root / "fixtures" / name, path, dtype=dtype)
+        files[dtype] = gguf.GGUFReader(path)
+        assert inspect(path).layout.naming == "gguf"
+        assert audit(path).passed
+    exact = {t.name: t for t in files["f32"].tensors}
+    quantized = 0
+    for tensor in files["q8_0"].tensors:
+        if tensor.tensor_type.name == "Q8_0":
+            source = exact[tensor.name]
+            wanted = gguf.quants.quantize(source.data.reshape(source.shape[::-1]), tensor.tensor_type)
+            assert np.array_equal(np.ravel(tensor.data), np.ravel(wanted)), tensor.name
+            quantized += 1
+    assert quantized > 0
+    for dtype, limit in [("f16", 2**-11), ("bf16", 2**-8)]:
+        narrow = arrays(tmp_path / f"{dtype}.gguf")
+        for key, values in arrays(tmp_path / "f32.gguf").items():
+            assert np.all(np.abs(narrow[key] - values) <= limit * np.abs(values) + 1e-7), key
+
+
+def test_vectors_are_f32_and_entries_are_typed(root: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    convert(root / "fixtures/release/qwen3_5", path, dtype="q8_0")
+    file = gguf.GGUFReader(path)
+    assert file.fields["general.architecture"].contents() == "qwen35"
+    assert file.fields["qwen35.ssm.time_step_rank"].contents() == 4
+    assert file.fields["qwen35.rope.dimension_sections"].contents()[3] == 0
+    for tensor in file.tensors:
+        if len(tensor.shape) < 2 or "ssm_conv1d" in tensor.name:
+            assert tensor.tensor_type.name == "F32", tensor.name
+
+
+def test_what_llama_cpp_cannot_express_is_a_usage_error(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="query_pre_attn_scalar"):
+        convert(root / "fixtures/models/gemma3", tmp_path / "model.gguf")
