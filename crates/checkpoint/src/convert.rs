@@ -170,8 +170,9 @@ pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<Conver
             if view.shift != 0 {
                 plan.shifted.push(view.name.clone());
             }
-            let unknown = plan.to.naming != plan.from.naming && is_carried(&view.name)
-                || Role::of(&view.name) == Role::Other;
+            let unknown =
+                plan.to.naming != plan.from.naming && is_carried(&view.name) && view.is_stored_as(&view.name)
+                    || Role::of(&view.name) == Role::Other;
             if unknown {
                 plan.carried.push(view.name.clone());
             }

@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::cast::{self, Buffer};
 use crate::error::{Error, Result};
 use crate::jobs::{self, CHUNK_BYTES, Workspace};
-use crate::layout::{Layout, is_extra_state, relayout, stored_by_name};
+use crate::layout::{Layout, Naming, is_extra_state, relayout, stored_by_name, usual_name};
 use crate::open::Checkpoint;
 use crate::view::View;
 
@@ -66,6 +66,10 @@ pub(crate) fn pairs_with_source(
     }
     let back = relayout(&written, to, from)?;
     let mut expected = stored_by_name(source);
+    if from.naming == Naming::Megatron && from != to {
+        expected =
+            expected.into_iter().map(|((rank, name), view)| ((rank, usual_name(&name)), view)).collect();
+    }
     let mut pairs = Vec::new();
     for (rank, views) in back.into_iter().enumerate() {
         for back in views {

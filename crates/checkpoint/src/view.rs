@@ -246,6 +246,11 @@ impl View {
         self.leaves().into_iter().map(|(checkpoint, tensor)| &checkpoint.tensors[tensor]).collect()
     }
 
+    /// Returns true if the view is of one stored tensor with this name.
+    pub(crate) fn is_stored_as(&self, name: &str) -> bool {
+        matches!(self.sources().as_slice(), [tensor] if tensor.name == name)
+    }
+
     /// Returns the files of these tensors.
     pub(crate) fn source_files(&self) -> Vec<&Path> {
         let file = |c: &Checkpoint, tensor: usize| c.tensors[tensor].file;

@@ -9,7 +9,10 @@
 //! linear attention   in_proj = q | k | v | z | beta | alpha      conv1d = q | k | v      out_norm = norm - 1
 //! softmax attention  linear_qkv = per kv head: queries, their gates, key, value
 //! mlp, experts       linear_fc1 = gate | up      linear_fc2 = down, divided by columns
+//! mtp                eh_proj = fc, enorm and hnorm = pre_fc_norm_{embedding,hidden}, final_layernorm = norm
 //! ```
+//!
+//! With more ranks than key/value heads, a rank has a part of the rows of one group, as in Megatron.
 
 use std::collections::BTreeMap;
 
@@ -62,32 +65,116 @@ struct LayerKind {
     shared_expert: bool,
 }
 
+impl LayerKind {
+    /// Notes a tensor of the layer, by its name in hf.
+    fn see_hf(&mut self, rest: &str) {
+        self.linear |= rest.starts_with("linear_attn.");
+        self.router |= rest == "mlp.gate.weight";
+        self.shared_expert |= rest.starts_with("mlp.shared_expert.");
+        if let Some((_, index)) = expert_index(rest) {
+            self.experts = self.experts.max(index + 1);
+        }
+    }
+
+    /// Notes a tensor of the layer, by its name in Megatron.
+    fn see_megatron(&mut self, rest: &str) {
+        self.linear |= rest == "self_attention.in_proj.weight";
+        self.router |= rest == "mlp.router.weight";
+        self.shared_expert |= rest.starts_with("mlp.shared_experts.");
+        if let Some(index) =
+            rest.strip_prefix("mlp.experts.linear_fc1.weight").and_then(|i| i.parse::<u64>().ok())
+        {
+            self.experts = self.experts.max(index.min(1 << 20) + 1);
+        }
+    }
+}
+
+/// The layers of a model.
+#[derive(Default)]
+struct Layers {
+    decoder: BTreeMap<u64, LayerKind>,
+    /// The layer for multi-token prediction, if it is there with all that belongs to it.
+    mtp: Option<LayerKind>,
+}
+
+const MTP_LAYER: &str = "mtp.layers.0.";
+const MTP_INNER: &str = "mtp.layers.0.transformer_layer.";
+
+/// Norms and projection around the layer for multi-token prediction: in Megatron, in hf, and their division.
+const MTP_AROUND: [(&str, &str, Cut); 4] = [
+    ("mtp.layers.0.enorm.weight", "mtp.pre_fc_norm_embedding.weight", Cut::Replicated),
+    ("mtp.layers.0.hnorm.weight", "mtp.pre_fc_norm_hidden.weight", Cut::Replicated),
+    ("mtp.layers.0.eh_proj.weight", "mtp.fc.weight", Cut::Rows),
+    ("mtp.layers.0.final_layernorm.weight", "mtp.norm.weight", Cut::Replicated),
+];
+
+impl Layers {
+    fn of_hf(views: &[View], prefix: &str) -> Layers {
+        let (mut layers, mut mtp) = (Layers::default(), LayerKind::default());
+        let before = format!("{prefix}layers.");
+        for view in views {
+            if let Some((layer, rest)) = layer_of(&view.name, &before) {
+                layers.decoder.entry(layer).or_default().see_hf(rest);
+            } else if let Some(rest) = view.name.strip_prefix(MTP_LAYER) {
+                mtp.see_hf(rest);
+            }
+        }
+        let has = |name: &str| views.iter().any(|view| view.name == name);
+        // Other forms have no place in Megatron and are carried along: several layers, fused experts.
+        let whole = MTP_AROUND.iter().all(|(_, hf, _)| has(hf))
+            && has("mtp.layers.0.self_attn.q_proj.weight")
+            && !views.iter().any(|view| layer_of(&view.name, "mtp.layers.").is_some_and(|(n, _)| n > 0))
+            && (mtp.experts > 0 || !mtp.router);
+        layers.mtp = whole.then_some(mtp);
+        layers
+    }
+
+    fn of_megatron(views: &[View]) -> Layers {
+        let (mut layers, mut mtp) = (Layers::default(), LayerKind::default());
+        for view in views {
+            if let Some((layer, rest)) = layer_of(&view.name, "decoder.layers.") {
+                layers.decoder.entry(layer).or_default().see_megatron(rest);
+            } else if let Some(rest) = view.name.strip_prefix(MTP_INNER) {
+                mtp.see_megatron(rest);
+            }
+        }
+        let has = |name: &str| views.iter().any(|view| view.name == name);
+        layers.mtp = MTP_AROUND.iter().all(|(megatron, _, _)| has(megatron)).then_some(mtp);
+        layers
+    }
+}
+
+/// Returns the usual name of a tensor that other versions and settings of Megatron call differently: experts
+/// without grouped products, and the newer name of the layer for multi-token prediction.
+pub(crate) fn usual_name(name: &str) -> String {
+    let name = name.replace(".mtp_model_layer.", ".transformer_layer.");
+    let grouped = name.split_once(".mlp.experts.local_experts.").and_then(|(layer, rest)| {
+        let (expert, leaf) = rest.split_once('.')?;
+        expert.parse::<u64>().ok()?;
+        Some(format!("{layer}.mlp.experts.{leaf}{expert}"))
+    });
+    grouped.unwrap_or(name)
+}
+
 /// Converts hf (split projections, split experts) to Megatron, by rank. Tensors without a recipe go to rank
 /// 0.
 pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec<Vec<View>>> {
-    let mut kinds: BTreeMap<u64, LayerKind> = BTreeMap::new();
-    for view in &views {
-        let Some((layer, rest)) = layer_of(&view.name, &format!("{}layers.", to.prefix)) else { continue };
-        let kind = kinds.entry(layer).or_default();
-        kind.linear |= rest.starts_with("linear_attn.");
-        kind.router |= rest == "mlp.gate.weight";
-        kind.shared_expert |= rest.starts_with("mlp.shared_expert.");
-        if let Some((_, index)) = expert_index(&view.name) {
-            kind.experts = kind.experts.max(index + 1);
-        }
-    }
-    if !kinds.values().any(|k| k.linear) {
+    let layers = Layers::of_hf(&views, &to.prefix);
+    if !layers.decoder.values().any(|k| k.linear) {
         return Err(Error::Refused(
             "the megatron layout is supported for Gated-DeltaNet hybrids only; this checkpoint has no linear_attn layers"
                 .into(),
         ));
     }
+    let ranks = to.ranks as u64;
     let uneven = [
-        ("linear_num_key_heads", g.key_heads),
-        ("linear_num_value_heads", g.value_heads),
-        ("num_key_value_heads", g.kv_heads),
+        ("linear_num_key_heads", g.key_heads, false),
+        ("linear_num_value_heads", g.value_heads, false),
+        ("num_attention_heads", g.heads, false),
+        ("num_key_value_heads", g.kv_heads, ranks.is_multiple_of(g.kv_heads)),
     ];
-    if let Some((field, heads)) = uneven.into_iter().find(|(_, heads)| heads % to.ranks as u64 != 0) {
+    let uneven = uneven.into_iter().find(|(_, heads, shared)| heads % ranks != 0 && !shared);
+    if let Some((field, heads, _)) = uneven {
         let message =
             format!("--tp {}: {field} is {heads} and cannot be divided among {} ranks", to.ranks, to.ranks);
         return Err(Error::Refused(message));
@@ -95,7 +182,7 @@ pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec
     let tied = !views.iter().any(|v| v.name == "lm_head.weight");
     let mut pool = Pool::new(views);
     let mut ranks = vec![Vec::new(); to.ranks];
-    for recipe in recipes(&kinds, to, g, tied) {
+    for recipe in recipes(&layers, to, g, tied) {
         let mut whole: BTreeMap<&str, View> = BTreeMap::new();
         for hf in recipe.hf_names() {
             if !whole.contains_key(hf) {
@@ -130,25 +217,20 @@ pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec
 
 /// Converts Megatron, by rank, to hf (split projections, split experts).
 pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Result<Vec<View>> {
-    let ranks: Vec<Vec<View>> = ranks.into_iter().map(without_extra_state).collect::<Result<_>>()?;
-    let mut kinds: BTreeMap<u64, LayerKind> = BTreeMap::new();
-    for view in &ranks[0] {
-        let Some((layer, rest)) = layer_of(&view.name, "decoder.layers.") else { continue };
-        let kind = kinds.entry(layer).or_default();
-        kind.linear |= rest == "self_attention.in_proj.weight";
-        kind.router |= rest == "mlp.router.weight";
-        kind.shared_expert |= rest.starts_with("mlp.shared_experts.");
-        if let Some(index) =
-            rest.strip_prefix("mlp.experts.linear_fc1.weight").and_then(|i| i.parse::<u64>().ok())
-        {
-            kind.experts = kind.experts.max(index.min(1 << 20) + 1);
-        }
-    }
+    let usual = |views: Vec<View>| -> Result<Vec<View>> {
+        let named = |view: View| {
+            let name = usual_name(&view.name);
+            view.renamed(name)
+        };
+        Ok(without_extra_state(views)?.into_iter().map(named).collect())
+    };
+    let ranks: Vec<Vec<View>> = ranks.into_iter().map(usual).collect::<Result<_>>()?;
+    let layers = Layers::of_megatron(&ranks[0]);
     let tied = !ranks[0].iter().any(|v| v.name == "output_layer.weight");
     let count = ranks.len() as u64;
     let mut pools: Vec<Pool> = ranks.into_iter().map(Pool::new).collect();
     let mut made = Vec::new();
-    for recipe in recipes(&kinds, from, g, tied) {
+    for recipe in recipes(&layers, from, g, tied) {
         let parts: Vec<View> = pools
             .iter_mut()
             .enumerate()
@@ -307,64 +389,72 @@ impl Recipe {
     }
 }
 
-/// Returns the recipes of all Megatron tensors of the decoder, in the order of the network.
-fn recipes(kinds: &BTreeMap<u64, LayerKind>, layout: &Layout, g: &Geometry, tied: bool) -> Vec<Recipe> {
+fn whole(megatron: String, hf: &[String], cut: Cut) -> Recipe {
+    Recipe { megatron, stripes: Stripes::Whole(hf.to_vec()), cut, shift: 0 }
+}
+
+/// Returns the recipes of all Megatron tensors, in the order of the network.
+fn recipes(layers: &Layers, layout: &Layout, g: &Geometry, tied: bool) -> Vec<Recipe> {
     let p = &layout.prefix;
-    let whole = |megatron: String, hf: &[String], cut| Recipe {
-        megatron,
-        stripes: Stripes::Whole(hf.to_vec()),
-        cut,
-        shift: 0,
-    };
     let mut all = vec![whole(
         "embedding.word_embeddings.weight".into(),
         &[format!("{p}embed_tokens.weight")],
         Cut::Rows,
     )];
-    for (layer, kind) in kinds {
-        let hf = |leaf: &str| format!("{p}layers.{layer}.{leaf}");
-        let mg = |leaf: &str| format!("decoder.layers.{layer}.{leaf}");
-        let one = |megatron: &str, leaf: &str, cut| whole(mg(megatron), &[hf(leaf)], cut);
-        if kind.linear {
-            all.extend(linear_attention(&hf, &mg, &one, layout, g));
-        } else {
-            all.extend(softmax_attention(&hf, &mg, &one, g));
-        }
-        let gated = |megatron: &str, module: &str| {
-            let names = [hf(&format!("{module}.gate_proj.weight")), hf(&format!("{module}.up_proj.weight"))];
-            whole(mg(megatron), &names, Cut::Rows)
-        };
-        if kind.router {
-            all.push(one("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Cut::Replicated));
-            all.push(one("mlp.router.weight", "mlp.gate.weight", Cut::Replicated));
-            for e in 0..kind.experts {
-                all.push(gated(&format!("mlp.experts.linear_fc1.weight{e}"), &format!("mlp.experts.{e}")));
-                let down = format!("mlp.experts.{e}.down_proj.weight");
-                all.push(one(&format!("mlp.experts.linear_fc2.weight{e}"), &down, Cut::Columns));
-            }
-            if kind.shared_expert {
-                all.push(gated("mlp.shared_experts.linear_fc1.weight", "mlp.shared_expert"));
-                let down = "mlp.shared_expert.down_proj.weight";
-                all.push(one("mlp.shared_experts.linear_fc2.weight", down, Cut::Columns));
-                all.push(one(
-                    "mlp.shared_experts.gate_weight",
-                    "mlp.shared_expert_gate.weight",
-                    Cut::Replicated,
-                ));
-            }
-        } else {
-            all.push(one(
-                "mlp.linear_fc1.layer_norm_weight",
-                "post_attention_layernorm.weight",
-                Cut::Replicated,
-            ));
-            all.push(gated("mlp.linear_fc1.weight", "mlp"));
-            all.push(one("mlp.linear_fc2.weight", "mlp.down_proj.weight", Cut::Columns));
-        }
+    for (layer, kind) in &layers.decoder {
+        let (hf, megatron) = (format!("{p}layers.{layer}."), format!("decoder.layers.{layer}."));
+        all.extend(layer_recipes(&hf, &megatron, kind, layout, g));
     }
     all.push(whole("decoder.final_layernorm.weight".into(), &[format!("{p}norm.weight")], Cut::Replicated));
+    if let Some(kind) = &layers.mtp {
+        let around =
+            MTP_AROUND.iter().map(|(megatron, hf, cut)| whole((*megatron).into(), &[(*hf).into()], *cut));
+        all.extend(around);
+        all.extend(layer_recipes(MTP_LAYER, MTP_INNER, kind, layout, g));
+    }
     if !tied {
         all.push(whole("output_layer.weight".into(), &["lm_head.weight".into()], Cut::Rows));
+    }
+    all
+}
+
+/// Returns the recipes of a layer, whose tensors have these prefixes.
+fn layer_recipes(
+    in_hf: &str,
+    in_megatron: &str,
+    kind: &LayerKind,
+    layout: &Layout,
+    g: &Geometry,
+) -> Vec<Recipe> {
+    let hf = |leaf: &str| format!("{in_hf}{leaf}");
+    let mg = |leaf: &str| format!("{in_megatron}{leaf}");
+    let one = |megatron: &str, leaf: &str, cut| whole(mg(megatron), &[hf(leaf)], cut);
+    let mut all = match kind.linear {
+        true => linear_attention(&hf, &mg, &one, layout, g),
+        false => softmax_attention(&hf, &mg, &one, g),
+    };
+    let gated = |megatron: &str, module: &str| {
+        let names = [hf(&format!("{module}.gate_proj.weight")), hf(&format!("{module}.up_proj.weight"))];
+        whole(mg(megatron), &names, Cut::Rows)
+    };
+    if !kind.router {
+        all.push(one("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", Cut::Replicated));
+        all.push(gated("mlp.linear_fc1.weight", "mlp"));
+        all.push(one("mlp.linear_fc2.weight", "mlp.down_proj.weight", Cut::Columns));
+        return all;
+    }
+    all.push(one("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Cut::Replicated));
+    all.push(one("mlp.router.weight", "mlp.gate.weight", Cut::Replicated));
+    for e in 0..kind.experts {
+        all.push(gated(&format!("mlp.experts.linear_fc1.weight{e}"), &format!("mlp.experts.{e}")));
+        let down = format!("mlp.experts.{e}.down_proj.weight");
+        all.push(one(&format!("mlp.experts.linear_fc2.weight{e}"), &down, Cut::Columns));
+    }
+    if kind.shared_expert {
+        all.push(gated("mlp.shared_experts.linear_fc1.weight", "mlp.shared_expert"));
+        let down = "mlp.shared_expert.down_proj.weight";
+        all.push(one("mlp.shared_experts.linear_fc2.weight", down, Cut::Columns));
+        all.push(one("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", Cut::Replicated));
     }
     all
 }

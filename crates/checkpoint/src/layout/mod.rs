@@ -24,7 +24,7 @@ use crate::gguf;
 use crate::open::Checkpoint;
 use crate::view::View;
 
-pub(crate) use self::megatron::is_extra_state;
+pub(crate) use self::megatron::{is_extra_state, usual_name};
 /// The naming convention of a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]

@@ -52,7 +52,7 @@ impl FileFormat {
 const RELEASE: &str = "release";
 
 /// Modules of Transformer Engine: their state dicts have an `_extra_state`, empty without FP8.
-const ENGINE_MODULES: [&str; 11] = [
+const ENGINE_MODULES: [&str; 14] = [
     "in_proj",
     "out_norm",
     "out_proj",
@@ -64,6 +64,9 @@ const ENGINE_MODULES: [&str; 11] = [
     "linear_fc2",
     "pre_mlp_layernorm",
     "final_layernorm",
+    "enorm",
+    "hnorm",
+    "eh_proj",
 ];
 
 /// Plans the files in `folder` for these tensors, by rank.
