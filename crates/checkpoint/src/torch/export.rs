@@ -151,7 +151,16 @@ fn extra_state_names(outputs: &[Output]) -> Vec<String> {
         let (module, count) = (module.clone(), experts(module));
         (0..count).map(move |number| format!("{module}._extra_state/shard_{number}_{count}"))
     };
-    engine_modules(outputs).iter().flat_map(names).collect()
+    let mut modules = engine_modules(outputs);
+    // Megatron leaves out the extra state of attention in the decoder, but not in the layer for prediction.
+    modules.extend(core_attention(&modules).into_iter().filter(|module| module.starts_with("mtp.")));
+    modules.iter().flat_map(names).collect()
+}
+
+/// Modules of attention beside these projections.
+fn core_attention(modules: &[String]) -> Vec<String> {
+    let attention = modules.iter().filter_map(|module| module.strip_suffix(".linear_qkv"));
+    attention.map(|module| format!("{module}.core_attention")).collect()
 }
 
 /// Adds what every file of `torch.save` has after the tensors.
@@ -170,9 +179,7 @@ fn start(folder: &'static str, begin: u64, pickle: Vec<u8>) -> Zip {
 /// A file of Megatron's legacy format.
 fn legacy_file(path: PathBuf, outputs: Vec<Output>, arguments: Option<&Value>) -> Result<Shard> {
     let mut modules = engine_modules(&outputs);
-    let attention = modules.iter().filter_map(|m| m.strip_suffix(".linear_qkv"));
-    let attention: Vec<String> = attention.map(|m| format!("{m}.core_attention")).collect();
-    modules.extend(attention);
+    modules.extend(core_attention(&modules));
     modules.retain(|module| !outputs.iter().any(|o| o.view.name == format!("{module}._extra_state")));
     let types = outputs.iter().map(type_of).collect::<Result<Vec<_>>>()?;
     let mut pickle = Pickler::new();
