@@ -27,7 +27,7 @@ struct Args {
     /// Number of decoder layers; 14 are about 4.4 GiB
     #[arg(long, default_value_t = 14)]
     layers: u64,
-    /// Working directory; needs three times the size of the checkpoint
+    /// Working directory; needs five times the size of the checkpoint
     #[arg(long)]
     folder: Option<PathBuf>,
     /// Checkpoint to measure with; created there and kept if it does not exist [default: a temporary one]
@@ -42,6 +42,8 @@ struct Args {
 struct Contender {
     name: &'static str,
     command: Vec<String>,
+    /// Folder that it reads.
+    input: PathBuf,
     /// Removed before every run.
     output: Option<PathBuf>,
     /// If true, the flush of the output is timed too.
@@ -76,8 +78,7 @@ fn main() -> anyhow::Result<()> {
         eprintln!("creating the checkpoint");
         model.write(&source, 1_000_000_000)?;
     }
-    let bytes: u64 = files(&source)?.iter().map(|(_, size)| size).sum();
-    println!("checkpoint: {:.2} GiB in {} files", bytes as f64 / (1u64 << 30) as f64, files(&source)?.len());
+    println!("checkpoint: {:.2} GiB", size(&source)? as f64 / (1u64 << 30) as f64);
 
     let path = |name: &str| folder.path().join(name);
     let text = |path: &Path| path.display().to_string();
@@ -88,9 +89,24 @@ fn main() -> anyhow::Result<()> {
     // In folders of their own, as the other outputs.
     let (gguf, gguf_kept) = (path("gguf"), path("gguf_kept"));
     let file = |folder: &Path| text(&folder.join("model.gguf"));
+    // The same model in other formats, made once.
+    let (dist, quantized, read) = (path("torch_dist"), path("fp8"), path("read"));
+    eprintln!("converting it to torch_dist and FP8");
+    run(&tool(&["convert", &src, &text(&dist), "--layout", "megatron", "--format", "torch_dist", "-q"]))?;
+    run(&tool(&["convert", &src, &text(&quantized), "--dtype", "fp8", "-q"]))?;
+    let reading = |name, input: &PathBuf, words: &[&str], output: &PathBuf| Contender {
+        name,
+        command: tool(&[&["convert", &text(input), &text(output), "-q"], words].concat()),
+        input: input.clone(),
+        output: Some(output.clone()),
+        flush: false,
+        times: Vec::new(),
+        peak_bytes: 0,
+    };
     let contender = |name, command, output: Option<&PathBuf>, flush| Contender {
         name,
         command,
+        input: source.clone(),
         output: output.cloned(),
         flush,
         times: Vec::new(),
@@ -119,6 +135,9 @@ fn main() -> anyhow::Result<()> {
             Some(&gguf),
             false,
         ),
+        reading("convert to torch_dist", &source, &["--layout", "megatron", "--format", "torch_dist"], &read),
+        reading("torch_dist to hf", &dist, &["--layout", "hf"], &read),
+        reading("FP8 to bf16", &quantized, &["--dtype", "bf16"], &read),
         contender("cat", vec!["sh".into(), "-c".into(), cat], None, false),
         contender("audit", tool(&["audit", &src, "-q"]), None, false),
     ];
@@ -129,7 +148,8 @@ fn main() -> anyhow::Result<()> {
         for place in 0..places {
             let c = &mut commands[(place + round) % places];
             // The next command starts with the source in the page cache and nothing to write back.
-            run(&["sh", "-c", &format!("sync; cat {src}/* > /dev/null")].map(String::from))?;
+            let warm = format!("sync; find {} -type f -exec cat {{}} + > /dev/null", c.input.display());
+            run(&["sh".into(), "-c".into(), warm])?;
             let begin = Instant::now();
             c.peak_bytes = c.peak_bytes.max(run(&c.command)?);
             if let (true, Some(output)) = (c.flush, &c.output) {
@@ -151,17 +171,22 @@ fn main() -> anyhow::Result<()> {
         times.sort();
         times[times.len() / 2].as_secs_f64()
     };
+    // Bytes read per second.
+    let rate = |name: &str| -> anyhow::Result<f64> {
+        let c = commands.iter().find(|c| c.name == name).expect("named above");
+        Ok(size(&c.input)? as f64 / median(name))
+    };
     println!("{:22} {:>9} {:>9} {:>12}", "median", "seconds", "GiB/s", "peak memory");
     for c in &commands {
         let seconds = median(c.name);
-        let rate = bytes as f64 / seconds / (1u64 << 30) as f64;
         println!(
-            "{:22} {seconds:9.2} {rate:9.2} {:8.1} MiB",
+            "{:22} {seconds:9.2} {:9.2} {:8.1} MiB",
             c.name,
+            rate(c.name)? / (1u64 << 30) as f64,
             c.peak_bytes as f64 / (1u64 << 20) as f64
         );
     }
-    println!("\n{:44} {:>7} {:>7}", "ratio (higher is better)", "got", "target");
+    println!("\n{:44} {:>7} {:>7}", "ratio of bytes read per second", "got", "target");
     for (what, peer, target) in [
         ("convert", "cp", "0.8"),
         ("convert", "cp, flushed", "0.8"),
@@ -171,9 +196,15 @@ fn main() -> anyhow::Result<()> {
         ("convert to GGUF", "cp, flushed", "0.8"),
         ("convert to GGUF, bf16", "cp", "0.8"),
         ("convert to GGUF, bf16", "cp, flushed", "0.8"),
+        ("convert to torch_dist", "cp", "0.8"),
+        ("convert to torch_dist", "cp, flushed", "0.8"),
+        ("torch_dist to hf", "cp", "0.8"),
+        ("torch_dist to hf", "cp, flushed", "0.8"),
+        ("FP8 to bf16", "cp", "0.6"),
+        ("FP8 to bf16", "cp, flushed", "0.6"),
         ("audit", "cat", "0.8"),
     ] {
-        println!("{:44} {:6.2}x {target:>6}x", format!("{what} against {peer}"), median(peer) / median(what));
+        println!("{:44} {:6.2}x {target:>6}x", format!("{what} against {peer}"), rate(what)? / rate(peer)?);
     }
     Ok(())
 }
@@ -198,7 +229,13 @@ fn run(command: &[String]) -> anyhow::Result<u64> {
     }
 }
 
-fn files(folder: &Path) -> anyhow::Result<Vec<(PathBuf, u64)>> {
-    let entries = std::fs::read_dir(folder)?;
-    entries.map(|e| e.and_then(|e| Ok((e.path(), e.metadata()?.len()))).map_err(Into::into)).collect()
+/// Bytes of all files below a folder.
+fn size(folder: &Path) -> anyhow::Result<u64> {
+    let mut bytes = 0;
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let metadata = entry.metadata()?;
+        bytes += if metadata.is_dir() { size(&entry.path())? } else { metadata.len() };
+    }
+    Ok(bytes)
 }

@@ -137,11 +137,19 @@ impl Blocks {
 #[derive(Debug)]
 pub(crate) enum Computed {
     /// F32 values of FP8 weights and their scales.
-    Dequantized { weight: View, scales: View, blocks: Blocks },
+    Dequantized(Box<Dequantizer>),
     /// F8_E4M3 codes of the weights.
     Codes(Arc<Quantizer>),
     /// F32 scales of these codes.
     Scales(Arc<Quantizer>),
+}
+
+/// FP8 weights and their scales.
+#[derive(Debug)]
+pub(crate) struct Dequantizer {
+    weight: View,
+    scales: View,
+    blocks: Blocks,
 }
 
 /// Weights that are divided into blocks and quantized. The scales need all weights, and are found once.
@@ -157,7 +165,7 @@ impl Computed {
     fn width(&self) -> u64 {
         match self {
             Computed::Codes(_) => 1,
-            Computed::Dequantized { .. } | Computed::Scales(_) => 4,
+            Computed::Dequantized(_) | Computed::Scales(_) => 4,
         }
     }
 
@@ -168,9 +176,9 @@ impl Computed {
         let elements = at / width..end.div_ceil(width);
         let mut values = Buffer::default();
         match self {
-            Computed::Dequantized { weight, scales, blocks } => {
+            Computed::Dequantized(dequantizer) => {
                 let out = values.resize(((elements.end - elements.start) * 4) as usize);
-                dequantize(bytemuck::cast_slice_mut(out), weight, scales, blocks, elements.clone())?;
+                dequantizer.values(bytemuck::cast_slice_mut(out), elements.clone())?;
             }
             Computed::Codes(quantizer) => {
                 quantizer.codes(values.resize((elements.end - elements.start) as usize), elements.clone())?;
@@ -194,39 +202,35 @@ impl Computed {
     /// The files that it is computed from.
     fn path(&self) -> &Path {
         let view = match self {
-            Computed::Dequantized { weight, .. } => weight,
+            Computed::Dequantized(dequantizer) => &dequantizer.weight,
             Computed::Codes(quantizer) | Computed::Scales(quantizer) => &quantizer.weight,
         };
         view.source_files().first().copied().unwrap_or(Path::new(""))
     }
 }
 
-fn dequantize(
-    out: &mut [f32],
-    weight: &View,
-    scales: &View,
-    blocks: &Blocks,
-    elements: Range<u64>,
-) -> Result<()> {
-    static VALUES: OnceLock<[f32; 256]> = OnceLock::new();
-    let values = VALUES.get_or_init(|| std::array::from_fn(|code| decode(code as u8)));
-    let mut codes = Buffer::default();
-    weight.read(elements.clone(), &mut codes, &mut Buffer::default())?;
-    let range = blocks.scales(&elements);
-    let scale = read_f32(scales, range.clone())?;
-    if let Some(bad) = scale.iter().position(|scale| !is_scale(*scale)) {
-        let problem =
-            format!("scale {} is {}; scales are finite and positive", range.start + bad as u64, scale[bad]);
-        return Err(Error::tensor(&scales.name, problem));
-    }
-    let codes = codes.as_ref();
-    blocks.each_run(&elements, |run, block| {
-        let scale = scale[block];
-        for (x, code) in out[run.clone()].iter_mut().zip(&codes[run]) {
-            *x = values[*code as usize] * scale;
+impl Dequantizer {
+    fn values(&self, out: &mut [f32], elements: Range<u64>) -> Result<()> {
+        static VALUES: OnceLock<[f32; 256]> = OnceLock::new();
+        let values = VALUES.get_or_init(|| std::array::from_fn(|code| decode(code as u8)));
+        let mut codes = Buffer::default();
+        self.weight.read(elements.clone(), &mut codes, &mut Buffer::default())?;
+        let range = self.blocks.scales(&elements);
+        let scales = read_f32(&self.scales, range.clone())?;
+        if let Some(bad) = scales.iter().position(|scale| !is_scale(*scale)) {
+            let (at, found) = (range.start + bad as u64, scales[bad]);
+            let problem = format!("scale {at} is {found}; scales are finite and positive");
+            return Err(Error::tensor(&self.scales.name, problem));
         }
-    });
-    Ok(())
+        let codes = codes.as_ref();
+        self.blocks.each_run(&elements, |run, block| {
+            let scale = scales[block];
+            for (x, code) in out[run.clone()].iter_mut().zip(&codes[run]) {
+                *x = values[*code as usize] * scale;
+            }
+        });
+        Ok(())
+    }
 }
 
 /// Reads elements of a plain float type, or scales in F8_E8M0, as f32.
@@ -397,12 +401,9 @@ pub fn dequantized(source: &Arc<Checkpoint>) -> Result<Arc<Checkpoint>> {
             return fail(format!("shape {:?} is too large", stored.shape));
         }
         scales_used.push(scales);
-        let computed = Computed::Dequantized {
-            weight: View::stored(source, weight),
-            scales: View::stored(source, scales),
-            blocks,
-        };
-        result.compute(weight, Dtype::F32, computed);
+        let (values, scales) = (View::stored(source, weight), View::stored(source, scales));
+        let dequantizer = Dequantizer { weight: values, scales, blocks };
+        result.compute(weight, Dtype::F32, Computed::Dequantized(Box::new(dequantizer)));
     }
     let mut index = 0;
     result.tensors.retain(|_| {

@@ -9,6 +9,7 @@
 //! A `.distcp` file is a sequence of files of `torch.save` with one tensor each, and `.metadata` has their
 //! places. Tensors are whole, so that any number of ranks can load them.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use ballast_contract::Dtype;
@@ -388,7 +389,7 @@ fn storage(pickle: &mut Pickler, entry: &Stored) {
 /// Divides packed projections by part, and stacks experts: tensors that do not depend on the number of ranks.
 fn by_part(outputs: Vec<Output>, config: Option<&Value>) -> Result<Vec<Output>> {
     let mut made = Vec::new();
-    let mut experts: Vec<(String, Dtype, Vec<(u64, View)>)> = Vec::new();
+    let mut experts: BTreeMap<(String, Dtype), Vec<(u64, View)>> = BTreeMap::new();
     for Output { view, dtype } in outputs {
         if let Some((_, parts)) = PACKED.iter().find(|(suffix, _)| view.name.ends_with(suffix)) {
             let mut at = 0;
@@ -409,12 +410,9 @@ fn by_part(outputs: Vec<Output>, config: Option<&Value>) -> Result<Vec<Output>> 
         };
         let shape = [&[1], view.shape.as_slice()].concat();
         let view = view.reshaped(&shape)?;
-        match experts.iter_mut().find(|(other, of, _)| *other == name && *of == dtype) {
-            Some((_, _, members)) => members.push((number, view)),
-            None => experts.push((name, dtype, vec![(number, view)])),
-        }
+        experts.entry((name, dtype)).or_default().push((number, view));
     }
-    for (name, dtype, mut members) in experts {
+    for ((name, dtype), mut members) in experts {
         members.sort_by_key(|(number, _)| *number);
         let views: Vec<View> = members.into_iter().map(|(_, view)| view).collect();
         made.push(Output { view: View::concat(name, 0, &views)?, dtype });
