@@ -4,7 +4,7 @@
 //! is restored. A tensor that differs in any other way was trained since and is kept.
 //!
 //! Where the original's model has lost the bits too, its optimizer's fp32 master weights may have them
-//! ([`crate::masters`]); the report then says that the bits come from there.
+//! (`masters.rs`); the report then says that the bits come from there.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -40,7 +40,7 @@ pub enum Outcome {
     Intact,
     /// Was trained since; kept.
     Trained,
-    /// Missing in the original, or not F32 there.
+    /// Missing in the original, or not F32 there and without an fp32 master that has more bits.
     NoOriginal,
 }
 
