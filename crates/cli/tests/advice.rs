@@ -30,8 +30,9 @@ fn repair_says_loudly_that_bits_come_from_the_optimizers_master_weights() {
     let run = scratch.run(&["repair", sample, "dst", "--original", sample]).exits(0);
     assert!(run.stdout.contains(&format!("WARNING: {words}")), "{}", run.stdout);
     assert!(run.stdout.contains("restored from master"), "{}", run.stdout);
-    let report =
-        scratch.run(&["repair", sample, "dst", "--original", sample, "--dry-run", "--json"]).exits(0).json();
+    let run = scratch.run(&["repair", sample, "dst", "--original", sample, "--dry-run", "--json"]).exits(0);
+    assert!(run.stderr.contains(&format!("warning: {words}")), "{}", run.stderr);
+    let report = run.json();
     assert!(report["warnings"][0].as_str().unwrap().starts_with(words), "{report}");
     assert_eq!(report["tensors"][0]["outcome"], "restored-from-master");
     scratch.run(&["audit", "dst"]).exits(0);

@@ -36,6 +36,8 @@ pub(crate) fn run(args: RepairArgs, global: &Global) -> anyhow::Result<Outcome> 
     let destination = (!args.dry_run).then_some(args.destination.as_path());
     let report = repair(&checkpoint, &original, destination, &policy, args.force, &global.progress())?;
     if global.json {
+        // A program may not look at the list in the document.
+        global.warnings.add_all(&report.warnings);
         global.print_json("repair", &report);
     } else {
         output::print(&text(&report));
