@@ -388,7 +388,7 @@ def diff(
 
 @dataclass(frozen=True)
 class RepairedTensor:
-    """One protected tensor; its outcome is restored, intact, trained or no-original."""
+    """One protected tensor; its outcome is restored, restored-from-master, intact, trained or no-original."""
 
     tensor: str
     was: str
@@ -402,6 +402,7 @@ class Repair(Report):
     """The result of a repair."""
 
     tensors: tuple[RepairedTensor, ...]
+    warnings: tuple[str, ...]
     verification: Verification
     remote: RemoteSummary | None = None
 

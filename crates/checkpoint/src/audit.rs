@@ -17,6 +17,7 @@ use crate::gguf;
 use crate::hub::{self, RemoteSummary};
 use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::layout::{Layout, Naming, metadata};
+use crate::masters;
 use crate::open::{Checkpoint, StoredTensor};
 use crate::tied;
 
@@ -167,6 +168,7 @@ pub fn audit_values(
     let work = || scan_values(checkpoint, &rules, &is_read, observer);
     let scans = hub::with_readers(&[checkpoint], work)?;
     let decay = value_findings(checkpoint, &rules, &scans, &mut findings);
+    notes.extend(master_findings(checkpoint, &policy, observer, &mut findings)?);
     if architecture.families.is_empty() {
         notes.push(match &architecture.name {
             Some(name) => format!("no rules for {name}: only general checks were made"),
@@ -294,6 +296,20 @@ const IN_NAME_ONLY: Kind = Kind {
              model, or in a BF16 source)",
     fix: "ballast repair CKPT DST --original ORIG",
 };
+const MASTER_HAS_BITS: Kind = Kind {
+    name: "master-has-bits",
+    severity: Severity::Warning,
+    reason: "the model's values are the bf16 rounding of the optimizer's fp32 master weights, which still have the bits \
+             that the model lost",
+    fix: "ballast repair CKPT DST --original CKPT, which takes the bits from the master weights",
+};
+const MASTER_DIFFERS: Kind = Kind {
+    name: "master-differs",
+    severity: Severity::Warning,
+    reason: "the model's values are not the rounding of the optimizer's fp32 master weights: one of the two was changed \
+             alone, and a resumed run continues from the masters",
+    fix: "use the optimizer state of the same step, or resume without it (Megatron: --no-load-optim)",
+};
 
 /// Findings, one per kind, rule and stored dtype.
 #[derive(Default)]
@@ -409,6 +425,32 @@ fn head_findings(checkpoint: &Checkpoint, findings: &mut Findings) -> Result<()>
         findings.add(kind, None, None, head.head);
     }
     Ok(())
+}
+
+/// Compares protected tensors with the optimizer's master weights; returns a note if there are some.
+fn master_findings(
+    checkpoint: &Checkpoint,
+    policy: &Policy,
+    observer: &dyn Observer,
+    findings: &mut Findings,
+) -> Result<Option<String>> {
+    // An F16 model is not the bf16 rounding of its masters.
+    let is_compared =
+        |t: &StoredTensor| matches!(t.dtype, Dtype::Bf16 | Dtype::F32) && policy.rule_for(&t.name).is_some();
+    let found = masters::find(checkpoint, is_compared);
+    for (number, values) in masters::compare(checkpoint, &found, observer)? {
+        let t = &checkpoint.tensors[number];
+        let rule = policy.rule_for(&t.name);
+        if values.differing > 0 {
+            let label = format!("{} ({} of {} values)", t.name, values.differing, t.elements());
+            findings.add(&MASTER_DIFFERS, rule, Some(t.dtype), label);
+        } else if values.beyond_bf16 == 0 && values.master_beyond_bf16 > 0 {
+            findings.add(&MASTER_HAS_BITS, rule, Some(t.dtype), t.name.clone());
+        }
+    }
+    let note =
+        || format!("protected tensors compared with the optimizer's fp32 master weights: {}", found.len());
+    Ok((!found.is_empty()).then(note))
 }
 
 /// Reads values once, in parallel.

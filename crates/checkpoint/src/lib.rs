@@ -19,6 +19,7 @@ pub mod index;
 pub mod inspect;
 pub mod jobs;
 pub mod layout;
+mod masters;
 pub mod open;
 pub mod repair;
 pub mod staging;

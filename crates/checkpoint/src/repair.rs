@@ -2,6 +2,9 @@
 //!
 //! A protected tensor that equals the bf16 rounding of the original's, value for value, was only rounded and
 //! is restored. A tensor that differs in any other way was trained since and is kept.
+//!
+//! Where the original's model has lost the bits too, its optimizer's fp32 master weights may have them
+//! (`masters.rs`); the report then says that the bits come from there.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -17,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::hub::RemoteSummary;
 use crate::jobs::Observer;
 use crate::layout::{Layout, relayout, stored_views};
+use crate::masters;
 use crate::open::Checkpoint;
 use crate::staging::Staging;
 use crate::transfer::{Prepare, write_verified};
@@ -30,11 +34,13 @@ use crate::write::{DEFAULT_SHARD_BYTES, Output, WritePlan};
 pub enum Outcome {
     /// Was rounded; has the original's bits again.
     Restored,
+    /// Was rounded, as in the original; has the bits of the original's fp32 master weights.
+    RestoredFromMaster,
     /// Already has the original's values.
     Intact,
     /// Was trained since; kept.
     Trained,
-    /// Missing in the original, or not F32 there.
+    /// Missing in the original, or not F32 there and without an fp32 master that has more bits.
     NoOriginal,
 }
 
@@ -58,6 +64,8 @@ pub struct RepairedTensor {
 pub struct RepairReport {
     /// Protected tensors.
     pub tensors: Vec<RepairedTensor>,
+    /// Warnings: bits that do not come from the original's model.
+    pub warnings: Vec<String>,
     /// Comparison of the destination with the planned content.
     pub verification: Verification,
     /// What was read of the original from a server.
@@ -77,6 +85,7 @@ pub fn repair(
 ) -> Result<RepairReport> {
     let layout = Layout::detect(checkpoint);
     let originals = original_views(original, &layout)?;
+    let masters = master_views(original, &layout, policy)?;
     original.prefetch(original.tensors.iter().filter(|t| policy.rule_for(&t.name).is_some()))?;
     let mut tensors = Vec::new();
     let mut ranks = Vec::new();
@@ -88,14 +97,18 @@ pub fn repair(
                 outputs.push(Output { dtype: view.dtype, view });
                 continue;
             }
-            let found = originals.get(&(rank, plain_name(&view.name)));
-            let (outcome, trained_values) = judge(&view, found).map_err(|e| e.of(&checkpoint.root))?;
+            let place = (rank, plain_name(&view.name));
+            let (found, master) = (originals.get(&place), masters.get(&place));
+            let (outcome, trained_values) =
+                judge_with_master(&view, found, master).map_err(|e| e.of(&checkpoint.root))?;
             let (tensor, was, elements) = (view.name.clone(), view.dtype, view.elements());
             tensors.push(RepairedTensor { tensor, was, outcome, trained_values, elements });
-            let source = match (outcome, found) {
-                (Outcome::Restored, Some(original)) => original.clone().renamed(view.name),
-                _ => view,
+            let source = match outcome {
+                Outcome::Restored => found,
+                Outcome::RestoredFromMaster => master,
+                _ => None,
             };
+            let source = source.map_or(view.clone(), |source| source.clone().renamed(view.name));
             outputs.push(Output { view: source, dtype: Dtype::F32 });
         }
         ranks.push(outputs);
@@ -105,11 +118,15 @@ pub fn repair(
         None => Verification::default(),
     };
     let remote = original.remote.as_ref().map(|remote| remote.summary());
-    Ok(RepairReport { tensors, verification, remote })
+    let warnings = master_warning(&tensors, original).into_iter().collect();
+    Ok(RepairReport { tensors, warnings, verification, remote })
 }
 
-/// Returns the original's tensors in the layout of the checkpoint, by rank and plain name.
-fn original_views(original: &Arc<Checkpoint>, layout: &Layout) -> Result<HashMap<(usize, String), View>> {
+/// Tensors by rank and plain name.
+type Views = HashMap<(usize, String), View>;
+
+/// Returns the original's tensors in the layout of the checkpoint.
+fn original_views(original: &Arc<Checkpoint>, layout: &Layout) -> Result<Views> {
     let own = Layout::detect(original);
     let wanted = Layout { prefix: own.prefix.clone(), ..layout.clone() };
     let ranks = relayout(original, &own, &wanted)?.into_iter().enumerate();
@@ -118,11 +135,54 @@ fn original_views(original: &Arc<Checkpoint>, layout: &Layout) -> Result<HashMap
         .collect())
 }
 
+/// Returns the masters of the original's protected tensors in the layout of the checkpoint.
+fn master_views(original: &Checkpoint, layout: &Layout, policy: &Policy) -> Result<Views> {
+    let Some((replaced, names)) = masters::in_place(original, policy) else {
+        return Ok(Views::new());
+    };
+    let mut views = original_views(&replaced, layout)?;
+    views.retain(|_, view| view.sources().iter().all(|t| names.contains(&t.name)));
+    Ok(views)
+}
+
+/// Returns a warning if bits come from master weights.
+fn master_warning(tensors: &[RepairedTensor], original: &Checkpoint) -> Option<String> {
+    let count = tensors.iter().filter(|t| t.outcome == Outcome::RestoredFromMaster).count();
+    (count > 0).then(|| {
+        format!(
+            "the f32 bits of {count} tensors come from the optimizer's fp32 master weights in {}, not from its model, \
+             which has lost them",
+            original.root.display()
+        )
+    })
+}
+
 /// Removes the holder and the prefix of nested models, which may differ between the two.
 fn plain_name(name: &str) -> String {
     let name = strip_fp32_holder_key(name);
     name.strip_prefix("model.language_model.")
         .map_or_else(|| name.to_string(), |rest| format!("model.{rest}"))
+}
+
+/// Judges a tensor by the original's, or by its master where the original's has no more bits than bf16.
+fn judge_with_master(view: &View, original: Option<&View>, master: Option<&View>) -> Result<(Outcome, u64)> {
+    let by_model = judge(view, original)?;
+    let Some(master) = master else { return Ok(by_model) };
+    if original.map_or(Ok(false), is_beyond_bf16)? || !is_beyond_bf16(master)? {
+        return Ok(by_model);
+    }
+    let by_master = judge(view, Some(master))?;
+    Ok(match (by_model.0, by_master.0) {
+        (_, Outcome::Restored) => (Outcome::RestoredFromMaster, 0),
+        (Outcome::NoOriginal, _) => by_master,
+        _ => by_model,
+    })
+}
+
+/// Returns true if an F32 tensor has values that bf16 cannot represent, before a shift.
+fn is_beyond_bf16(view: &View) -> Result<bool> {
+    let stored = read_f32(&view.clone().shifted(-view.shift))?;
+    Ok(stored.iter().any(|bits| bits & 0xffff != 0))
 }
 
 fn judge(view: &View, original: Option<&View>) -> Result<(Outcome, u64)> {

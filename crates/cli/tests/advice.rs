@@ -16,6 +16,31 @@ fn audit_names_repair_before_convert_for_a_rounded_tensor() {
 }
 
 #[test]
+fn repair_says_loudly_that_bits_come_from_the_optimizers_master_weights() {
+    let scratch = Scratch::new();
+    let sample = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/torch/masters");
+    let sample = sample.to_str().unwrap();
+    let words = "the f32 bits of 3 tensors come from the optimizer's fp32 master weights";
+    let audit = scratch.run(&["audit", sample]).exits(1);
+    assert!(
+        audit.stdout.contains("master-has-bits") && audit.stdout.contains("--original CKPT"),
+        "{}",
+        audit.stdout
+    );
+    let run = scratch.run(&["repair", sample, "dst", "--original", sample]).exits(0);
+    assert!(run.stdout.contains(&format!("WARNING: {words}")), "{}", run.stdout);
+    assert!(run.stdout.contains("restored from master"), "{}", run.stdout);
+    let run = scratch.run(&["repair", sample, "dst", "--original", sample, "--dry-run", "--json"]).exits(0);
+    assert!(run.stderr.contains(&format!("warning: {words}")), "{}", run.stderr);
+    let report = run.json();
+    assert!(report["warnings"][0].as_str().unwrap().starts_with(words), "{report}");
+    assert_eq!(report["tensors"][0]["outcome"], "restored-from-master");
+    scratch.run(&["audit", "dst"]).exits(0);
+    let inspect = scratch.run(&["inspect", sample]).exits(0);
+    assert!(inspect.stdout.contains("beside the model (optimizer)"), "{}", inspect.stdout);
+}
+
+#[test]
 fn the_nemo_layout_of_a_model_without_linear_attention_has_the_names_of_hf() {
     let scratch = Scratch::new();
     let gemma = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models/gemma2");

@@ -16,7 +16,8 @@ pub(crate) struct RepairArgs {
     checkpoint: PathBuf,
     /// Output folder, or a file ending in .safetensors.
     destination: PathBuf,
-    /// Original checkpoint with the f32 bits; on a hub, only its protected tensors are read.
+    /// Original checkpoint with the f32 bits, in its model or in its optimizer's fp32 master weights; on a hub,
+    /// only its protected tensors are read.
     #[arg(long, value_name = "ORIG")]
     original: PathBuf,
     #[command(flatten)]
@@ -35,6 +36,8 @@ pub(crate) fn run(args: RepairArgs, global: &Global) -> anyhow::Result<Outcome> 
     let destination = (!args.dry_run).then_some(args.destination.as_path());
     let report = repair(&checkpoint, &original, destination, &policy, args.force, &global.progress())?;
     if global.json {
+        // A program may not look at the list in the document.
+        global.warnings.add_all(&report.warnings);
         global.print_json("repair", &report);
     } else {
         output::print(&text(&report));
@@ -60,6 +63,11 @@ pub(super) fn text(report: &RepairReport) -> String {
             "restored",
             "was the bf16 rounding of the original; has the original's f32 bits again",
         ),
+        (
+            Fate::RestoredFromMaster,
+            "restored from master",
+            "was the bf16 rounding of the original's fp32 master weights (optimizer state); has their bits",
+        ),
         (Fate::Intact, "intact", "already has the original's bits"),
         (
             Fate::Trained,
@@ -83,6 +91,7 @@ pub(super) fn text(report: &RepairReport) -> String {
         true => "nothing to repair: no protected tensors\n".to_string(),
         false => format!("{protected}\n{rows}\n"),
     };
+    text.extend(report.warnings.iter().map(|warning| format!("WARNING: {}\n", clean(warning))));
     text.extend(report.remote.as_ref().map(remote_text));
     text
 }
