@@ -56,6 +56,8 @@ impl Cache {
         }
         let path = self.folder().join("refs").join(revision);
         create_folder_of(&path)?;
+        // Threads of one process would share the name of the staged file.
+        let _lock = self.lock("refs")?;
         let staged = path.with_file_name(format!(".{commit}.{}", std::process::id()));
         let written = File::create(&staged).and_then(|mut file| file.write_all(commit.as_bytes()));
         written.and_then(|()| fs::rename(&staged, &path)).map_err(Error::io(&path, "write"))
