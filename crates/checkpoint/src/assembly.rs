@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::error::{Error, Place, Result};
-use crate::open::ShardFile;
+use crate::shard_file::ShardFile;
 
 /// A box of a tensor, in a file.
 #[derive(Clone, Debug)]

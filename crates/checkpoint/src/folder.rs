@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 use crate::header::Header;
-use crate::open::{ShardFile, open_shard};
+use crate::shard_file::{ShardFile, open_shard};
 
 /// A folder whose files are found by name.
 pub(crate) trait Folder {

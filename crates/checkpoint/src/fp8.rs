@@ -18,7 +18,8 @@ use crate::cast::{self, Buffer};
 use crate::error::{Error, Result};
 use crate::jobs::{CHUNK_BYTES, pieces};
 use crate::layout::{Layout, Naming};
-use crate::open::{Checkpoint, ShardFile, StoredTensor};
+use crate::open::{Checkpoint, StoredTensor};
+use crate::shard_file::ShardFile;
 use crate::view::View;
 
 /// Rows and columns of a block where config.json does not state them, and of the blocks that are written.

@@ -22,6 +22,7 @@ pub mod layout;
 mod masters;
 pub mod open;
 pub mod repair;
+mod shard_file;
 pub mod staging;
 pub mod synthetic;
 pub mod tensor_file;

@@ -19,7 +19,8 @@ use crate::error::{Error, Result};
 use crate::header::{Header, TensorInfo};
 use crate::index::Index;
 use crate::jobs::{self, CHUNK_BYTES, Workspace};
-use crate::open::{Checkpoint, ShardFile, rank_folder};
+use crate::open::{Checkpoint, rank_folder};
+use crate::shard_file::ShardFile;
 use crate::view::View;
 
 /// Default size of a shard in bytes.

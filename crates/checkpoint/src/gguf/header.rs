@@ -11,7 +11,7 @@ use ballast_contract::Dtype;
 use super::{ALIGNMENT, VERSION};
 use crate::error::{Error, Place, Result};
 use crate::header::{TensorInfo, elements};
-use crate::open::ShardFile;
+use crate::shard_file::ShardFile;
 
 /// Largest number of values over all entries, so that a header cannot fill the memory.
 pub const MAX_VALUES: u64 = 1 << 22;

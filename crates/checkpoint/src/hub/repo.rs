@@ -16,7 +16,8 @@ use crate::hub::settings::Settings;
 use crate::hub::{Part, Remote, RemoteFile, download};
 use crate::index::{INDEX_SUFFIX, Index};
 use crate::jobs::Observer;
-use crate::open::{Checkpoint, ShardFile, is_sidecar, open_shard, read_header};
+use crate::open::{Checkpoint, is_sidecar};
+use crate::shard_file::{ShardFile, open_shard, read_header};
 
 /// Largest config.json, index or list of files.
 const MOST_TEXT_BYTES: u64 = 64 << 20;

@@ -9,7 +9,7 @@ use zip::{CompressionMethod, ZipArchive};
 
 use super::pickle::MOST_BYTES;
 use crate::error::{Error, Place, Result};
-use crate::open::ShardFile;
+use crate::shard_file::ShardFile;
 
 /// A zip file, by the places of its entries.
 #[derive(Debug)]

@@ -17,7 +17,7 @@ use super::saved::{Found, Saved, dtype_of, single_tensor};
 use crate::assembly::Part;
 use crate::error::{Error, Place, Result};
 use crate::header;
-use crate::open::ShardFile;
+use crate::shard_file::ShardFile;
 
 /// Name of the file that describes the folder.
 pub(crate) const METADATA: &str = ".metadata";

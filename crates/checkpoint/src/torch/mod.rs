@@ -40,7 +40,8 @@ pub(crate) use self::saved::Found;
 use self::saved::Saved;
 use crate::assembly::Assembly;
 use crate::error::{Error, Place, Result};
-use crate::open::{ShardFile, rank_folder};
+use crate::open::rank_folder;
+use crate::shard_file::ShardFile;
 
 /// Tensors of a checkpoint in one of torch's formats.
 #[derive(Default)]

@@ -11,7 +11,7 @@ use super::saved::Found;
 use crate::assembly::{Part, row_major};
 use crate::error::{Error, Place, Result};
 use crate::header;
-use crate::open::{ShardFile, open_shard};
+use crate::shard_file::{ShardFile, open_shard};
 
 /// Key of a file's `__metadata__` with the offsets of its pieces.
 const KEY: &str = "DCP_SHARDING_INFO";

@@ -9,7 +9,7 @@ use super::pickle::{Id, Node, Pickle};
 use crate::assembly::{Part, row_major};
 use crate::error::{Error, Place, Result};
 use crate::header;
-use crate::open::ShardFile;
+use crate::shard_file::ShardFile;
 
 /// A tensor by its parts, before it is part of a checkpoint.
 #[derive(Clone, Debug)]
