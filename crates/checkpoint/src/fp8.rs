@@ -394,7 +394,9 @@ pub fn dequantized(source: &Arc<Checkpoint>) -> Result<Arc<Checkpoint>> {
         let fail = |problem: String| Err(Error::tensor(&stored.name, problem).of(&source.root));
         let scales = match scales {
             ScaleOf::Found(scales) => scales,
-            ScaleOf::Missing(name) => return fail(format!("stored in F8_E4M3 without its scales: {name} not found")),
+            ScaleOf::Missing(name) => {
+                return fail(format!("stored in F8_E4M3 without its scales: {name} not found"));
+            }
             ScaleOf::Unfit(problem) => return fail(problem),
         };
         let Some(blocks) = Blocks::new(&stored.shape, block) else { return fail("not a matrix".into()) };
