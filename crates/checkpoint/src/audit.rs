@@ -99,7 +99,7 @@ pub struct AuditReport {
     pub decay: Vec<DecayCost>,
     /// Notes.
     pub notes: Vec<String>,
-    /// What was read from a server.
+    /// Bytes and requests that a server was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remote: Option<RemoteSummary>,
     /// True if there is no violation.
@@ -402,8 +402,8 @@ fn fp8_findings(checkpoint: &Checkpoint, values: Values, findings: &mut Findings
             ScaleOf::Unfit(problem) => {
                 findings.add(&FP8_SHAPE, None, Some(t.dtype), format!("{} ({problem})", t.name));
             }
-            ScaleOf::Found(_) if values != Values::All => {}
-            ScaleOf::Found(scales) => {
+            ScaleOf::Found(..) if values != Values::All => {}
+            ScaleOf::Found(scales, _) => {
                 let bad = fp8::count_bad_scales(checkpoint, scales)?;
                 if bad > 0 {
                     let t = &checkpoint.tensors[scales];

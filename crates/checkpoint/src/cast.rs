@@ -67,7 +67,7 @@ pub fn supported(from: Dtype, to: Dtype) -> bool {
 /// # Panics
 /// If the pair is not [`supported`], or the lengths do not match.
 pub fn convert(source: &[u8], from: Dtype, target: &mut [u8], to: Dtype) -> u64 {
-    use Dtype::{Bf16, F16, F32, F64, Q8_0};
+    use Dtype::{Bf16, F8E8M0, F16, F32, F64, Q8_0};
     if to == Q8_0 && from != Q8_0 {
         if from == F32 {
             return q8_0::quantize(bytemuck::cast_slice(source), target);
@@ -100,6 +100,7 @@ pub fn convert(source: &[u8], from: Dtype, target: &mut [u8], to: Dtype) -> u64 
         (Bf16, F64) => each(source, target, |x: bf16| x.to_f64()),
         (F16, F64) => each(source, target, |x: f16| x.to_f64()),
         (F32, F64) => each(source, target, |x: f32| x as f64),
+        (F8E8M0, F32) => each(source, target, e8m0_to_f32),
         (F64, F32) => each(source, target, |x: f64| x as f32),
         (F64, Bf16) => each(source, target, |x: f64| bf16_bits(to_odd_f32(x).to_bits())),
         (F64, F16) => each(source, target, |x: f64| f16::from_f32(to_odd_f32(x))),
@@ -109,6 +110,11 @@ pub fn convert(source: &[u8], from: Dtype, target: &mut [u8], to: Dtype) -> u64 
         return 0;
     }
     count_infinite(target, to) - count_infinite(source, from)
+}
+
+/// Returns the value of a scale in F8_E8M0: a power of two, or NaN.
+fn e8m0_to_f32(code: u8) -> f32 {
+    if code == 255 { f32::NAN } else { 2f64.powi(code as i32 - 127) as f32 }
 }
 
 /// Rounds f64 to f32 to odd, so that a second rounding to 16 bits gives the result of a single one. (The

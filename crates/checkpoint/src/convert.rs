@@ -133,7 +133,7 @@ pub struct ConvertReport {
     /// Plan of the conversion.
     #[serde(flatten)]
     pub plan: ConvertPlan,
-    /// Number of safetensors files written.
+    /// Number of files with tensors written.
     pub files: usize,
     /// Number of other files copied.
     pub sidecars: usize,
@@ -341,12 +341,12 @@ pub fn execute(
         source.metadata.iter().filter(|(k, _)| !metadata::ALL.contains(&k.as_str())).cloned().collect();
     file_metadata.extend(plan.to.describe());
     let outputs = std::mem::take(&mut plan.outputs);
-    let (config, limit) = (source.config.as_ref(), options.max_shard_bytes);
+    let limit = options.max_shard_bytes;
     let files = match options.format {
         FileFormat::Safetensors => {
             WritePlan::new(staging.folder(), staging.file_name(), outputs, &file_metadata, limit)
         }
-        format => torch::plan_files(format, staging.folder(), outputs, config, limit),
+        format => torch::plan_files(format, staging.folder(), outputs, source, limit),
     }
     .map_err(|e| e.of(&source.root))?;
     let more_bytes: u64 = options.files.iter().map(|(_, bytes)| bytes.len() as u64).sum();

@@ -77,7 +77,7 @@ pub struct DiffReport {
     pub elements: u64,
     /// All tensors of A and B.
     pub tensors: Vec<TensorDiff>,
-    /// What was read from servers.
+    /// Bytes and requests that servers were asked for.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub remote: Vec<RemoteSummary>,
 }

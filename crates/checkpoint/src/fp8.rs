@@ -7,6 +7,7 @@
 //! [`dequantized`] and [`quantized`] return a checkpoint whose tensors are computed while they are read, so
 //! that every command works on them as on stored ones, and memory stays flat.
 
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -234,21 +235,13 @@ impl Dequantizer {
     }
 }
 
-/// Reads elements of a plain float type, or scales in F8_E8M0, as f32.
+/// Reads elements in f32.
 fn read_f32(view: &View, elements: Range<u64>) -> Result<Vec<f32>> {
+    let mut values = vec![0f32; (elements.end - elements.start) as usize];
     let mut stored = Buffer::default();
     view.read(elements, &mut stored, &mut Buffer::default())?;
-    Ok(as_f32(stored.as_ref(), view.dtype))
-}
-
-fn as_f32(stored: &[u8], dtype: Dtype) -> Vec<f32> {
-    if dtype == Dtype::F8E8M0 {
-        let value = |code: &u8| if *code == 255 { f32::NAN } else { 2f64.powi(*code as i32 - 127) as f32 };
-        return stored.iter().map(value).collect();
-    }
-    let mut wide = vec![0f32; stored.len() / dtype.bytes().unwrap_or(4) as usize];
-    cast::convert(stored, dtype, bytemuck::cast_slice_mut(&mut wide), Dtype::F32);
-    wide
+    cast::convert(stored.as_ref(), view.dtype, bytemuck::cast_slice_mut(&mut values), Dtype::F32);
+    Ok(values)
 }
 
 fn is_scale(x: f32) -> bool {
@@ -326,10 +319,9 @@ fn block_of(config: Option<&Value>) -> Result<[u64; 2], String> {
 }
 
 /// The scales of an FP8 weight.
-#[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ScaleOf {
-    /// Index of the tensor with the scales.
-    Found(usize),
+    /// Index of the tensor with the scales, and the blocks that they are for.
+    Found(usize, Blocks),
     /// There is none of this name.
     Missing(String),
     /// The scales do not fit the weight; the problem.
@@ -341,7 +333,7 @@ pub(crate) fn pairs(checkpoint: &Checkpoint) -> Result<Vec<(usize, ScaleOf)>> {
     let block = block_of(checkpoint.config.as_ref())
         .map_err(|problem| Error::Config { file: checkpoint.config_path(), problem })?;
     let weights = checkpoint.tensors.iter().enumerate().filter(|(_, t)| t.dtype == Dtype::F8E4M3);
-    let by_name: std::collections::HashMap<(usize, &str), usize> =
+    let by_name: HashMap<(usize, &str), usize> =
         checkpoint.tensors.iter().enumerate().map(|(i, t)| ((t.rank, t.name.as_str()), i)).collect();
     let scales_of = |t: &StoredTensor| {
         let name = scale_name(&t.name);
@@ -353,7 +345,7 @@ pub(crate) fn pairs(checkpoint: &Checkpoint) -> Result<Vec<(usize, ScaleOf)>> {
         let expected = blocks.scale_shape(&t.shape);
         let plain = scales.dtype.widens_exactly_to(Dtype::F32) || scales.dtype == Dtype::F8E8M0;
         match plain && scales.shape == expected {
-            true => ScaleOf::Found(found),
+            true => ScaleOf::Found(found, blocks),
             false => ScaleOf::Unfit(format!(
                 "{name} is {} {:?}; F32 {expected:?} fits {:?} in blocks of {} x {}",
                 scales.dtype, scales.shape, t.shape, block[0], block[1]
@@ -366,16 +358,11 @@ pub(crate) fn pairs(checkpoint: &Checkpoint) -> Result<Vec<(usize, ScaleOf)>> {
 /// Returns the number of scales that are not finite and positive.
 pub(crate) fn count_bad_scales(checkpoint: &Checkpoint, scales: usize) -> Result<u64> {
     let t = &checkpoint.tensors[scales];
-    let file = &checkpoint.files[t.file];
-    let width = t.dtype.bytes().unwrap_or(1);
+    let (mut values, mut scratch) = (Buffer::default(), Buffer::default());
     let mut bad = 0;
-    for piece in pieces(t.elements(), width, CHUNK_BYTES) {
-        let mut stored = Buffer::default();
-        file.read_at(
-            stored.resize(((piece.end - piece.start) * width) as usize),
-            t.begin + piece.start * width,
-        )?;
-        let values = as_f32(stored.as_ref(), t.dtype);
+    for piece in pieces(t.elements(), 4, CHUNK_BYTES) {
+        checkpoint.read_f32(t, &piece, &mut values, &mut scratch)?;
+        let values: &[f32] = bytemuck::cast_slice(values.as_ref());
         bad += values.iter().filter(|scale| !is_scale(**scale)).count() as u64;
     }
     Ok(bad)
@@ -386,24 +373,22 @@ pub fn dequantized(source: &Arc<Checkpoint>) -> Result<Arc<Checkpoint>> {
     if !has_weights(source) {
         return Ok(source.clone());
     }
-    let block = block_of(source.config.as_ref()).unwrap_or(BLOCK);
-    let mut scales_used = Vec::new();
+    let mut scales_used = HashSet::new();
     let mut result = source.derived();
     for (weight, scales) in pairs(source)? {
         let stored = &source.tensors[weight];
         let fail = |problem: String| Err(Error::tensor(&stored.name, problem).of(&source.root));
-        let scales = match scales {
-            ScaleOf::Found(scales) => scales,
+        let (scales, blocks) = match scales {
+            ScaleOf::Found(scales, blocks) => (scales, blocks),
             ScaleOf::Missing(name) => {
                 return fail(format!("stored in F8_E4M3 without its scales: {name} not found"));
             }
             ScaleOf::Unfit(problem) => return fail(problem),
         };
-        let Some(blocks) = Blocks::new(&stored.shape, block) else { return fail("not a matrix".into()) };
         if stored.elements().checked_mul(4).is_none() {
             return fail(format!("shape {:?} is too large", stored.shape));
         }
-        scales_used.push(scales);
+        scales_used.insert(scales);
         let (values, scales) = (View::stored(source, weight), View::stored(source, scales));
         let dequantizer = Dequantizer { weight: values, scales, blocks };
         result.compute(weight, Dtype::F32, Computed::Dequantized(Box::new(dequantizer)));
@@ -414,11 +399,11 @@ pub fn dequantized(source: &Arc<Checkpoint>) -> Result<Arc<Checkpoint>> {
         !scales_used.contains(&(index - 1))
     });
     if let Some(config) = &mut result.config {
-        for settings in [config.get_mut("text_config").and_then(Value::as_object_mut)].into_iter().flatten() {
-            settings.shift_remove(SETTINGS);
+        if let Some(text) = config.get_mut("text_config").and_then(Value::as_object_mut) {
+            text.shift_remove(SETTINGS);
         }
-        if let Some(settings) = config.as_object_mut() {
-            settings.shift_remove(SETTINGS);
+        if let Some(whole) = config.as_object_mut() {
+            whole.shift_remove(SETTINGS);
         }
     }
     Ok(Arc::new(result))

@@ -88,7 +88,7 @@ pub struct InspectReport {
     /// Optimizer state beside the model, in torch's formats, by dtype.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub state: BTreeMap<Dtype, Amount>,
-    /// What was read from a server.
+    /// Bytes and requests that a server was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remote: Option<RemoteSummary>,
     /// All tensors.

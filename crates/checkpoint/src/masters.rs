@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use ballast_contract::{Dtype, Policy};
 
-use crate::cast::{self, Buffer};
+use crate::cast;
 use crate::error::Result;
 use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::open::{Checkpoint, StoredTensor};
@@ -77,8 +77,8 @@ pub(crate) fn compare(
     let bytes = |(_, _, range): &(usize, &StoredTensor, Range<u64>)| 4 * (range.end - range.start);
     observer.phase("comparing masters", work.iter().map(bytes).sum());
     let parts = jobs::run(&work, observer, bytes, |(number, master, range), w| {
-        read_f32(checkpoint, &checkpoint.tensors[*number], range, &mut w.a, &mut w.scratch)?;
-        read_f32(checkpoint, master, range, &mut w.b, &mut w.scratch)?;
+        checkpoint.read_f32(&checkpoint.tensors[*number], range, &mut w.a, &mut w.scratch)?;
+        checkpoint.read_f32(master, range, &mut w.b, &mut w.scratch)?;
         Ok(compare_values(bytemuck::cast_slice(w.a.as_ref()), bytemuck::cast_slice(w.b.as_ref())))
     })?;
     let mut found: BTreeMap<usize, Comparison> = BTreeMap::new();
@@ -89,21 +89,6 @@ pub(crate) fn compare(
         sum.master_beyond_bf16 += part.master_beyond_bf16;
     }
     Ok(found)
-}
-
-/// Reads elements of a plain float tensor in f32.
-fn read_f32(
-    checkpoint: &Checkpoint,
-    t: &StoredTensor,
-    range: &Range<u64>,
-    out: &mut Buffer,
-    scratch: &mut Buffer,
-) -> Result<()> {
-    let (width, count) = (t.dtype.bytes().unwrap_or(1), range.end - range.start);
-    let stored = scratch.resize((count * width) as usize);
-    checkpoint.files[t.file].read_at(stored, t.begin + range.start * width)?;
-    cast::convert(stored, t.dtype, out.resize(count as usize * 4), Dtype::F32);
-    Ok(())
 }
 
 fn compare_values(values: &[f32], masters: &[f32]) -> Comparison {

@@ -8,6 +8,7 @@
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,6 +16,7 @@ use ballast_contract::{Architecture, Dtype, Registry};
 use serde_json::Value;
 
 use crate::assembly::Assembly;
+use crate::cast::{self, Buffer};
 use crate::encoding::without_mark;
 use crate::error::{Error, Result};
 use crate::folder::{Disk, Folder};
@@ -93,7 +95,7 @@ pub struct Checkpoint {
     pub ranks: usize,
     /// Disagreements between indexes and shards.
     pub issues: Vec<IndexIssue>,
-    /// Where it was read from, if it was opened by an address.
+    /// Address that it was opened by, if it was not a path.
     pub remote: Option<Remote>,
     in_memory: bool,
 }
@@ -273,6 +275,21 @@ impl Checkpoint {
             in_memory: true,
             remote: self.remote.clone(),
         }
+    }
+
+    /// Reads elements of a tensor that [`cast::convert`] takes to F32.
+    pub(crate) fn read_f32(
+        &self,
+        tensor: &StoredTensor,
+        elements: &Range<u64>,
+        out: &mut Buffer,
+        scratch: &mut Buffer,
+    ) -> Result<()> {
+        let (width, count) = (tensor.dtype.bytes().unwrap_or(1), elements.end - elements.start);
+        let stored = scratch.resize((count * width) as usize);
+        self.files[tensor.file].read_at(stored, tensor.begin + elements.start * width)?;
+        cast::convert(stored, tensor.dtype, out.resize(count as usize * 4), Dtype::F32);
+        Ok(())
     }
 
     /// Adds all tensors of a safetensors file.

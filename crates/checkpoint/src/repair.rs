@@ -3,8 +3,8 @@
 //! A protected tensor that equals the bf16 rounding of the original's, value for value, was only rounded and
 //! is restored. A tensor that differs in any other way was trained since and is kept.
 //!
-//! Where the original's model has lost the bits too, its optimizer's fp32 master weights may have them
-//! (`masters.rs`); the report then says that the bits come from there.
+//! The optimizer's fp32 master weights of the original may have bits that its model has lost (`masters.rs`); the
+//! report says which bits come from there.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -68,7 +68,7 @@ pub struct RepairReport {
     pub warnings: Vec<String>,
     /// Comparison of the destination with the planned content.
     pub verification: Verification,
-    /// What was read of the original from a server.
+    /// Bytes and requests that the original's server was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remote: Option<RemoteSummary>,
 }

@@ -10,7 +10,7 @@
 //!   `names.rs`, `tensors.rs`: tensors under llama.cpp's names, with its transforms. `tokenizer.rs`: tokenizer.json
 //!   to entries. `model.rs`, `adapter.rs`: whole files.
 //!
-//! What llama.cpp cannot express is refused, because it would compute something else without a word.
+//! A model that llama.cpp cannot express is refused, because it would compute something else without a word.
 
 mod adapter;
 mod family;

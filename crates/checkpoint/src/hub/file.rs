@@ -40,7 +40,7 @@ struct Identity {
     linked: Option<String>,
     /// By the host that sends the data.
     sent: Option<String>,
-    /// Where the endpoint sent us; valid for a limited time.
+    /// Host that the endpoint redirects to; valid for a limited time.
     location: Option<Url>,
 }
 

@@ -90,7 +90,7 @@ pub fn localize(path: &Path, part: Part, observer: &dyn Observer) -> Result<Path
     }
 }
 
-/// Where a checkpoint was read from that was opened by an address.
+/// The server of a checkpoint that was opened by an address.
 #[derive(Clone, Debug)]
 pub struct Remote {
     /// The address, with the commit that was read.
@@ -103,7 +103,7 @@ pub struct Remote {
     parallel: usize,
 }
 
-/// What was read from a server.
+/// Bytes and requests that a server was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RemoteSummary {
     /// The address, with the commit that was read.

@@ -28,7 +28,7 @@ pub struct Hub {
     client: Arc<Client>,
 }
 
-/// What a revision of a repository is.
+/// The commit of a revision.
 enum Resolved {
     /// A commit and the files it has.
     Listed { commit: String, files: Vec<String> },

@@ -9,19 +9,19 @@
 //! A `.distcp` file is a sequence of files of `torch.save` with one tensor each, and `.metadata` has their
 //! places. Tensors are whole, so that any number of ranks can load them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use ballast_contract::Dtype;
 use serde_json::{Map, Value, json};
 
 use super::distributed::METADATA;
-use super::megatron::PACKED;
+use super::megatron::{COUNTS, PACKED};
 use super::pickler::{Pickler, StoredType, stored_type};
 use super::zipper::{ALIGNMENT, Zip};
 use crate::error::{Error, Result};
-use crate::layout::is_extra_state;
-use crate::open::rank_folder;
+use crate::layout::{Geometry, is_extra_state};
+use crate::open::{Checkpoint, rank_folder};
 use crate::view::View;
 use crate::write::{Output, Shard, WritePlan};
 
@@ -70,18 +70,18 @@ const ENGINE_MODULES: [&str; 14] = [
     "eh_proj",
 ];
 
-/// Plans the files in `folder` for these tensors, by rank.
+/// Plans the files in `folder` for these tensors, by rank; the configuration is that of `source`.
 pub(crate) fn plan(
     format: FileFormat,
     folder: &Path,
     ranks: Vec<Vec<Output>>,
-    config: Option<&Value>,
+    source: &Checkpoint,
     max_shard_bytes: u64,
 ) -> Result<WritePlan> {
     let count = ranks.len();
     let mut ranks: Vec<Vec<Output>> = ranks.into_iter().map(without_empty_extra_state).collect();
     let content = format.folder(folder);
-    let arguments = config.map(|config| arguments(config, count, format));
+    let arguments = source.config.as_ref().map(|config| arguments(config, count, format));
     let mut files = Vec::new();
     if format != FileFormat::Dcp {
         files.push((folder.join("latest_checkpointed_iteration.txt"), RELEASE.into()));
@@ -95,7 +95,7 @@ pub(crate) fn plan(
         _ => {
             let outputs = ranks.pop().unwrap_or_default();
             let outputs = match format {
-                FileFormat::TorchDist => by_part(outputs, config)?,
+                FileFormat::TorchDist => by_part(outputs, source)?,
                 _ => outputs,
             };
             let (shards, metadata) =
@@ -181,7 +181,8 @@ fn start(folder: &'static str, begin: u64, pickle: Vec<u8>) -> Zip {
 fn legacy_file(path: PathBuf, outputs: Vec<Output>, arguments: Option<&Value>) -> Result<Shard> {
     let mut modules = engine_modules(&outputs);
     modules.extend(core_attention(&modules));
-    modules.retain(|module| !outputs.iter().any(|o| o.view.name == format!("{module}._extra_state")));
+    let stored: HashSet<&str> = outputs.iter().map(|output| output.view.name.as_str()).collect();
+    modules.retain(|module| !stored.contains(format!("{module}._extra_state").as_str()));
     let types = outputs.iter().map(type_of).collect::<Result<Vec<_>>>()?;
     let mut pickle = Pickler::new();
     pickle.dict(|p| {
@@ -387,13 +388,15 @@ fn storage(pickle: &mut Pickler, entry: &Stored) {
 }
 
 /// Divides packed projections by part, and stacks experts: tensors that do not depend on the number of ranks.
-fn by_part(outputs: Vec<Output>, config: Option<&Value>) -> Result<Vec<Output>> {
+fn by_part(outputs: Vec<Output>, source: &Checkpoint) -> Result<Vec<Output>> {
     let mut made = Vec::new();
     let mut experts: BTreeMap<(String, Dtype), Vec<(u64, View)>> = BTreeMap::new();
     for Output { view, dtype } in outputs {
         if let Some((_, parts)) = PACKED.iter().find(|(suffix, _)| view.name.ends_with(suffix)) {
+            let g = Geometry::of(source)?;
+            let rows = [g.qk_rows(), g.qk_rows(), g.v_rows(), g.v_rows(), g.value_heads, g.value_heads];
             let mut at = 0;
-            for (part, rows) in parts.iter().zip(part_rows(&view, config)?) {
+            for (part, rows) in parts.iter().zip(rows) {
                 let slice = view.slice(0, at..at + rows)?.renamed(format!("{}.{part}", view.name));
                 made.push(Output { view: slice, dtype });
                 at += rows;
@@ -427,25 +430,6 @@ fn expert_of(name: &str) -> Option<(String, u64)> {
     Some((format!("{module}.mlp.experts.experts.linear_fc{layer}.weight"), number.parse().ok()?))
 }
 
-/// Rows of the parts of a packed projection.
-fn part_rows(view: &View, config: Option<&Value>) -> Result<Vec<u64>> {
-    let config = config.map(|config| config.get("text_config").unwrap_or(config));
-    let field = |name: &str| {
-        let value = config.and_then(|config| config.get(name)).and_then(Value::as_u64);
-        value.ok_or_else(|| {
-            Error::tensor(&view.name, format!("config.json with `{name}` is needed to divide it"))
-        })
-    };
-    let product = |a: &str, b: &str| {
-        let rows = field(a)?.checked_mul(field(b)?);
-        rows.ok_or_else(|| Error::tensor(&view.name, format!("`{a}` times `{b}` is too large")))
-    };
-    let keys = product("linear_num_key_heads", "linear_key_head_dim")?;
-    let values = product("linear_num_value_heads", "linear_value_head_dim")?;
-    let heads = field("linear_num_value_heads")?;
-    Ok(vec![keys, keys, values, values, heads, heads])
-}
-
 /// Megatron's arguments for a config.json of Qwen3.5 or Qwen3-Next.
 fn arguments(config: &Value, ranks: usize, format: FileFormat) -> Value {
     let text = config.get("text_config").unwrap_or(config);
@@ -453,28 +437,14 @@ fn arguments(config: &Value, ranks: usize, format: FileFormat) -> Value {
     let get = |key: &str| text.get(key).cloned();
     let rotary = |key: &str| rope.and_then(|rope| rope.get(key)).cloned().or_else(|| get(key));
     let mut made = Map::new();
-    for (argument, value) in [
-        ("num_layers", get("num_hidden_layers")),
-        ("hidden_size", get("hidden_size")),
-        ("ffn_hidden_size", get("intermediate_size")),
-        ("num_attention_heads", get("num_attention_heads")),
-        ("num_query_groups", get("num_key_value_heads")),
-        ("kv_channels", get("head_dim")),
-        ("linear_conv_kernel_dim", get("linear_conv_kernel_dim")),
-        ("linear_key_head_dim", get("linear_key_head_dim")),
-        ("linear_value_head_dim", get("linear_value_head_dim")),
-        ("linear_num_key_heads", get("linear_num_key_heads")),
-        ("linear_num_value_heads", get("linear_num_value_heads")),
-        ("padded_vocab_size", get("vocab_size")),
-        ("max_position_embeddings", get("max_position_embeddings")),
+    let counts = COUNTS.iter().map(|(key, argument)| (*argument, get(key)));
+    let others = [
         ("norm_epsilon", get("rms_norm_eps")),
         ("num_experts", get("num_experts")),
-        ("moe_router_topk", get("num_experts_per_tok")),
-        ("moe_ffn_hidden_size", get("moe_intermediate_size")),
-        ("moe_shared_expert_intermediate_size", get("shared_expert_intermediate_size")),
         ("rotary_base", rotary("rope_theta")),
         ("rotary_percent", rotary("partial_rotary_factor")),
-    ] {
+    ];
+    for (argument, value) in counts.chain(others) {
         if let Some(value) = value {
             made.insert(argument.into(), value);
         }

@@ -23,6 +23,26 @@ pub(super) const PACKED: [(&str, &[&str]); 2] = [
     (".conv1d.weight", &["query", "key", "value"]),
 ];
 
+/// Counts in config.json, and the arguments of Megatron that they are.
+pub(super) const COUNTS: [(&str, &str); 16] = [
+    ("hidden_size", "hidden_size"),
+    ("num_hidden_layers", "num_layers"),
+    ("intermediate_size", "ffn_hidden_size"),
+    ("num_attention_heads", "num_attention_heads"),
+    ("num_key_value_heads", "num_query_groups"),
+    ("head_dim", "kv_channels"),
+    ("linear_conv_kernel_dim", "linear_conv_kernel_dim"),
+    ("linear_key_head_dim", "linear_key_head_dim"),
+    ("linear_value_head_dim", "linear_value_head_dim"),
+    ("linear_num_key_heads", "linear_num_key_heads"),
+    ("linear_num_value_heads", "linear_num_value_heads"),
+    ("vocab_size", "padded_vocab_size"),
+    ("num_experts_per_tok", "moe_router_topk"),
+    ("moe_intermediate_size", "moe_ffn_hidden_size"),
+    ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    ("max_position_embeddings", "max_position_embeddings"),
+];
+
 /// Puts tensors together as one rank has them.
 pub(crate) fn as_one_rank(found: Vec<Found>) -> Result<Vec<Found>> {
     let mut made: Vec<Found> = Vec::new();
@@ -121,24 +141,7 @@ pub(crate) fn config_from_args(pickle: &Pickle<'_>) -> Option<Value> {
     let class = if experts.is_some() { "Qwen3_5MoeForCausalLM" } else { "Qwen3_5ForCausalLM" };
     set("architectures", Some(json!([class])));
     set("model_type", Some(json!(family)));
-    for (key, argument) in [
-        ("hidden_size", "hidden_size"),
-        ("num_hidden_layers", "num_layers"),
-        ("intermediate_size", "ffn_hidden_size"),
-        ("num_attention_heads", "num_attention_heads"),
-        ("num_key_value_heads", "num_query_groups"),
-        ("head_dim", "kv_channels"),
-        ("linear_conv_kernel_dim", "linear_conv_kernel_dim"),
-        ("linear_key_head_dim", "linear_key_head_dim"),
-        ("linear_value_head_dim", "linear_value_head_dim"),
-        ("linear_num_key_heads", "linear_num_key_heads"),
-        ("linear_num_value_heads", "linear_num_value_heads"),
-        ("vocab_size", "padded_vocab_size"),
-        ("num_experts_per_tok", "moe_router_topk"),
-        ("moe_intermediate_size", "moe_ffn_hidden_size"),
-        ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-        ("max_position_embeddings", "max_position_embeddings"),
-    ] {
+    for (key, argument) in COUNTS {
         set(key, count(argument));
     }
     set("num_experts", experts);
