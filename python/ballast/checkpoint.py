@@ -17,6 +17,7 @@ from ballast.contract import Policy
 from ballast.errors import CheckFailed
 
 __all__ = [
+    "AdapterConversion",
     "Amount",
     "Architecture",
     "Audit",
@@ -38,6 +39,7 @@ __all__ = [
     "Verification",
     "audit",
     "convert",
+    "convert_adapter",
     "diff",
     "inspect",
     "repair",
@@ -61,6 +63,7 @@ class Layout:
     projections: str | None
     experts: str | None
     ranks: int
+    expert_ranks: int
     zero_centered_gamma: bool
     prefix: str
 
@@ -296,6 +299,7 @@ def convert(
     projections: Literal["split", "fused"] | None = None,
     experts: Literal["split", "fused"] | None = None,
     tp: int | None = None,
+    ep: int | None = None,
     zero_centered_gamma: bool | None = None,
     max_shard_size: int | str | None = None,
     narrow_f64: bool = False,
@@ -306,7 +310,8 @@ def convert(
     """Converts a checkpoint's layout, dtype or shards; protected tensors stay or become F32.
 
     `destination` is a folder, or a file ending in .safetensors or .gguf (for llama.cpp); it appears whole
-    or not at all. The dtype q8_0 is for .gguf only.
+    or not at all. The dtype q8_0 is for .gguf only. `tp` and `ep` are the numbers of Megatron's tensor- and
+    expert-parallel ranks.
 
     >>> plan = convert("fixtures/release/qwen3_5", "unused", dtype="f16", dry_run=True)
     >>> [(change.from_, change.to) for change in plan.dtype_changes]
@@ -326,10 +331,52 @@ def convert(
         projections=projections,
         experts=experts,
         tp=tp,
+        ep=ep,
         zero_centered_gamma=None if zero_centered_gamma is None else str(zero_centered_gamma).lower(),
         max_shard_size=max_shard_size,
         narrow_f64=narrow_f64,
         dry_run=dry_run,
+        force=force,
+        progress=progress,
+    )
+
+
+@dataclass(frozen=True)
+class AdapterConversion(Report):
+    """A LoRA adapter that was written as GGUF."""
+
+    architecture: str
+    modules: int
+    bytes: int
+    verification: Verification
+
+
+def convert_adapter(
+    adapter: Path,
+    destination: Path,
+    *,
+    base: Path,
+    dtype: Literal["keep", "bf16", "f16", "f32"] = "keep",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> AdapterConversion:
+    """Converts a LoRA adapter of the model `base` for llama.cpp.
+
+    `adapter` is a folder of PEFT or of `ballast train`; `destination` ends in .gguf.
+
+    >>> model = "fixtures/release/qwen3_5"
+    >>> convert_adapter(model, "unused.gguf", base=model)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ballast.errors.InputError: ...adapter_config.json...
+    """
+    return run(
+        AdapterConversion,
+        "convert",
+        adapter,
+        destination,
+        base=base,
+        dtype=dtype,
         force=force,
         progress=progress,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
 
-from ballast.checkpoint import audit, convert, inspect
+from ballast.checkpoint import audit, convert, convert_adapter, inspect
 from ballast.errors import UsageError
 
 gguf = pytest.importorskip("gguf")
@@ -60,3 +62,32 @@ def test_vectors_are_f32_and_entries_are_typed(root: Path, tmp_path: Path) -> No
 def test_what_llama_cpp_cannot_express_is_a_usage_error(root: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="query_pre_attn_scalar"):
         convert(root / "fixtures/models/gemma3", tmp_path / "model.gguf")
+
+
+def test_an_adapter_has_the_values_of_its_factors(root: Path, tmp_path: Path) -> None:
+    base = root / "fixtures/release/qwen3_5"
+    hidden = json.loads((base / "config.json").read_text())["text_config"]["hidden_size"]
+    module = "base_model.model.model.language_model.layers.0.mlp.down_proj"
+    width = next(t.shape[1] for t in inspect(base, tensors=True).tensors if t.name.endswith("layers.0.mlp.down_proj.weight"))
+    factors = {
+        f"{module}.lora_A.weight": np.linspace(-1, 1, 4 * width, dtype=np.float32).reshape(4, width),
+        f"{module}.lora_B.weight": np.linspace(2, 3, hidden * 4, dtype=np.float32).reshape(hidden, 4),
+    }
+    header, data = {}, b""
+    for name, values in factors.items():
+        end = len(data) + values.nbytes
+        header[name] = {"dtype": "F32", "shape": values.shape, "data_offsets": [len(data), end]}
+        data += values.tobytes()
+    text = json.dumps(header).encode()
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["down_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+
+    report = convert_adapter(adapter, tmp_path / "adapter.gguf", base=base)
+    assert (report.architecture, report.modules, report.verification.same_bits) == ("qwen35", 1, 2)
+    found = arrays(tmp_path / "adapter.gguf")
+    assert sorted(found) == ["blk.0.ffn_down.weight.lora_a", "blk.0.ffn_down.weight.lora_b"]
+    for values, wanted in zip(found.values(), factors.values(), strict=True):
+        assert np.array_equal(values, wanted)

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::gguf::{self, GgufFile};
 use crate::hub;
 use crate::jobs::Observer;
-use crate::layout::{Form, Layout, LayoutRequest, Naming, is_carried, metadata, relayout};
+use crate::layout::{Form, Layout, LayoutRequest, Naming, Ranks, is_carried, metadata, relayout};
 use crate::open::Checkpoint;
 use crate::staging::Staging;
 use crate::torch::{self, FileFormat};
@@ -199,8 +199,8 @@ fn check_format(format: FileFormat, to: &Layout) -> Result<()> {
         _ if to.naming != Naming::Megatron => {
             refuse("--format torch and torch_dist are Megatron's; use --layout megatron")
         }
-        FileFormat::TorchDist if to.ranks > 1 => {
-            refuse("--format torch_dist does not depend on the number of ranks; leave out --tp")
+        FileFormat::TorchDist if to.ranks != Ranks::ONE => {
+            refuse("--format torch_dist does not depend on the number of ranks; leave out --tp and --ep")
         }
         _ if !to.zero_centered_gamma => refuse(
             "torch's formats have no place to say that gammas are not zero-centered; use --zero-centered-gamma true",
@@ -325,7 +325,7 @@ pub fn execute(
         return Ok(ConvertReport { plan, files: 1, sidecars: 0, verification });
     }
     let single_file = destination.extension().is_some_and(|e| e == "safetensors");
-    if single_file && plan.to.ranks > 1 {
+    if single_file && plan.to.ranks.count() > 1 {
         return Err(Error::Refused(
             "several ranks cannot be written to one file; use a folder as destination".into(),
         ));
@@ -344,9 +344,17 @@ pub fn execute(
     let limit = options.max_shard_bytes;
     let files = match options.format {
         FileFormat::Safetensors => {
-            WritePlan::new(staging.folder(), staging.file_name(), outputs, &file_metadata, limit)
+            let expert_ranks = plan.to.ranks.expert;
+            WritePlan::new(
+                staging.folder(),
+                staging.file_name(),
+                outputs,
+                expert_ranks,
+                &file_metadata,
+                limit,
+            )
         }
-        format => torch::plan_files(format, staging.folder(), outputs, source, limit),
+        format => torch::plan_files(format, staging.folder(), outputs, plan.to.ranks, source, limit),
     }
     .map_err(|e| e.of(&source.root))?;
     let more_bytes: u64 = options.files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
@@ -357,7 +365,7 @@ pub fn execute(
     for (name, bytes) in &options.files {
         write_flushed(&folder.join(name), bytes).map_err(Error::io(&destination.join(name), "write"))?;
     }
-    let prepare = if plan.to.ranks == 1 { Prepare::Early } else { Prepare::Late };
+    let prepare = if plan.to.ranks.count() == 1 { Prepare::Early } else { Prepare::Late };
     let pairs = || verify::pairs_with_source(source, &plan.from, &staging.staged(), &plan.to);
     let work = || write_verified(&files, prepare, pairs, observer);
     let verification = hub::with_readers(&[source], work).map_err(|e| e.of(&source.root))?;

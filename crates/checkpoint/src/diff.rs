@@ -11,7 +11,7 @@ use crate::cast;
 use crate::error::Result;
 use crate::hub::{self, RemoteSummary};
 use crate::jobs::{self, CHUNK_BYTES, Observer};
-use crate::layout::{Form, Layout, Naming, relayout};
+use crate::layout::{Form, Layout, Naming, Ranks, relayout};
 use crate::open::Checkpoint;
 use crate::view::View;
 
@@ -157,7 +157,7 @@ fn common_views(
             naming: Naming::Hf,
             projections: form(la.projections, lb.projections),
             experts: form(la.experts, lb.experts),
-            ranks: 1,
+            ranks: Ranks::ONE,
             ..own.clone()
         };
         let ranks = relayout(c, own, if same { own } else { &common })?;

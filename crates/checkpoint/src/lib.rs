@@ -21,6 +21,7 @@ pub mod jobs;
 pub mod layout;
 mod masters;
 pub mod open;
+mod ranks;
 pub mod repair;
 mod shard_file;
 pub mod staging;

@@ -24,14 +24,10 @@ use crate::gguf;
 use crate::header::{self, Header, TensorInfo};
 use crate::hub::{self, Remote};
 use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
+use crate::ranks::RankFolders;
 pub use crate::shard_file::ShardFile;
 use crate::shard_file::{open_shard, require_file};
 use crate::torch;
-
-/// Returns the name of the folder of tensor-parallel rank `rank`.
-pub fn rank_folder(rank: usize) -> String {
-    format!("mp_rank_{rank:02}")
-}
 
 /// A tensor in memory that is treated like one in a file.
 #[derive(Clone, Debug)]
@@ -61,7 +57,7 @@ pub struct StoredTensor {
     pub begin: u64,
     /// Length in bytes.
     pub bytes: u64,
-    /// Tensor-parallel rank; 0 without ranks.
+    /// Rank whose files have it; 0 without ranks.
     pub rank: usize,
 }
 
@@ -91,8 +87,10 @@ pub struct Checkpoint {
     pub sidecars: Vec<PathBuf>,
     /// Safetensors files in the folder that are not part of the checkpoint.
     pub ignored: Vec<PathBuf>,
-    /// Number of tensor-parallel ranks; 1 for an ordinary checkpoint.
+    /// Number of ranks with files of their own; 1 for an ordinary checkpoint.
     pub ranks: usize,
+    /// Number of expert-parallel ranks for each tensor-parallel one.
+    pub expert_ranks: usize,
     /// Disagreements between indexes and shards.
     pub issues: Vec<IndexIssue>,
     /// Address that it was opened by, if it was not a path.
@@ -141,14 +139,14 @@ impl Checkpoint {
             checkpoint.add_indexed(&Disk(folder), Path::new(path.file_name().unwrap_or_default()), 0)?;
             return Ok(checkpoint);
         }
-        let rank_folders = rank_folders(folder)?;
-        if rank_folders.is_empty() {
+        let Some(ranks) = RankFolders::in_folder(folder)? else {
             checkpoint.add_folder(&Disk(folder), 0)?;
-        }
-        for (rank, rank_folder) in rank_folders.iter().enumerate() {
+            return Ok(checkpoint);
+        };
+        for (rank, rank_folder) in ranks.folders.iter().enumerate() {
             checkpoint.add_folder(&Disk(rank_folder), rank)?;
         }
-        checkpoint.ranks = rank_folders.len().max(1);
+        (checkpoint.ranks, checkpoint.expert_ranks) = (ranks.folders.len(), ranks.expert_ranks);
         Ok(checkpoint)
     }
 
@@ -189,6 +187,7 @@ impl Checkpoint {
             sidecars: Vec::new(),
             ignored: Vec::new(),
             ranks: 1,
+            expert_ranks: 1,
             issues: Vec::new(),
             remote: None,
             in_memory: false,
@@ -208,6 +207,7 @@ impl Checkpoint {
             sidecars: vec!["config.json".into()],
             ignored: Vec::new(),
             ranks: 1,
+            expert_ranks: 1,
             issues: Vec::new(),
             remote: None,
             in_memory: true,
@@ -227,6 +227,7 @@ impl Checkpoint {
             sidecars: like.sidecars.clone(),
             ignored: Vec::new(),
             ranks: 1,
+            expert_ranks: 1,
             issues: Vec::new(),
             remote: None,
             in_memory: true,
@@ -271,6 +272,7 @@ impl Checkpoint {
             sidecars: self.sidecars.clone(),
             ignored: Vec::new(),
             ranks: self.ranks,
+            expert_ranks: self.expert_ranks,
             issues: Vec::new(),
             in_memory: true,
             remote: self.remote.clone(),
@@ -389,7 +391,7 @@ impl Checkpoint {
     }
 
     fn add_torch(&mut self, found: torch::TorchCheckpoint) -> Result<()> {
-        self.ranks = found.ranks.len();
+        (self.ranks, self.expert_ranks) = (found.ranks.len(), found.expert_ranks);
         if self.config.is_none() && found.config.is_some() {
             self.config = found.config;
             self.sidecars.push("config.json".into());
@@ -532,28 +534,6 @@ impl Checkpoint {
             }
         }
     }
-}
-
-/// Returns the folders `mp_rank_00`, `mp_rank_01`, ... of `folder`, if any.
-fn rank_folders(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut folders = Vec::new();
-    while folder.join(rank_folder(folders.len())).is_dir() {
-        folders.push(folder.join(rank_folder(folders.len())));
-    }
-    let entries = fs::read_dir(folder).map_err(Error::io(folder, "list"))?;
-    let all = entries
-        .flatten()
-        .filter(|e| e.path().is_dir() && e.file_name().to_string_lossy().starts_with("mp_rank_"));
-    let all = all.count();
-    if all != folders.len() {
-        let problem = format!(
-            "{all} mp_rank_* folders, but they are not numbered {} to {}: is a rank missing?",
-            rank_folder(0),
-            rank_folder(all.saturating_sub(1))
-        );
-        return Err(Error::NoCheckpoint { path: folder.into(), problem });
-    }
-    Ok(folders)
 }
 
 /// Returns the files to copy with the weights: all but safetensors files, indexes, hidden files and weights

@@ -233,8 +233,14 @@ fn write(
         Staging::new(destination, single_file, force, &[checkpoint.paths(), original.paths()].concat())?;
     let planned: Vec<Vec<View>> = ranks.iter().map(|o| o.iter().map(|o| o.view.clone()).collect()).collect();
     let file_name = staging.file_name();
-    let files =
-        WritePlan::new(staging.folder(), file_name, ranks, &checkpoint.metadata, DEFAULT_SHARD_BYTES)?;
+    let files = WritePlan::new(
+        staging.folder(),
+        file_name,
+        ranks,
+        checkpoint.expert_ranks,
+        &checkpoint.metadata,
+        DEFAULT_SHARD_BYTES,
+    )?;
     staging.check_space(files.file_bytes() + checkpoint.sidecar_bytes())?;
     if !single_file {
         copy_sidecars(checkpoint, staging.folder(), None)?;

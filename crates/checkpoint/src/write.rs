@@ -19,7 +19,8 @@ use crate::error::{Error, Result};
 use crate::header::{Header, TensorInfo};
 use crate::index::Index;
 use crate::jobs::{self, CHUNK_BYTES, Workspace};
-use crate::open::{Checkpoint, rank_folder};
+use crate::open::Checkpoint;
+use crate::ranks::rank_folder;
 use crate::shard_file::ShardFile;
 use crate::view::View;
 
@@ -93,18 +94,23 @@ pub struct WritePlan {
 }
 
 impl WritePlan {
-    /// Plans the files in `folder` (or the single file `single_file` in it) for these tensors, by rank.
+    /// Plans the files in `folder` (or the single file `single_file` in it) for these tensors, by rank, with so many
+    /// expert-parallel ranks for each tensor-parallel one.
     pub fn new(
         folder: &Path,
         single_file: Option<&str>,
         ranks: Vec<Vec<Output>>,
+        expert_ranks: usize,
         metadata: &[(String, String)],
         max_shard_bytes: u64,
     ) -> Result<WritePlan> {
         let mut plan = WritePlan { shards: Vec::new(), files: Vec::new(), tensor_bytes: 0 };
         let rank_count = ranks.len();
         for (rank, outputs) in ranks.into_iter().enumerate() {
-            let folder = if rank_count == 1 { folder.to_path_buf() } else { folder.join(rank_folder(rank)) };
+            let folder = match rank_count {
+                1 => folder.to_path_buf(),
+                _ => folder.join(rank_folder(rank, expert_ranks)),
+            };
             let total: u64 = outputs.iter().map(Output::bytes).sum();
             let mut names = std::collections::HashSet::new();
             if let Some(twice) = outputs.iter().find(|o| !names.insert(&o.view.name)) {

@@ -1,5 +1,5 @@
-//! Details of Megatron's layout: multi-token prediction, experts without grouped products, more ranks than
-//! key/value heads.
+//! Details of Megatron's layout: multi-token prediction, experts without grouped products, expert-parallel ranks,
+//! more ranks than key/value heads.
 
 mod common;
 
@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ballast_checkpoint::Checkpoint;
-use ballast_checkpoint::convert::ConvertOptions;
+use ballast_checkpoint::convert::{ConvertOptions, plan};
 use ballast_checkpoint::layout::{Layout, LayoutRequest, Naming};
 use common::{Tensor, convert, fixture, open, options, read_folder, write_file};
 use safetensors::tensor::Dtype;
@@ -101,6 +101,96 @@ fn the_newer_name_of_the_prediction_layer_and_experts_without_grouped_products_a
             assert_eq!(got[&tensor.name], expected[&tensor.name], "{}", tensor.name);
         }
     }
+}
+
+/// Converts a model with experts to so many tensor- and expert-parallel ranks.
+fn to_ranks(
+    source: &Arc<Checkpoint>,
+    ranks: usize,
+    expert_ranks: usize,
+    target: &Path,
+) -> Result<(), String> {
+    let naming = Some(Naming::Megatron);
+    let (ranks, expert_ranks) = (Some(ranks), Some(expert_ranks));
+    let layout = LayoutRequest { naming, ranks, expert_ranks, ..LayoutRequest::default() };
+    let options = ConvertOptions { layout, ..options(source, "none") };
+    plan(source, &options).map_err(|e| e.to_string())?;
+    convert(source, target, &options);
+    Ok(())
+}
+
+#[test]
+fn expert_parallel_ranks_have_their_experts_and_the_same_rest() {
+    let work = tempfile::tempdir().unwrap();
+    for model in ["qwen3_5_moe", "qwen3_next"] {
+        let source = open(&fixture(&format!("models/{model}")));
+        let whole = work.path().join(format!("{model}_whole"));
+        to_ranks(&source, 2, 1, &whole).unwrap();
+        let there = work.path().join(format!("{model}_there"));
+        to_ranks(&source, 2, 2, &there).unwrap();
+        let mut experts = 0;
+        for (tensor_rank, expert_rank) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let folder = format!("mp_rank_{tensor_rank:02}_{expert_rank:03}");
+            let found = read_folder(&there.join(folder));
+            let mut expected = read_folder(&whole.join(format!("mp_rank_{tensor_rank:02}")));
+            let numbers = expected.keys().filter_map(|name| name.split_once(".experts.linear_fc1.weight"));
+            let count: usize = numbers.map(|(_, number)| number.parse::<usize>().unwrap() + 1).max().unwrap();
+            for (name, tensor) in found {
+                let name = match name.split_once(".mlp.experts.linear_fc") {
+                    Some((layer, rest)) => {
+                        let (fc, number) = rest.split_once(".weight").unwrap();
+                        let number = number.parse::<usize>().unwrap() + expert_rank * count / 2;
+                        experts += 1;
+                        format!("{layer}.mlp.experts.linear_fc{fc}.weight{number}")
+                    }
+                    None => name,
+                };
+                assert!(expected.remove(&name).unwrap_or_else(|| panic!("{name}")) == tensor, "{name}");
+            }
+            // What is left is the experts of the other rank.
+            assert!(expected.keys().all(|name| name.contains(".mlp.experts.")), "{:?}", expected.keys());
+            assert!(!expected.is_empty());
+        }
+        assert!(experts >= 16, "{experts}");
+        let back = work.path().join(format!("{model}_back"));
+        to(&open(&there), Naming::Hf, None, &back);
+        let (got, expected) = (read_folder(&back), read_folder(&fixture(&format!("models/{model}"))));
+        for tensor in &source.tensors {
+            assert_eq!(got[&tensor.name], expected[&tensor.name], "{model} {}", tensor.name);
+        }
+        assert_eq!(got.len(), source.tensors.len());
+    }
+}
+
+#[test]
+fn expert_parallel_ranks_that_disagree_are_refused() {
+    let work = tempfile::tempdir().unwrap();
+    let there = work.path().join("there");
+    to_ranks(&open(&fixture("models/qwen3_5_moe")), 1, 2, &there).unwrap();
+    let (folder, name) = (there.join("mp_rank_00_001"), "embedding.word_embeddings.weight");
+    let mut tensors = read_folder(&folder);
+    let data = &mut tensors.get_mut(name).unwrap().2;
+    *data.last_mut().unwrap() ^= 1;
+    write(&folder, tensors, &there);
+    std::fs::remove_file(folder.join("config.json")).unwrap();
+    let damaged = open(&there);
+    let layout = LayoutRequest { naming: Some(Naming::Hf), ..LayoutRequest::default() };
+    let problem = plan(&damaged, &ConvertOptions { layout, ..options(&damaged, "none") }).err().unwrap();
+    let problem = problem.to_string();
+    assert!(problem.contains(name) && problem.contains("differs between rank 0 and rank 1"), "{problem}");
+}
+
+#[test]
+fn experts_that_cannot_be_divided_are_refused() {
+    let work = tempfile::tempdir().unwrap();
+    let target = work.path().join("unused");
+    let refused = |model: &str, ranks| to_ranks(&open(&fixture(model)), 1, ranks, &target).unwrap_err();
+    let uneven = refused("models/qwen3_5_moe", 3);
+    assert!(uneven.contains("--ep 3: ") && uneven.contains("cannot be divided among 3 ranks"), "{uneven}");
+    let none = refused("models/qwen3_5", 2);
+    assert!(none.contains("--ep 2: this model has no experts"), "{none}");
+    let zero = refused("models/qwen3_5_moe", 0);
+    assert!(zero.contains("--ep must be 1 to 512, got 0"), "{zero}");
 }
 
 #[test]

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_checkpoint::Checkpoint;
-use ballast_checkpoint::convert::{ConvertOptions, plan};
+use ballast_checkpoint::convert::{ConvertOptions, execute, plan};
+use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_checkpoint::torch::FileFormat;
 use ballast_contract::Dtype;
@@ -141,13 +142,90 @@ fn the_geometry_is_in_the_arguments_too() {
 }
 
 #[test]
+fn files_of_expert_parallel_ranks_say_how_they_are_divided_and_come_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = open(&fixture("models/qwen3_next"));
+    let there = folder.path().join("there");
+    let mut options = request(&source, FileFormat::Torch, Naming::Megatron, Some(2));
+    options.layout.expert_ranks = Some(4);
+    convert(&source, &there, &options);
+    let ranks = files(&there, "model_optim_rng.pt");
+    assert_eq!(ranks.len(), 8);
+    assert!(ranks[7].ends_with("release/mp_rank_01_003/model_optim_rng.pt"));
+    let written = open(&there);
+    assert_eq!((written.ranks, written.expert_ranks), (8, 4));
+    let back = folder.path().join("back");
+    convert(&written, &back, &request(&written, FileFormat::Safetensors, Naming::Hf, None));
+    let (got, expected) = (read_folder(&back), read_folder(&fixture("models/qwen3_next")));
+    for tensor in &source.tensors {
+        assert_eq!(got[&tensor.name], expected[&tensor.name], "{}", tensor.name);
+    }
+    assert_eq!(got.len(), source.tensors.len());
+
+    std::fs::remove_dir_all(ranks[5].parent().unwrap()).unwrap();
+    let problem = Checkpoint::open(&there).unwrap_err().to_string();
+    assert!(problem.contains("mp_rank_01_001 is not there"), "{problem}");
+}
+
+#[test]
+fn files_divided_by_layers_or_with_other_ranks_for_experts_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = open(&fixture("models/qwen3_next"));
+    for (name, argument, value, word) in [
+        ("pipeline", "pipeline_model_parallel_size", 2, "pipeline-parallel ranks are not supported"),
+        ("experts", "expert_tensor_parallel_size", 1, "experts are divided among 1 tensor-parallel ranks"),
+    ] {
+        let there = folder.path().join(name);
+        convert(&source, &there, &request(&source, FileFormat::Torch, Naming::Megatron, Some(2)));
+        for path in files(&there, "model_optim_rng.pt") {
+            let mut bytes = std::fs::read(&path).unwrap();
+            // The number follows the name, in four bytes after a `J`.
+            let at = bytes.windows(argument.len()).position(|part| part == argument.as_bytes()).unwrap();
+            let at = at + argument.len();
+            let number = at + bytes[at..].iter().position(|byte| *byte == b'J').unwrap() + 1;
+            bytes[number] = value;
+            std::fs::write(&path, bytes).unwrap();
+        }
+        let problem = Checkpoint::open(&there).unwrap_err().to_string();
+        assert!(problem.contains(word), "{problem}");
+        assert!(problem.contains("torch_dist"), "{problem}");
+    }
+}
+
+#[test]
+fn a_checkpoint_in_one_of_torchs_formats_is_replaced_with_force_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = open(&fixture("models/qwen3_5"));
+    for (format, naming) in [
+        (FileFormat::TorchDist, Naming::Megatron),
+        (FileFormat::Torch, Naming::Megatron),
+        (FileFormat::Dcp, Naming::Hf),
+    ] {
+        let target = folder.path().join(format!("{format:?}"));
+        let mut options = request(&source, format, naming, None);
+        convert(&source, &target, &options);
+        let count = open(&target).tensors.len();
+        let again = |options: &ConvertOptions| {
+            let plan = plan(&source, options).unwrap();
+            execute(&source, plan, &target, options, &Silent).map(|report| report.files)
+        };
+        assert!(again(&options).unwrap_err().to_string().contains("add --force to replace it"));
+        options.force = true;
+        assert_eq!(again(&options).unwrap(), 1, "{format:?}");
+        assert_eq!(open(&target).tensors.len(), count, "{format:?}");
+        std::fs::create_dir_all(target.join("iter_0000001")).unwrap();
+        assert!(again(&options).unwrap_err().to_string().contains("iter_0000001"));
+    }
+}
+
+#[test]
 fn formats_that_do_not_fit_the_layout_are_refused() {
     let source = open(&fixture("models/qwen3_5"));
     let refused = |options: &ConvertOptions| plan(&source, options).err().unwrap().to_string();
     let dist = refused(&request(&source, FileFormat::TorchDist, Naming::Hf, None));
     assert!(dist.contains("use --layout megatron"), "{dist}");
     let ranks = refused(&request(&source, FileFormat::TorchDist, Naming::Megatron, Some(2)));
-    assert!(ranks.contains("leave out --tp"), "{ranks}");
+    assert!(ranks.contains("leave out --tp and --ep"), "{ranks}");
     let dcp = refused(&request(&source, FileFormat::Dcp, Naming::Megatron, None));
     assert!(dcp.contains("use --layout hf"), "{dcp}");
     let mut gamma = request(&source, FileFormat::Torch, Naming::Megatron, None);

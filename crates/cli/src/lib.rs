@@ -22,6 +22,7 @@ pub use call::{Answer, Call, Failure, call};
 /// Runs the program with its arguments, the first of which is its name. Returns its exit code.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     ballast_model::memory::keep_freed();
+    progress::watch_waits();
     match commands::Cli::try_parse_from(args) {
         Ok(cli) => cluster::has_nothing_to_do(cli.runs_on_all_ranks()).unwrap_or_else(|| {
             let (result, global) = cli.run();

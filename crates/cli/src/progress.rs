@@ -36,6 +36,15 @@ pub(crate) fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }
 
+/// Says when a request to a server waits, and ends the wait after a signal.
+pub(crate) fn watch_waits() {
+    #[cfg(feature = "hub")]
+    ballast_checkpoint::hub::set_waiting(ballast_checkpoint::hub::Waiting {
+        announce: output::note,
+        cancelled: interrupted,
+    });
+}
+
 struct Phase {
     name: &'static str,
     unit: Unit,

@@ -7,7 +7,8 @@ mod server;
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use ballast_checkpoint::synthetic::SyntheticModel;
 use common::{Run, Scratch, run};
@@ -104,6 +105,23 @@ fn convert_goes_through_the_cache_and_repair_reads_the_original_on_the_hub() {
     assert!(!stage.path("home/hub").exists(), "the protected tensors alone were read");
     stage.run(&["diff", "fixed", "model"]).exits(0);
     assert_eq!(run(stage.command(&["audit", ADDRESS]).env("HF_HUB_OFFLINE", "1")).code, Some(3));
+}
+
+#[test]
+fn a_wait_for_a_busy_hub_is_announced_and_ends_with_a_signal() {
+    let stage = Stage::synthetic();
+    stage.hub.set_fault(|_| Some(Response::new(429, "").with("retry-after", "200")));
+    let mut command = stage.command(&["convert", ADDRESS, "unused"]);
+    let begun = Instant::now();
+    let mut child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    stderr.read_line(&mut line).unwrap();
+    assert!(line.starts_with("waiting 200 s: 429 from "), "{line}");
+    let signal = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(signal.success());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(begun.elapsed() < Duration::from_secs(100));
 }
 
 #[test]

@@ -20,7 +20,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ballast_checkpoint::Checkpoint;
-use ballast_checkpoint::layout::{Form, Layout, Naming};
+use ballast_checkpoint::layout::{Form, Layout, Naming, Ranks};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
@@ -190,7 +190,7 @@ fn layout(config: &Config) -> Layout {
         naming: Naming::Hf,
         projections: linear.then_some(if next { Form::Fused } else { Form::Split }),
         experts: experts.then_some(if gemma { Form::Fused } else { Form::Split }),
-        ranks: 1,
+        ranks: Ranks::ONE,
         zero_centered_gamma: true,
         prefix: "model.".into(),
     }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ballast_checkpoint::cast::{self, Buffer};
-use ballast_checkpoint::layout::{self, Form, Layout, Naming, is_carried};
+use ballast_checkpoint::layout::{self, Form, Layout, Naming, Ranks, is_carried};
 use ballast_checkpoint::tied::{self, StoredHead};
 use ballast_checkpoint::{Checkpoint, View, fp8};
 use ballast_contract::Dtype;
@@ -220,7 +220,7 @@ pub(crate) fn canonical(layout: &Layout) -> Layout {
         naming: Naming::Hf,
         projections: layout.projections.map(|_| Form::Split),
         experts: layout.experts.map(|_| Form::Fused),
-        ranks: 1,
+        ranks: Ranks::ONE,
         ..layout.clone()
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use ballast_checkpoint::convert::{self, ConvertOptions, ConvertReport, config_with_dtype};
 use ballast_checkpoint::jobs::Observer;
-use ballast_checkpoint::layout::{self, Form, Layout, LayoutRequest, Naming};
+use ballast_checkpoint::layout::{self, Form, Layout, LayoutRequest, Naming, Ranks};
 use ballast_checkpoint::open::MemoryTensor;
 use ballast_checkpoint::{Checkpoint, View};
 use ballast_contract::Dtype;
@@ -139,7 +139,8 @@ impl Model {
                 naming: Some(source.layout.naming),
                 projections: source.layout.projections,
                 experts: source.layout.experts,
-                ranks: Some(source.layout.ranks),
+                ranks: Some(source.layout.ranks.tensor),
+                expert_ranks: Some(source.layout.ranks.expert),
                 zero_centered_gamma: Some(source.layout.zero_centered_gamma),
             },
             force: options.force,
@@ -176,5 +177,5 @@ impl Model {
 
 /// Layout of the checkpoint with Hugging Face names.
 fn hf(source: &Source) -> Layout {
-    Layout { naming: Naming::Hf, ranks: 1, ..source.layout.clone() }
+    Layout { naming: Naming::Hf, ranks: Ranks::ONE, ..source.layout.clone() }
 }

@@ -42,6 +42,7 @@ def test_legacy_files_load_with_the_same_bits(tmp_path: Path) -> None:
         assert zipfile.ZipFile(file).testzip() is None
         saved = torch.load(file, weights_only=False)
         assert saved["args"].tensor_model_parallel_size == 2
+        assert saved["args"].expert_model_parallel_size == 1
         assert saved["checkpoint_version"] == 3.0
         expected = load_file(tmp_path / "safetensors" / rank / "model.safetensors")
         extra = [name for name in saved["model"] if name.endswith("._extra_state")]

@@ -18,7 +18,7 @@ use super::names;
 use super::tensors::{Shapes, bare_name, no_place};
 use crate::error::{Error, Result};
 use crate::jobs::Observer;
-use crate::layout::{Layout, Naming, relayout};
+use crate::layout::{Layout, Naming, Ranks, relayout};
 use crate::open::Checkpoint;
 use crate::verify::Verification;
 use crate::view::View;
@@ -187,7 +187,7 @@ fn check_shapes(
     b: &View,
     rank: u64,
 ) -> Result<()> {
-    let to = Layout { naming: Naming::Hf, ranks: 1, ..from.clone() };
+    let to = Layout { naming: Naming::Hf, ranks: Ranks::ONE, ..from.clone() };
     let name = format!("{module}.weight");
     let weight = relayout(base, from, &to)?.into_iter().flatten().find(|view| view.name == name);
     let Some(weight) = weight else {

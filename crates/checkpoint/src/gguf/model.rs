@@ -12,7 +12,7 @@ use crate::convert::{ConvertOptions, ConvertPlan, note_changes};
 use crate::error::{Error, Result};
 use crate::header::TensorInfo;
 use crate::jobs::Observer;
-use crate::layout::{Layout, Naming};
+use crate::layout::{Layout, Naming, Ranks};
 use crate::open::Checkpoint;
 use crate::staging::Staging;
 use crate::tied;
@@ -53,7 +53,7 @@ pub(crate) fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result
         return Err(Error::tensor("embed_tokens.weight", problem).of(&source.root));
     }
     let from = Layout::detect(source);
-    let to = Layout { naming: Naming::Gguf, ranks: 1, ..from.clone() };
+    let to = Layout { naming: Naming::Gguf, ranks: Ranks::ONE, ..from.clone() };
     let mut plan = ConvertPlan::empty(from, to);
     let mut entries = vec![
         entry("general.architecture", Value::String(family.name().into())),

@@ -21,7 +21,7 @@ use super::family::{Config, Family};
 use super::names;
 use super::parameters::Gemma4Heads;
 use crate::error::{Error, Result};
-use crate::layout::{Geometry, Layout, Naming, relayout};
+use crate::layout::{Geometry, Layout, Naming, Ranks, relayout};
 use crate::open::{Checkpoint, MemoryTensor};
 use crate::tied;
 use crate::view::View;
@@ -54,7 +54,7 @@ pub(super) fn tensors(source: &Arc<Checkpoint>, family: Family, config: &Config)
     let shapes = Shapes::of(source, family, config)?;
     let from = Layout::detect(source);
     let split = from.projections.map(|_| crate::layout::Form::Split);
-    let to = Layout { naming: Naming::Hf, projections: split, ranks: 1, ..from.clone() };
+    let to = Layout { naming: Naming::Hf, projections: split, ranks: Ranks::ONE, ..from.clone() };
     let views = relayout(source, &from, &to)?.into_iter().flatten();
     let is_tied = source.config.as_ref().is_some_and(tied::is_tied);
     let is_head_tied = is_tied && tied::stored_head(source)?.is_some_and(|head| head.equal);

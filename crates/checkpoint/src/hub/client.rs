@@ -6,9 +6,9 @@
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::io::Read;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ureq::http::HeaderMap;
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
@@ -25,6 +25,24 @@ const MOST_REDIRECTS: usize = 8;
 
 /// Number of characters of a server's own message that an error repeats.
 const MESSAGE_CHARACTERS: usize = 200;
+
+/// Waits from this time on are announced.
+const NOTICED: Duration = Duration::from_secs(2);
+
+/// What the program does while a request waits for its next attempt.
+pub struct Waiting {
+    /// Says that a wait begins: how long, and why.
+    pub announce: fn(&str),
+    /// Returns true if the work should stop.
+    pub cancelled: fn() -> bool,
+}
+
+static WAITING: OnceLock<Waiting> = OnceLock::new();
+
+/// Sets what the program does while a request waits for its next attempt; the first call counts.
+pub fn set_waiting(waiting: Waiting) {
+    let _ = WAITING.set(waiting);
+}
 
 /// A client of one hub.
 pub(crate) struct Client {
@@ -73,6 +91,8 @@ pub(super) struct Failure {
 #[derive(Debug)]
 enum Retry {
     Never,
+    /// The user does not want to wait.
+    Cancelled,
     Soon,
     After(Duration),
 }
@@ -90,11 +110,14 @@ impl Failure {
 
     /// Returns true if no server answered.
     pub(super) fn is_unreachable(&self) -> bool {
-        self.status.is_none() && !matches!(self.retry, Retry::Never)
+        self.status.is_none() && !matches!(self.retry, Retry::Never | Retry::Cancelled)
     }
 
     pub(super) fn error(self, address: &str) -> Error {
-        Error::Hub { address: address.into(), problem: self.problem }
+        match self.retry {
+            Retry::Cancelled => Error::Interrupted,
+            _ => Error::Hub { address: address.into(), problem: self.problem },
+        }
     }
 }
 
@@ -110,7 +133,7 @@ impl Patience<'_> {
         self.failures += 1;
         let back_off = self.limits.first_wait.saturating_mul(1 << (self.failures - 1).min(16));
         let wait = match failure.retry {
-            Retry::Never => return Err(failure),
+            Retry::Never | Retry::Cancelled => return Err(failure),
             Retry::Soon => jittered(back_off.min(self.limits.longest_wait)),
             Retry::After(wait) if wait > self.limits.longest_wait => {
                 let problem = format!("{}; the server asks to wait {} s", failure.problem, wait.as_secs());
@@ -122,13 +145,34 @@ impl Patience<'_> {
             let problem = format!("{} ({} attempts)", failure.problem, self.failures);
             return Err(Failure { problem, ..failure });
         }
-        thread::sleep(wait);
+        if sleep(wait, &failure.problem) {
+            return Err(Failure { retry: Retry::Cancelled, ..failure });
+        }
         Ok(())
     }
 
     /// Forgets earlier failures, after an attempt that brought data.
     pub(super) fn renew(&mut self) {
         self.failures = 0;
+    }
+}
+
+/// Sleeps, and says why if it takes long. Returns true if the work should stop.
+fn sleep(wait: Duration, why: &str) -> bool {
+    let waiting = WAITING.get();
+    if let Some(waiting) = waiting.filter(|_| wait >= NOTICED) {
+        (waiting.announce)(&format!("waiting {} s: {why}", wait.as_secs()));
+    }
+    let end = Instant::now() + wait;
+    loop {
+        if waiting.is_some_and(|waiting| (waiting.cancelled)()) {
+            return true;
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return false;
+        }
+        thread::sleep(left.min(Duration::from_millis(100)));
     }
 }
 

@@ -182,9 +182,9 @@ impl RemoteFile {
             if done - before >= PROGRESS_BYTES {
                 patience.renew();
             }
-            patience.wait(failure).map_err(|failure| {
-                let problem = format!("bytes {at} to {}: {}", at + length - 1, failure.problem);
-                Error::Hub { address: self.shown.clone(), problem }
+            patience.wait(failure).map_err(|mut failure| {
+                failure.problem = format!("bytes {at} to {}: {}", at + length - 1, failure.problem);
+                failure.error(&self.shown)
             })?;
         }
     }

@@ -29,6 +29,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::Serialize;
 
 #[cfg(feature = "hub")]
+pub use client::{Waiting, set_waiting};
+#[cfg(feature = "hub")]
 pub(crate) use file::RemoteFile;
 #[cfg(feature = "hub")]
 pub use repo::Hub;

@@ -13,6 +13,8 @@
 //! ```
 //!
 //! With more ranks than key/value heads, a rank has a part of the rows of one group, as in Megatron.
+//! Expert-parallel ranks have the same tensors but for the experts: rank i of n has the i-th of n equal parts of
+//! them, numbered from 0.
 
 use std::collections::BTreeMap;
 
@@ -22,6 +24,7 @@ use super::experts::expert_index;
 use super::{Geometry, Layout, Pool};
 use crate::cast::Buffer;
 use crate::error::{Error, Result};
+use crate::jobs::{CHUNK_BYTES, pieces};
 use crate::view::View;
 
 /// The division of a tensor among ranks.
@@ -50,6 +53,8 @@ enum Stripes {
 
 struct Recipe {
     megatron: String,
+    /// The one expert-parallel rank that has the tensor; none if all have it.
+    expert_rank: Option<usize>,
     stripes: Stripes,
     cut: Cut,
     /// Added to the hf tensor to give the Megatron tensor.
@@ -129,7 +134,8 @@ impl Layers {
         layers
     }
 
-    fn of_megatron(views: &[View]) -> Layers {
+    /// Returns the layers by the tensors of one of so many expert-parallel ranks.
+    fn of_megatron(views: &[View], expert_ranks: usize) -> Layers {
         let (mut layers, mut mtp) = (Layers::default(), LayerKind::default());
         for view in views {
             if let Some((layer, rest)) = layer_of(&view.name, "decoder.layers.") {
@@ -138,9 +144,23 @@ impl Layers {
                 mtp.see_megatron(rest);
             }
         }
+        for kind in layers.decoder.values_mut().chain([&mut mtp]) {
+            kind.experts *= expert_ranks as u64;
+        }
         let has = |name: &str| views.iter().any(|view| view.name == name);
         layers.mtp = MTP_AROUND.iter().all(|(megatron, _, _)| has(megatron)).then_some(mtp);
         layers
+    }
+
+    /// Returns an error if the experts cannot be divided among so many ranks.
+    fn check_expert_ranks(&self, ranks: usize) -> Result<()> {
+        let refuse = |problem: String| Err(Error::Refused(format!("--ep {ranks}: {problem}")));
+        let mut kinds = self.decoder.values().chain(&self.mtp).filter(|kind| kind.experts > 0);
+        match kinds.clone().find(|kind| kind.experts % ranks as u64 != 0) {
+            Some(kind) => refuse(format!("{} experts cannot be divided among {ranks} ranks", kind.experts)),
+            None if ranks > 1 && kinds.next().is_none() => refuse("this model has no experts".into()),
+            None => Ok(()),
+        }
     }
 }
 
@@ -166,7 +186,8 @@ pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec
                 .into(),
         ));
     }
-    let ranks = to.ranks as u64;
+    let count = to.ranks.tensor;
+    let ranks = count as u64;
     let uneven = [
         ("linear_num_key_heads", g.key_heads, false),
         ("linear_num_value_heads", g.value_heads, false),
@@ -175,13 +196,13 @@ pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec
     ];
     let uneven = uneven.into_iter().find(|(_, heads, shared)| heads % ranks != 0 && !shared);
     if let Some((field, heads, _)) = uneven {
-        let message =
-            format!("--tp {}: {field} is {heads} and cannot be divided among {} ranks", to.ranks, to.ranks);
+        let message = format!("--tp {count}: {field} is {heads} and cannot be divided among {count} ranks");
         return Err(Error::Refused(message));
     }
+    layers.check_expert_ranks(to.ranks.expert)?;
     let tied = !views.iter().any(|v| v.name == "lm_head.weight");
     let mut pool = Pool::new(views);
-    let mut ranks = vec![Vec::new(); to.ranks];
+    let mut ranks = vec![Vec::new(); to.ranks.count()];
     for recipe in recipes(&layers, to, g, tied) {
         let mut whole: BTreeMap<&str, View> = BTreeMap::new();
         for hf in recipe.hf_names() {
@@ -200,15 +221,18 @@ pub(super) fn from_hf(views: Vec<View>, to: &Layout, g: &Geometry) -> Result<Vec
                 stripes.iter().map(stripe).collect::<Result<_>>()?
             }
         };
-        for (rank, out) in ranks.iter_mut().enumerate() {
+        for (rank, of_rank) in ranks.chunks_mut(to.ranks.expert).enumerate() {
             let parts: Vec<View> =
-                stripes.iter().map(|s| recipe.part(s, rank, to.ranks)).collect::<Result<_>>()?;
+                stripes.iter().map(|s| recipe.part(s, rank, count)).collect::<Result<_>>()?;
             let mut view = View::concat(&recipe.megatron, 0, &parts)?;
             if recipe.shift != 0 {
                 // The shift is computed and stored in f32: a narrower type would round the result.
                 view = f32_for_shift(view)?.shifted(recipe.shift);
             }
-            out.push(view);
+            match recipe.expert_rank {
+                Some(owner) => of_rank[owner].push(view),
+                None => of_rank.iter_mut().for_each(|out| out.push(view.clone())),
+            }
         }
     }
     ranks[0].extend(pool.rest());
@@ -225,19 +249,22 @@ pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Resul
         Ok(without_extra_state(views)?.into_iter().map(named).collect())
     };
     let ranks: Vec<Vec<View>> = ranks.into_iter().map(usual).collect::<Result<_>>()?;
-    let layers = Layers::of_megatron(&ranks[0]);
+    let layers = Layers::of_megatron(&ranks[0], from.ranks.expert);
     let tied = !ranks[0].iter().any(|v| v.name == "output_layer.weight");
-    let count = ranks.len() as u64;
+    let (count, expert_ranks) = (from.ranks.tensor as u64, from.ranks.expert);
     let mut pools: Vec<Pool> = ranks.into_iter().map(Pool::new).collect();
     let mut made = Vec::new();
     for recipe in recipes(&layers, from, g, tied) {
-        let parts: Vec<View> = pools
-            .iter_mut()
-            .enumerate()
-            .map(|(rank, pool)| {
-                pool.take(&recipe.megatron, &format!("the whole tensor (missing on rank {rank})"))
-            })
-            .collect::<Result<_>>()?;
+        // From every rank that has the tensor; the expert-parallel ranks that have it all have the same.
+        let owners = recipe.expert_rank.map_or(0..expert_ranks, |owner| owner..owner + 1);
+        let mut parts = Vec::new();
+        for (tensor_rank, pools) in pools.chunks_mut(expert_ranks).enumerate() {
+            for expert_rank in owners.clone() {
+                let rank = tensor_rank * expert_ranks + expert_rank;
+                let needed_for = format!("the whole tensor (missing on rank {rank})");
+                parts.push(pools[expert_rank].take(&recipe.megatron, &needed_for)?);
+            }
+        }
         let first = &parts[0];
         if let Some(other) = parts.iter().find(|p| p.shape != first.shape || p.dtype != first.dtype) {
             let problem = format!(
@@ -246,6 +273,15 @@ pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Resul
             );
             return Err(Error::tensor(&recipe.megatron, problem));
         }
+        let replicas = match recipe.cut {
+            Cut::Replicated => parts.len(),
+            Cut::Rows | Cut::Columns => owners.len(),
+        };
+        for (number, same) in parts.chunks(replicas).enumerate() {
+            check_replicas(same, number * replicas)?;
+        }
+        let parts: Vec<View> = parts.into_iter().step_by(owners.len()).collect();
+        let first = &parts[0];
         // Concatenates the ranks' parts, stripe by stripe.
         let stripe_rows: Vec<u64> = match &recipe.stripes {
             Stripes::Whole(names) => vec![first.shape[0] / names.len() as u64; names.len()],
@@ -262,10 +298,7 @@ pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Resul
         let mut at = 0;
         for rows in stripe_rows {
             stripes.push(match recipe.cut {
-                Cut::Replicated => {
-                    check_replicas(&parts)?;
-                    first.clone()
-                }
+                Cut::Replicated => first.clone(),
                 Cut::Columns => View::concat(&recipe.megatron, 1, &parts)?,
                 Cut::Rows => {
                     let pieces =
@@ -339,6 +372,24 @@ fn without_extra_state(views: Vec<View>) -> Result<Vec<View>> {
     }
 }
 
+/// Checks that a tensor is the same on every rank, from `first_rank` on.
+fn check_replicas(replicas: &[View], first_rank: usize) -> Result<()> {
+    let [first, others @ ..] = replicas else { return Ok(()) };
+    let (mut expected, mut found, mut scratch) = (Buffer::default(), Buffer::default(), Buffer::default());
+    for (number, other) in others.iter().enumerate() {
+        for piece in pieces(first.units(), first.unit_bytes(), CHUNK_BYTES) {
+            first.read(piece.clone(), &mut expected, &mut scratch)?;
+            other.read(piece, &mut found, &mut scratch)?;
+            if expected.as_ref() != found.as_ref() {
+                let rank = first_rank + 1 + number;
+                let problem = format!("replicated tensor differs between rank {first_rank} and rank {rank}");
+                return Err(Error::tensor(&other.name, problem));
+            }
+        }
+    }
+    Ok(())
+}
+
 impl Recipe {
     fn hf_names(&self) -> Vec<&str> {
         match &self.stripes {
@@ -390,7 +441,7 @@ impl Recipe {
 }
 
 fn whole(megatron: String, hf: &[String], cut: Cut) -> Recipe {
-    Recipe { megatron, stripes: Stripes::Whole(hf.to_vec()), cut, shift: 0 }
+    Recipe { megatron, expert_rank: None, stripes: Stripes::Whole(hf.to_vec()), cut, shift: 0 }
 }
 
 /// Returns the recipes of all Megatron tensors, in the order of the network.
@@ -445,10 +496,13 @@ fn layer_recipes(
     }
     all.push(one("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Cut::Replicated));
     all.push(one("mlp.router.weight", "mlp.gate.weight", Cut::Replicated));
+    let on_a_rank = kind.experts / layout.ranks.expert as u64;
     for e in 0..kind.experts {
-        all.push(gated(&format!("mlp.experts.linear_fc1.weight{e}"), &format!("mlp.experts.{e}")));
+        let (expert_rank, local) = (Some((e / on_a_rank) as usize), e % on_a_rank);
+        let fc1 = gated(&format!("mlp.experts.linear_fc1.weight{local}"), &format!("mlp.experts.{e}"));
         let down = format!("mlp.experts.{e}.down_proj.weight");
-        all.push(one(&format!("mlp.experts.linear_fc2.weight{e}"), &down, Cut::Columns));
+        let fc2 = one(&format!("mlp.experts.linear_fc2.weight{local}"), &down, Cut::Columns);
+        all.extend([fc1, fc2].map(|recipe| Recipe { expert_rank, ..recipe }));
     }
     if kind.shared_expert {
         all.push(gated("mlp.shared_experts.linear_fc1.weight", "mlp.shared_expert"));
@@ -477,6 +531,7 @@ fn linear_attention(hf: Names, mg: Names, one: One, layout: &Layout, g: &Geometr
     let conv1d = vec![stripe(conv, 0, qk), stripe(conv, qk, qk), stripe(conv, 2 * qk, v)];
     let packed = |megatron: &str, stripes| Recipe {
         megatron: mg(megatron),
+        expert_rank: None,
         stripes: Stripes::Blocks(stripes),
         cut: Cut::Rows,
         shift: 0,
@@ -509,6 +564,7 @@ fn softmax_attention(hf: Names, mg: Names, one: One, g: &Geometry) -> Vec<Recipe
         one("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", Cut::Replicated),
         Recipe {
             megatron: mg("self_attention.linear_qkv.weight"),
+            expert_rank: None,
             stripes: Stripes::Blocks(vec![blocks]),
             cut: Cut::Rows,
             shift: 0,
@@ -534,22 +590,4 @@ fn f32_for_shift(view: View) -> Result<View> {
 fn layer_of<'a>(name: &'a str, before: &str) -> Option<(u64, &'a str)> {
     let (layer, rest) = name.strip_prefix(before)?.split_once('.')?;
     Some((layer.parse().ok()?, rest))
-}
-
-/// Checks that a replicated tensor is the same on every rank.
-fn check_replicas(parts: &[View]) -> Result<()> {
-    let mut scratch = Buffer::default();
-    let mut read = |view: &View| {
-        let mut buffer = Buffer::default();
-        view.read(0..view.units(), &mut buffer, &mut scratch)?;
-        Ok(buffer)
-    };
-    let first = read(&parts[0])?;
-    for (rank, part) in parts.iter().enumerate().skip(1) {
-        if read(part)?.as_ref() != first.as_ref() {
-            let problem = format!("replicated tensor differs between rank 0 and rank {rank}");
-            return Err(Error::tensor(&part.name, problem));
-        }
-    }
-    Ok(())
 }

@@ -56,6 +56,28 @@ pub enum Form {
     Fused,
 }
 
+/// Numbers of ranks among which tensors are divided. The files of a checkpoint are in the order of the
+/// tensor-parallel ranks, and for each of them in the order of the expert-parallel ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Ranks {
+    /// Number of tensor-parallel ranks.
+    #[serde(rename = "ranks")]
+    pub tensor: usize,
+    /// Number of expert-parallel ranks.
+    #[serde(rename = "expert_ranks")]
+    pub expert: usize,
+}
+
+impl Ranks {
+    /// A checkpoint that is not divided.
+    pub const ONE: Ranks = Ranks { tensor: 1, expert: 1 };
+
+    /// Returns the number of all ranks.
+    pub fn count(self) -> usize {
+        self.tensor * self.expert
+    }
+}
+
 /// The layout of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Layout {
@@ -65,8 +87,9 @@ pub struct Layout {
     pub projections: Option<Form>,
     /// Form of the experts, if any; for megatron, the form in the hf layout.
     pub experts: Option<Form>,
-    /// Number of tensor-parallel ranks.
-    pub ranks: usize,
+    /// Ranks among which tensors are divided.
+    #[serde(flatten)]
+    pub ranks: Ranks,
     /// Megatron only: out_norm.weight is stored minus one.
     pub zero_centered_gamma: bool,
     /// Prefix before `layers.` in the hf names.
@@ -84,6 +107,8 @@ pub struct LayoutRequest {
     pub experts: Option<Form>,
     /// Number of tensor-parallel ranks to write.
     pub ranks: Option<usize>,
+    /// Number of expert-parallel ranks to write.
+    pub expert_ranks: Option<usize>,
     /// True if Megatron's out_norm is stored minus one: in the source if it is a Megatron checkpoint, else in
     /// the destination. Default: as the file says, else true.
     pub zero_centered_gamma: Option<bool>,
@@ -147,19 +172,27 @@ impl Layout {
             )
         };
         let zero_centered_gamma = said(metadata::ZERO_CENTERED_GAMMA) != Some("false");
-        Layout { naming, projections, experts, ranks: checkpoint.ranks, zero_centered_gamma, prefix }
+        let expert = checkpoint.expert_ranks;
+        let ranks = Ranks { tensor: checkpoint.ranks / expert, expert };
+        Layout { naming, projections, experts, ranks, zero_centered_gamma, prefix }
     }
 
     /// Returns the layout to write for a request; `self` is the layout of the source.
     pub fn requested(&self, request: &LayoutRequest) -> Result<Layout> {
         let naming = request.naming.unwrap_or(self.naming);
-        let ranks = request.ranks.unwrap_or(if naming == self.naming { self.ranks } else { 1 });
-        if ranks == 0 || ranks > 64 {
-            return Err(Error::Refused(format!("--tp must be 1 to 64, got {ranks}")));
-        }
-        if ranks > 1 && naming != Naming::Megatron {
-            let message = format!("--tp {ranks} needs the megatron layout; add --layout megatron");
-            return Err(Error::Refused(message));
+        let own = if naming == self.naming { self.ranks } else { Ranks::ONE };
+        let ranks = Ranks {
+            tensor: request.ranks.unwrap_or(own.tensor),
+            expert: request.expert_ranks.unwrap_or(own.expert),
+        };
+        for (option, ranks, most) in [("--tp", ranks.tensor, 64), ("--ep", ranks.expert, 512)] {
+            if ranks == 0 || ranks > most {
+                return Err(Error::Refused(format!("{option} must be 1 to {most}, got {ranks}")));
+            }
+            if ranks > 1 && naming != Naming::Megatron {
+                let message = format!("{option} {ranks} needs the megatron layout; add --layout megatron");
+                return Err(Error::Refused(message));
+            }
         }
         Ok(Layout {
             naming,

@@ -27,6 +27,8 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::error::{Error, Result};
+use crate::ranks::is_rank_folder;
+use crate::torch;
 use hidden::{Hidden, NEW, OLD};
 use publish::{exchange, is_taken, rename_new};
 
@@ -316,7 +318,7 @@ fn look(target: &Path, is_mount_point: bool, is_file: bool, force: bool) -> Resu
             target.display()
         )));
     }
-    let is_rank = |n: &String| n.starts_with("mp_rank_");
+    let is_rank = |n: &String| is_rank_folder(n);
     let mut names = Vec::new();
     let mut foreign = Vec::new();
     if existing.is_dir() {
@@ -327,6 +329,10 @@ fn look(target: &Path, is_mount_point: bool, is_file: bool, force: bool) -> Resu
             }
             names.push(name);
         }
+        // What torch::export writes: the files of Megatron's formats are in a folder of their own.
+        if names.iter().any(|name| name == torch::TRACKER) {
+            foreign.retain(|name| name != torch::RELEASE);
+        }
     } else {
         names.push(target.to_string_lossy().into_owned());
     }
@@ -334,7 +340,8 @@ fn look(target: &Path, is_mount_point: bool, is_file: bool, force: bool) -> Resu
         return Ok(if is_mount_point { Before::EmptyMountPoint } else { Before::EmptyFolder });
     }
     let is_gguf = |n: &String| !existing.is_dir() && n.ends_with(".gguf");
-    let weights = |n: &String| n.ends_with(".safetensors") || is_rank(n) || is_gguf(n);
+    let is_torch = |n: &String| n.ends_with(".distcp") || n == torch::TRACKER;
+    let weights = |n: &String| n.ends_with(".safetensors") || is_rank(n) || is_gguf(n) || is_torch(n);
     let problem = match (force, foreign.first()) {
         (false, _) => "exists; add --force to replace it".into(),
         (true, Some(folder)) => format!(
@@ -375,7 +382,7 @@ fn snapshot(path: &Path) -> io::Result<Snapshot> {
 fn sort_for_publishing(names: &mut [OsString]) {
     let rank = |name: &str| match name {
         name if name.ends_with(crate::index::INDEX_SUFFIX) => 0,
-        name if name.ends_with(".safetensors") || name.starts_with("mp_rank_") => 2,
+        name if name.ends_with(".safetensors") || is_rank_folder(name) => 2,
         "config.json" => 3,
         _ => 1,
     };

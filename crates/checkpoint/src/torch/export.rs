@@ -1,7 +1,7 @@
 //! Plans checkpoints in torch's formats.
 //!
 //! ```text
-//! torch       latest_checkpointed_iteration.txt ("release"), release/mp_rank_XX/model_optim_rng.pt
+//! torch       latest_checkpointed_iteration.txt ("release"), release/mp_rank_TT[_EEE]/model_optim_rng.pt
 //! torch_dist  latest_checkpointed_iteration.txt ("release"), release/{.metadata, __0_N.distcp, common.pt,
 //!             metadata.json}
 //! dcp         .metadata, __0_N.distcp
@@ -19,9 +19,11 @@ use super::distributed::METADATA;
 use super::megatron::{COUNTS, PACKED};
 use super::pickler::{Pickler, StoredType, stored_type};
 use super::zipper::{ALIGNMENT, Zip};
+use super::{RANK_FILE, RELEASE, TRACKER};
 use crate::error::{Error, Result};
-use crate::layout::{Geometry, is_extra_state};
-use crate::open::{Checkpoint, rank_folder};
+use crate::layout::{Geometry, Ranks, is_extra_state};
+use crate::open::Checkpoint;
+use crate::ranks::rank_folder;
 use crate::view::View;
 use crate::write::{Output, Shard, WritePlan};
 
@@ -49,9 +51,6 @@ impl FileFormat {
     }
 }
 
-/// Iteration of weights that were converted, not saved by a run.
-const RELEASE: &str = "release";
-
 /// Modules of Transformer Engine: their state dicts have an `_extra_state`, empty without FP8.
 const ENGINE_MODULES: [&str; 14] = [
     "in_proj",
@@ -74,26 +73,26 @@ const ENGINE_MODULES: [&str; 14] = [
 pub(crate) fn plan(
     format: FileFormat,
     folder: &Path,
-    ranks: Vec<Vec<Output>>,
+    outputs: Vec<Vec<Output>>,
+    ranks: Ranks,
     source: &Checkpoint,
     max_shard_bytes: u64,
 ) -> Result<WritePlan> {
-    let count = ranks.len();
-    let mut ranks: Vec<Vec<Output>> = ranks.into_iter().map(without_empty_extra_state).collect();
+    let mut outputs: Vec<Vec<Output>> = outputs.into_iter().map(without_empty_extra_state).collect();
     let content = format.folder(folder);
-    let arguments = source.config.as_ref().map(|config| arguments(config, count, format));
+    let arguments = source.config.as_ref().map(|config| arguments(config, ranks, format));
     let mut files = Vec::new();
     if format != FileFormat::Dcp {
-        files.push((folder.join("latest_checkpointed_iteration.txt"), RELEASE.into()));
+        files.push((folder.join(TRACKER), RELEASE.into()));
     }
     let shards = match format {
         FileFormat::Torch => {
-            let path = |rank| content.join(rank_folder(rank)).join("model_optim_rng.pt");
+            let path = |rank| content.join(rank_folder(rank, ranks.expert)).join(RANK_FILE);
             let file = |(rank, outputs)| legacy_file(path(rank), outputs, arguments.as_ref());
-            ranks.into_iter().enumerate().map(file).collect::<Result<Vec<Shard>>>()?
+            outputs.into_iter().enumerate().map(file).collect::<Result<Vec<Shard>>>()?
         }
         _ => {
-            let outputs = ranks.pop().unwrap_or_default();
+            let outputs = outputs.pop().unwrap_or_default();
             let outputs = match format {
                 FileFormat::TorchDist => by_part(outputs, source)?,
                 _ => outputs,
@@ -431,7 +430,7 @@ fn expert_of(name: &str) -> Option<(String, u64)> {
 }
 
 /// Megatron's arguments for a config.json of Qwen3.5 or Qwen3-Next.
-fn arguments(config: &Value, ranks: usize, format: FileFormat) -> Value {
+fn arguments(config: &Value, ranks: Ranks, format: FileFormat) -> Value {
     let text = config.get("text_config").unwrap_or(config);
     let rope = text.get("rope_parameters");
     let get = |key: &str| text.get(key).cloned();
@@ -457,7 +456,9 @@ fn arguments(config: &Value, ranks: usize, format: FileFormat) -> Value {
     let tied = tied.and_then(Value::as_bool).unwrap_or(false);
     let fixed = json!({
         "untie_embeddings_and_output_weights": !tied,
-        "tensor_model_parallel_size": ranks,
+        "tensor_model_parallel_size": ranks.tensor,
+        "expert_model_parallel_size": ranks.expert,
+        "expert_tensor_parallel_size": ranks.tensor,
         "pipeline_model_parallel_size": 1,
         "normalization": "RMSNorm",
         "apply_layernorm_1p": true,

@@ -16,6 +16,7 @@ use super::pickle::{Id, Node, Pickle};
 use super::saved::Found;
 use crate::assembly::rows_of;
 use crate::error::{Error, Result};
+use crate::ranks::PIPELINE;
 
 /// Packed projections, and their parts in `torch_dist` checkpoints.
 pub(super) const PACKED: [(&str, &[&str]); 2] = [
@@ -158,6 +159,22 @@ pub(crate) fn config_from_args(pickle: &Pickle<'_>) -> Option<Value> {
     });
     set("rope_parameters", field("rotary_base").map(|_| rope));
     Some(Value::Object(config))
+}
+
+/// Returns why the files of these ranks cannot be joined, by the arguments that Megatron saves.
+pub(crate) fn unsupported_ranks(pickle: &Pickle<'_>) -> Option<String> {
+    let args = pickle.state(pickle.entry(pickle.root(), "args")?, "Namespace")?;
+    let count = |name: &str| pickle.entry(args, name).and_then(|id| pickle.count(id));
+    if count("pipeline_model_parallel_size").is_some_and(|ranks| ranks > 1) {
+        return Some(PIPELINE.into());
+    }
+    let (tensor, expert) = (count("tensor_model_parallel_size")?, count("expert_tensor_parallel_size")?);
+    (count("num_experts").is_some() && tensor != expert).then(|| {
+        format!(
+            "experts are divided among {expert} tensor-parallel ranks and the rest among {tensor}, which is not \
+             supported; save with --ckpt-format torch_dist, which has no ranks"
+        )
+    })
 }
 
 /// A number, string, truth value or none.

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `*.pt`, `*.pth`, `*.bin`, `*.ckpt` | one file of `torch.save` |
 //! | folder with `.metadata` | torch.distributed.checkpoint, or Megatron's `torch_dist` |
-//! | folder with `mp_rank_XX/model_optim_rng.pt` | Megatron's legacy format, by tensor-parallel rank |
+//! | folder with `mp_rank_TT[_EEE]/model_optim_rng.pt` | Megatron's legacy format, by tensor- and expert-parallel rank |
 //! | folder with `latest_checkpointed_iteration.txt` | its iteration, in one of the two |
 //! | folder with `pytorch_model*.bin` | Hugging Face, before safetensors |
 //! | folder of safetensors with `DCP_SHARDING_INFO` | NeMo Automodel, tensors in pieces |
@@ -40,7 +40,7 @@ pub(crate) use self::saved::Found;
 use self::saved::Saved;
 use crate::assembly::Assembly;
 use crate::error::{Error, Place, Result};
-use crate::open::rank_folder;
+use crate::ranks::{RankFolders, is_rank_folder};
 use crate::shard_file::ShardFile;
 
 /// Tensors of a checkpoint in one of torch's formats.
@@ -48,6 +48,8 @@ use crate::shard_file::ShardFile;
 pub(crate) struct TorchCheckpoint {
     /// Tensors of the model, by rank.
     pub(crate) ranks: Vec<Vec<Found>>,
+    /// Number of expert-parallel ranks for each tensor-parallel one.
+    pub(crate) expert_ranks: usize,
     /// Tensors beside the model: optimizer state.
     pub(crate) state: Vec<Found>,
     /// config.json by the arguments that Megatron saves.
@@ -62,21 +64,28 @@ pub(crate) enum Format {
     Files(Vec<PathBuf>),
     /// A folder with `.metadata`.
     Distributed(PathBuf),
-    /// Files of `torch.save`, one for each rank.
-    Ranks(Vec<PathBuf>),
+    /// A folder with files of `torch.save`, one for each rank.
+    Ranks(PathBuf),
     /// Safetensors files with pieces of tensors.
     Pieces(Vec<PathBuf>),
 }
 
+/// File with the number of a Megatron checkpoint's last iteration, or [`RELEASE`].
+pub(crate) const TRACKER: &str = "latest_checkpointed_iteration.txt";
+/// Iteration of weights that were converted, not saved by a run.
+pub(crate) const RELEASE: &str = "release";
+/// File of a rank in Megatron's legacy format.
+const RANK_FILE: &str = "model_optim_rng.pt";
+
 /// Folder of a Megatron checkpoint's iteration, if `path` is the folder above it.
 pub(crate) fn iteration(path: &Path) -> Result<Option<PathBuf>> {
-    let tracker = path.join("latest_checkpointed_iteration.txt");
+    let tracker = path.join(TRACKER);
     if !tracker.is_file() || path.join(distributed::METADATA).is_file() {
         return Ok(None);
     }
     let text = fs::read_to_string(&tracker).map_err(Error::io(&tracker, "read"))?;
     let folder = match text.trim() {
-        "release" => "release".to_string(),
+        RELEASE => RELEASE.to_string(),
         number => match number.parse::<u64>() {
             Ok(number) => format!("iter_{number:07}"),
             Err(_) => {
@@ -98,13 +107,12 @@ pub(crate) fn format_of(path: &Path) -> Option<Format> {
     if path.join(distributed::METADATA).is_file() {
         return Some(Format::Distributed(path.into()));
     }
-    let of_rank = |rank: usize| path.join(rank_folder(rank)).join("model_optim_rng.pt");
-    if of_rank(0).is_file() {
-        return Some(Format::Ranks((0..).map(of_rank).take_while(|file| file.is_file()).collect()));
-    }
     let mut names: Vec<String> =
         fs::read_dir(path).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
     names.sort();
+    if names.iter().any(|name| is_rank_folder(name) && path.join(name).join(RANK_FILE).is_file()) {
+        return Some(Format::Ranks(path.into()));
+    }
     let files = |wanted: &dyn Fn(&str) -> bool| -> Vec<PathBuf> {
         names.iter().filter(|name| wanted(name)).map(|name| path.join(name)).collect()
     };
@@ -119,26 +127,32 @@ pub(crate) fn format_of(path: &Path) -> Option<Format> {
 
 /// Reads the descriptions of all tensors.
 pub(crate) fn read(format: Format) -> Result<TorchCheckpoint> {
-    let mut checkpoint = TorchCheckpoint::default();
+    let mut checkpoint = TorchCheckpoint { expert_ranks: 1, ..TorchCheckpoint::default() };
     match format {
         Format::Files(paths) => {
             let mut model = Vec::new();
             for path in paths {
                 let file = checkpoint.open(&path)?;
-                let (tensors, state, config) = read_file(&file)?;
-                model.extend(tensors);
-                checkpoint.state.extend(state);
-                checkpoint.config = checkpoint.config.or(config);
+                let saved = read_file(&file)?;
+                model.extend(saved.model);
+                checkpoint.state.extend(saved.state);
+                checkpoint.config = checkpoint.config.or(saved.config);
             }
             checkpoint.ranks.push(model);
         }
-        Format::Ranks(paths) => {
-            for path in paths {
-                let file = checkpoint.open(&path)?;
-                let (tensors, state, config) = read_file(&file)?;
-                checkpoint.ranks.push(tensors);
-                checkpoint.state.extend(state);
-                checkpoint.config = checkpoint.config.or(config);
+        Format::Ranks(folder) => {
+            let ranks = RankFolders::in_folder(&folder)?.into_iter();
+            let ranks = ranks.inspect(|ranks| checkpoint.expert_ranks = ranks.expert_ranks);
+            let folders: Vec<PathBuf> = ranks.flat_map(|ranks| ranks.folders).collect();
+            for folder in folders {
+                let file = checkpoint.open(&folder.join(RANK_FILE))?;
+                let saved = read_file(&file)?;
+                if let Some(problem) = saved.unsupported_ranks {
+                    return Err(Error::NoCheckpoint { path: file.path.clone(), problem });
+                }
+                checkpoint.ranks.push(saved.model);
+                checkpoint.state.extend(saved.state);
+                checkpoint.config = checkpoint.config.or(saved.config);
             }
         }
         Format::Pieces(paths) => {
@@ -201,17 +215,28 @@ fn without_wrapper(mut model: Vec<Found>) -> Vec<Found> {
 
 /// Lists the tensors of a file of `torch.save` that is in memory: names, types and shapes.
 pub fn list(path: &Path, bytes: Vec<u8>) -> Result<Vec<(String, Dtype, Vec<u64>)>> {
-    let (model, state, _) = read_file(&Arc::new(ShardFile::in_memory(path, bytes)))?;
+    let saved = read_file(&Arc::new(ShardFile::in_memory(path, bytes)))?;
     let described = |tensor: Found| {
         let Found { name, dtype, shape, parts } = tensor;
         Assembly::new(&name, &shape, dtype.bytes().unwrap_or(1), parts)?;
         Ok((name, dtype, shape))
     };
-    model.into_iter().chain(state).map(described).collect()
+    saved.model.into_iter().chain(saved.state).map(described).collect()
 }
 
-/// Tensors of the model in one file of `torch.save`, tensors beside it, and Megatron's arguments.
-fn read_file(file: &Arc<ShardFile>) -> Result<(Vec<Found>, Vec<Found>, Option<Value>)> {
+/// What one file of `torch.save` has.
+struct SavedFile {
+    /// Tensors of the model.
+    model: Vec<Found>,
+    /// Tensors beside it.
+    state: Vec<Found>,
+    /// config.json by Megatron's arguments.
+    config: Option<Value>,
+    /// Why the file cannot be joined with those of other ranks, by Megatron's arguments.
+    unsupported_ranks: Option<String>,
+}
+
+fn read_file(file: &Arc<ShardFile>) -> Result<SavedFile> {
     let archive = Archive::open(file, 0..file.bytes)?;
     let (bytes, begin) = archive.pickle()?;
     let pickle = Pickle::parse(&bytes, &file.path, begin)?;
@@ -229,13 +254,19 @@ fn read_file(file: &Arc<ShardFile>) -> Result<(Vec<Found>, Vec<Found>, Option<Va
         .into_iter()
         .find_map(|key| pickle.entry(root, key).filter(|id| is_dict(*id)));
     let Some(model) = model else {
-        return Ok((saved.tensors(root, "")?, Vec::new(), None));
+        let model = saved.tensors(root, "")?;
+        return Ok(SavedFile { model, state: Vec::new(), config: None, unsupported_ranks: None });
     };
     let mut state = Vec::new();
     for (key, value) in entries.iter().filter(|(_, value)| *value != model) {
         state.extend(saved.tensors(*value, pickle.text(*key).unwrap_or("?"))?);
     }
-    Ok((saved.tensors(model, "")?, state, megatron::config_from_args(&pickle)))
+    Ok(SavedFile {
+        model: saved.tensors(model, "")?,
+        state,
+        config: megatron::config_from_args(&pickle),
+        unsupported_ranks: megatron::unsupported_ranks(&pickle),
+    })
 }
 
 /// Megatron's arguments in common.pt, as a config.json.

@@ -50,6 +50,9 @@ pub(crate) struct ConvertArgs {
     /// Number of tensor-parallel ranks to write (megatron only).
     #[arg(long, value_name = "N")]
     tp: Option<usize>,
+    /// Number of expert-parallel ranks to write (megatron only): each has a part of the experts.
+    #[arg(long, value_name = "N")]
+    ep: Option<usize>,
     /// Store Megatron's out_norm minus one [default: as the source says, else true].
     #[arg(long, value_name = "BOOL")]
     zero_centered_gamma: Option<bool>,
@@ -157,6 +160,7 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
             projections: args.projections.map(form),
             experts: args.experts.map(form),
             ranks: args.tp,
+            expert_ranks: args.ep,
             zero_centered_gamma: args.zero_centered_gamma,
         },
         dtype: args.dtype.dtype(),
@@ -201,6 +205,7 @@ fn refuse_layout_options(args: &ConvertArgs) -> anyhow::Result<()> {
         ("--projections", args.projections.is_some()),
         ("--experts", args.experts.is_some()),
         ("--tp", args.tp.is_some()),
+        ("--ep", args.ep.is_some()),
         ("--format", !matches!(args.format, FormatArg::Safetensors)),
         ("--max-shard-size", args.max_shard_size.is_some()),
         ("--dtype fp8", matches!(args.dtype, DtypeArg::Fp8)),

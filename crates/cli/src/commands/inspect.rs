@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::inspect::{InspectReport, inspect};
-use ballast_checkpoint::layout::{Form, Layout, Naming};
+use ballast_checkpoint::layout::{Form, Layout, Naming, Ranks};
 use ballast_report::format::percent;
 use clap::Args;
 
@@ -43,8 +43,14 @@ pub(crate) fn run(args: InspectArgs, global: &Global) -> anyhow::Result<Outcome>
 pub(super) fn layout_words(layout: &Layout) -> String {
     let form = |f| if f == Form::Fused { "fused" } else { "split" };
     match layout.naming {
-        Naming::Megatron if layout.ranks > 1 => format!("megatron, {} tensor-parallel ranks", layout.ranks),
-        Naming::Megatron => "megatron, one rank".into(),
+        Naming::Megatron => match layout.ranks {
+            Ranks { tensor: 1, expert: 1 } => "megatron, one rank".into(),
+            Ranks { tensor, expert: 1 } => format!("megatron, {tensor} tensor-parallel ranks"),
+            Ranks { tensor: 1, expert } => format!("megatron, {expert} expert-parallel ranks"),
+            Ranks { tensor, expert } => {
+                format!("megatron, {tensor} tensor-parallel x {expert} expert-parallel ranks")
+            }
+        },
         Naming::Gguf => "gguf".into(),
         naming => {
             let name = if naming == Naming::Hf { "hf" } else { "nemo" };

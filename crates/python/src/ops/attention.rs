@@ -1,6 +1,5 @@
 //! Causal softmax attention with f32 logits.
 
-use ballast_kernels::Scratch;
 use ballast_kernels::attention::{self, Dims, Grads, Input, Options, Saved, Selected};
 use pyo3::prelude::*;
 
@@ -58,9 +57,9 @@ pub fn attention_forward(
         let v = arguments.input("v", v)?;
         let input = Input { q, k, v, sinks, selected, before: 0, cu_seqlens: &cu_seqlens };
         let o = arguments.output("o", o)?;
-        threads::run(py, threads, || {
+        threads::run(py, threads, |scratch| {
             let mut saved = Saved::default();
-            attention::attention_forward(o, Some(&mut saved), &input, dims, &options, &Scratch::new(0))?;
+            attention::attention_forward(o, Some(&mut saved), &input, dims, &options, scratch)?;
             if lse.len() != saved.lse.len() {
                 let (name, expected, found) = ("lse", saved.lse.len(), lse.len());
                 return Err(ballast_kernels::KernelError::Length { name, expected, found });
@@ -110,12 +109,11 @@ pub fn attention_backward(
             dv: arguments.output("dv", dv)?,
             dsinks,
         };
-        threads::run(py, threads, || {
+        threads::run(py, threads, |scratch| {
             let keys = cu_seqlens[cu_seqlens.len() - 1];
             let mut workspace = vec![0.0; attention::attention_backward_workspace::<T>(dims, keys)];
-            let scratch = Scratch::new(0);
             attention::attention_backward(
-                grads, d_o, o, &input, &saved, dims, &options, &mut workspace, &scratch,
+                grads, d_o, o, &input, &saved, dims, &options, &mut workspace, scratch,
             )
         })
     })

@@ -1,6 +1,5 @@
 //! The causal convolution with SiLU.
 
-use ballast_kernels::Scratch;
 use ballast_kernels::conv::{self, Dims, Grads, Input};
 use pyo3::prelude::*;
 
@@ -38,8 +37,8 @@ pub fn conv_forward(
         };
         let y = arguments.output("y", y)?;
         let final_state = arguments.optional_output("final_states", final_state)?;
-        threads::run(py, threads, || {
-            conv::conv_forward(y, final_state, &input, dims, &Scratch::new(0))
+        threads::run(py, threads, |scratch| {
+            conv::conv_forward(y, final_state, &input, dims, scratch)
         })
     }))
 }
@@ -76,8 +75,8 @@ pub fn conv_backward(
             dweight: arguments.output("dweight", dweight)?,
             dstate: arguments.optional_output("dinitial_states", dstate)?,
         };
-        threads::run(py, threads, || {
-            conv::conv_backward(grads, dy, dfinal_state, &input, dims, &Scratch::new(0))
+        threads::run(py, threads, |scratch| {
+            conv::conv_backward(grads, dy, dfinal_state, &input, dims, scratch)
         })
     }))
 }

@@ -1,6 +1,5 @@
 //! The gated delta rule: forward, backward, and token by token.
 
-use ballast_kernels::Scratch;
 use ballast_kernels::gated_delta_rule::{
     self as gdn, Dims, GateGrads, Gates, Grads, Input, L2Norm, Options, Output, SavedMut, SavedRef,
 };
@@ -85,13 +84,12 @@ pub fn gated_delta_rule_forward(
             }
             None => None,
         };
-        threads::run(py, threads, || {
-            let scratch = Scratch::new(0);
+        threads::run(py, threads, |scratch| {
             match saved {
                 Some(saved) => {
-                    gdn::gated_delta_rule_forward_into(output, saved, &input, dims, &options, &scratch)
+                    gdn::gated_delta_rule_forward_into(output, saved, &input, dims, &options, scratch)
                 }
-                None => gdn::gated_delta_rule_forward(output, None, &input, dims, &options, &scratch),
+                None => gdn::gated_delta_rule_forward(output, None, &input, dims, &options, scratch),
             }
         })
     })
@@ -152,9 +150,8 @@ pub fn gated_delta_rule_backward(
             dh0,
         };
         let saved = SavedRef { q_rstd, k_rstd, q_normalized: &[], k_normalized: &[], states };
-        threads::run(py, threads, || {
-            let scratch = Scratch::new(0);
-            gdn::gated_delta_rule_backward(grads, d_o, dht, &input, saved, dims, &options, &scratch)
+        threads::run(py, threads, |scratch| {
+            gdn::gated_delta_rule_backward(grads, d_o, dht, &input, saved, dims, &options, scratch)
         })
     })
 }
@@ -196,8 +193,7 @@ pub fn gated_delta_rule_steps(
         let o = arguments.output::<T>("o", o)?;
         let (q, k) = (arguments.input::<T>("q", q)?, arguments.input::<T>("k", k)?);
         let v = arguments.input::<T>("v", v)?;
-        threads::run(py, threads, || {
-            let scratch = Scratch::new(0);
+        threads::run(py, threads, |scratch| {
             for (sequence, bounds) in cu_seqlens.windows(2).enumerate() {
                 let state = &mut state[sequence * state_len..][..state_len];
                 for t in bounds[0]..bounds[1] {
@@ -213,7 +209,7 @@ pub fn gated_delta_rule_steps(
                         &beta[gate],
                         dims,
                         &options,
-                        &scratch,
+                        scratch,
                     )?;
                 }
             }

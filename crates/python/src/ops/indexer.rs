@@ -1,6 +1,5 @@
 //! The sparse-attention indexer: selection of keys, and its loss.
 
-use ballast_kernels::Scratch;
 use ballast_kernels::attention::{self, Saved};
 use ballast_kernels::indexer::{self, Dims, Grads, Input, Options, Target};
 use pyo3::prelude::*;
@@ -36,8 +35,8 @@ pub fn indexer_topk(
     with_dtype!("q", q, T => {
         let (q, k) = (arguments.input::<T>("q", q)?, arguments.input("k", k)?);
         let input = Input { q, k, w, before: 0, cu_seqlens: &cu_seqlens };
-        threads::run(py, threads, || {
-            indexer::indexer_topk(selected, &input, dims, &Options::default(), topk, &Scratch::new(0))
+        threads::run(py, threads, |scratch| {
+            indexer::indexer_topk(selected, &input, dims, &Options::default(), topk, scratch)
         })
     })
 }
@@ -95,13 +94,12 @@ pub fn indexer_loss(
             }),
             None => None,
         };
-        threads::run(py, threads, || {
+        threads::run(py, threads, |scratch| {
             let target =
                 Target { input: &attended, saved: &saved, dims: served, options: &served_options };
             let keys = cu_seqlens[cu_seqlens.len() - 1];
             let mut workspace = vec![0.0; indexer::indexer_loss_workspace(dims, keys)];
-            let scratch = Scratch::new(0);
-            indexer::indexer_loss(grads, &input, &target, dims, &options, &mut workspace, &scratch)
+            indexer::indexer_loss(grads, &input, &target, dims, &options, &mut workspace, scratch)
         })
     })
 }

@@ -1,6 +1,5 @@
 //! Output projection and cross entropy in one.
 
-use ballast_kernels::Scratch;
 use ballast_kernels::linear::Dims;
 use ballast_kernels::linear_cross_entropy::{self as loss, Grads, Options};
 use pyo3::prelude::*;
@@ -35,14 +34,13 @@ pub fn linear_cross_entropy(
         let hidden = arguments.input::<T>("hidden", hidden)?;
         let weight = arguments.input::<W>("weight", weight)?;
         let dhidden = arguments.optional_output("dhidden", dhidden)?;
-        threads::run(py, threads, || {
+        threads::run(py, threads, |scratch| {
             let scale = 1.0 / loss::counted_tokens(targets, &options).max(1) as f32;
             let grads = dhidden.map(|dhidden| Grads { dhidden, dw, scale });
             let tokens = targets.len();
             let mut workspace = vec![0.0; loss::linear_cross_entropy_workspace(dims, tokens, &options)];
-            let scratch = Scratch::new(loss::linear_cross_entropy_scratch(dims, tokens, &options));
             let all = loss::linear_cross_entropy(
-                grads, hidden, weight, targets, dims, &options, &mut workspace, &scratch,
+                grads, hidden, weight, targets, dims, &options, &mut workspace, scratch,
             )?;
             Ok((all.sum, all.tokens))
         })

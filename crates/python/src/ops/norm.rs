@@ -1,6 +1,5 @@
 //! The gated RMSNorm.
 
-use ballast_kernels::Scratch;
 use ballast_kernels::norm::{self, Saved};
 use pyo3::prelude::*;
 
@@ -25,7 +24,7 @@ pub fn gated_rms_norm_forward(
         let y = arguments.output::<T>("y", y)?;
         let (x, z) = (arguments.input::<T>("x", x)?, arguments.input::<T>("z", z)?);
         let weight = arguments.input::<W>("weight", weight)?;
-        threads::run(py, threads, || {
+        threads::run(py, threads, |_| {
             let mut saved = Saved::default();
             norm::gated_rms_norm_forward(y, Some(&mut saved), x, z, weight, eps)?;
             if rstd.len() != saved.rstd.len() {
@@ -59,8 +58,8 @@ pub fn gated_rms_norm_backward(
         let (dx, dz) = (arguments.output::<T>("dx", dx)?, arguments.output::<T>("dz", dz)?);
         let (x, z) = (arguments.input::<T>("x", x)?, arguments.input::<T>("z", z)?);
         let (dy, weight) = (arguments.input::<T>("dy", dy)?, arguments.input::<W>("weight", weight)?);
-        threads::run(py, threads, || {
-            norm::gated_rms_norm_backward(dx, dz, dweight, dy, x, z, weight, &saved, &Scratch::new(0))
+        threads::run(py, threads, |scratch| {
+            norm::gated_rms_norm_backward(dx, dz, dweight, dy, x, z, weight, &saved, scratch)
         })
     }))
 }
