@@ -2,7 +2,8 @@
 //!
 //! C = alpha A B + beta C, where A, B and C are strided views. The result depends on shapes and values alone.
 //! Large products go to the `gemm` crates, which pack their operands; the module `small` multiplies blocks
-//! that are in a cache already, `bf16` two operands stored in bf16. [`matmul_f64`] is for references in f64.
+//! that are in a cache already, `packed` large tiles on AVX2, `bf16` two operands stored in bf16. [`matmul_f64`]
+//! is for references in f64.
 //!
 //! # Example
 //! ```
@@ -17,9 +18,11 @@
 //! ```
 
 mod bf16;
+mod packed;
 mod small;
 
-pub(crate) use bf16::{SCRATCH as BF16_SCRATCH, Side, dot_bf16, matmul_tile_bf16};
+pub(crate) use bf16::{SCRATCH as BF16_SCRATCH, dot_bf16, matmul_tile_bf16};
+pub(crate) use packed::{SCRATCH as PACKED_SCRATCH, is_packed, matmul_tile_packed};
 pub(crate) use small::{By, Onto, matmul_small};
 
 use std::ops::Range;
@@ -107,6 +110,16 @@ impl<'a, T> Mat<'a, T> {
             ..self
         }
     }
+}
+
+/// A or B, seen from its outer index o (a row of A, a column of B) and the inner index l.
+#[derive(Clone, Copy)]
+pub(crate) struct Side<'a, T> {
+    pub(crate) data: &'a [T],
+    /// Stride of the index that is stored first.
+    pub(crate) stride: usize,
+    /// True if (o, l) is at `o * stride + l`, false if it is at `l * stride + o`.
+    pub(crate) outer_first: bool,
 }
 
 /// Number of elements from the first to the last of a row-major matrix, including gaps between rows; `None`

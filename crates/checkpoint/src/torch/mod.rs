@@ -141,10 +141,12 @@ pub(crate) fn read(format: Format) -> Result<TorchCheckpoint> {
             checkpoint.ranks.push(model);
         }
         Format::Ranks(folder) => {
-            let ranks = RankFolders::in_folder(&folder)?.into_iter();
-            let ranks = ranks.inspect(|ranks| checkpoint.expert_ranks = ranks.expert_ranks);
-            let folders: Vec<PathBuf> = ranks.flat_map(|ranks| ranks.folders).collect();
-            for folder in folders {
+            let Some(ranks) = RankFolders::in_folder(&folder)? else {
+                let problem = "the folders of its ranks have disappeared".into();
+                return Err(Error::NoCheckpoint { path: folder, problem });
+            };
+            checkpoint.expert_ranks = ranks.expert_ranks;
+            for folder in ranks.folders {
                 let file = checkpoint.open(&folder.join(RANK_FILE))?;
                 let saved = read_file(&file)?;
                 if let Some(problem) = saved.unsupported_ranks {

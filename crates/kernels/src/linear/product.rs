@@ -2,9 +2,12 @@
 
 use rayon::prelude::*;
 
-use crate::matmul::{BF16_SCRATCH, Mat, Side, matmul_tile, matmul_tile_bf16};
+use crate::matmul::{
+    BF16_SCRATCH, Mat, PACKED_SCRATCH, Side, is_packed, matmul_tile, matmul_tile_bf16, matmul_tile_packed,
+};
 use crate::shared::Shared;
 use crate::{Element, Scratch};
+use half::bf16;
 
 /// Most rows of a tile of C.
 const M: usize = 256;
@@ -12,6 +15,9 @@ const M: usize = 256;
 const N: usize = 512;
 /// Tile sizes, the most efficient first.
 const TILES: [(usize, usize); 5] = [(M, N), (256, 256), (128, 256), (128, 128), (64, 128)];
+/// Tile sizes of a packed product: the larger a tile, the less is packed.
+const PACKED_TILES: [(usize, usize); 7] =
+    [(1024, N), (512, N), (256, N), (256, 256), (128, 256), (128, 128), (64, 128)];
 /// Fewest tiles of a product that is large enough: there may be as many threads.
 const FEWEST: usize = 16;
 /// Block size of the inner dimension.
@@ -25,8 +31,12 @@ const fn panel(outer: usize) -> usize {
     if stored_by_outer > stored_by_inner { stored_by_outer } else { stored_by_inner }
 }
 
-/// Number of f32 of the panels of A and B, widened or in bf16.
-const PANELS: usize = if panel(M) + panel(N) > BF16_SCRATCH { panel(M) + panel(N) } else { BF16_SCRATCH };
+/// Number of f32 of the panels of A and B: widened, packed or in bf16.
+const PANELS: usize = most(panel(M) + panel(N), most(PACKED_SCRATCH, BF16_SCRATCH));
+
+const fn most(a: usize, b: usize) -> usize {
+    if a > b { a } else { b }
+}
 
 /// Number of f32 of a task: the panels and a tile of C.
 pub(super) const SCRATCH: usize = PANELS + M * N;
@@ -48,11 +58,11 @@ impl<'a, T: Element> Operand<'a, T> {
         Operand { transposed: !self.transposed, ..self }
     }
 
-    /// Part from row i and column j on, if it is bf16. The outer index is the row of A or the column of B.
-    fn bf16(&self, i: usize, j: usize, outer_is_row: bool) -> Option<Side<'a>> {
+    /// Part from row i and column j on. The outer index is the row of A or the column of B.
+    fn side(&self, i: usize, j: usize, outer_is_row: bool) -> Side<'a, T> {
         let (i, j) = if self.transposed { (j, i) } else { (i, j) };
-        let data = T::as_bf16(&self.data[i * self.stride + j..])?;
-        Some(Side { data, stride: self.stride, outer_first: outer_is_row != self.transposed })
+        let data = &self.data[i * self.stride + j..];
+        Side { data, stride: self.stride, outer_first: outer_is_row != self.transposed }
     }
 
     /// Block of rows and columns from (i, j) on: a view if it is f32 and not transposed, else a copy in
@@ -75,16 +85,21 @@ impl<'a, T: Element> Operand<'a, T> {
     }
 }
 
+fn in_bf16<T: Element>(Side { data, stride, outer_first }: Side<'_, T>) -> Option<Side<'_, bf16>> {
+    Some(Side { data: T::as_bf16(data)?, stride, outer_first })
+}
+
 /// Called with each row of a tile and its first column, before the row is stored.
 type Finish<'a> = &'a (dyn Fn(&mut [f32], usize) + Sync);
 
-/// A tile of C: its first row and column, its rows and columns.
+/// A tile of C: its first row and column, its rows and columns, and the way to compute it.
 #[derive(Clone, Copy)]
 struct Tile {
     i: usize,
     j: usize,
     rows: usize,
     columns: usize,
+    packed: bool,
 }
 
 /// C [m, n] = (C +) A [m, k] B [k, n], then `finish` on every row of every tile.
@@ -97,12 +112,13 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     finish: Option<Finish<'_>>,
     scratch: &Scratch,
 ) {
-    let enough = |(rows, columns): &(usize, usize)| m.div_ceil(*rows) * n.div_ceil(*columns) >= FEWEST;
-    let (rows, columns) = TILES.into_iter().find(enough).unwrap_or(TILES[TILES.len() - 1]);
-    let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
+    // A tile that is stored in bf16 is summed up in the scratch.
+    let most_rows = if C::as_f32(c).is_some() { usize::MAX } else { M };
+    let (rows, columns) = tile_size(m, n, most_rows);
+    let (down, across, packed) = (m.div_ceil(rows), n.div_ceil(columns), is_packed(m));
     let tile = |index: usize| {
         let (i, j) = (index % down * rows, index / down * columns);
-        Tile { i, j, rows: rows.min(m - i), columns: columns.min(n - j) }
+        Tile { i, j, rows: rows.min(m - i), columns: columns.min(n - j), packed }
     };
     let tasks = (0..down * across).into_par_iter().map(tile);
     if let Some(c) = C::as_f32_mut(c) {
@@ -145,8 +161,25 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     });
 }
 
+/// Rows and columns of a tile of an m x n product.
+fn tile_size(m: usize, n: usize, most_rows: usize) -> (usize, usize) {
+    let count = |(rows, columns): (usize, usize)| m.div_ceil(rows) * n.div_ceil(columns);
+    if !is_packed(m) {
+        let enough = |tile: &(usize, usize)| count(*tile) >= FEWEST;
+        return TILES.into_iter().find(enough).unwrap_or(TILES[TILES.len() - 1]);
+    }
+    // Tiles do not change the bits of a packed product, so they may depend on the number of threads: at least
+    // two for each, and few threads that wait for the last ones.
+    let threads = rayon::current_num_threads();
+    let even = |tile: &(usize, usize)| {
+        let tiles = count(*tile);
+        tile.0 <= most_rows && tiles >= 2 * threads && 25 * tiles.next_multiple_of(threads) <= 26 * tiles
+    };
+    PACKED_TILES.into_iter().find(even).unwrap_or(PACKED_TILES[PACKED_TILES.len() - 1])
+}
+
 /// One tile of A B, at `begin` of c, whose rows are `stride` apart; in bf16 if both operands are and the
-/// machine supports it.
+/// machine supports it, and packed once on AVX2.
 ///
 /// # Safety
 /// No part of the tile's rows may be read or written elsewhere during the call.
@@ -157,7 +190,7 @@ unsafe fn fill<A: Element, B: Element>(
     accumulate: bool,
     a: Operand<'_, A>,
     b: Operand<'_, B>,
-    Tile { i, j, rows, columns }: Tile,
+    Tile { i, j, rows, columns, packed }: Tile,
     k: usize,
     panels: &mut [f32],
 ) {
@@ -170,11 +203,16 @@ unsafe fn fill<A: Element, B: Element>(
     if k == 0 {
         return;
     }
-    if let (Some(a), Some(b)) = (a.bf16(i, 0, true), b.bf16(0, j, false)) {
+    let (left, right, shape) = (a.side(i, 0, true), b.side(0, j, false), (rows, columns, k));
+    if let (Some(left), Some(right)) = (in_bf16(left), in_bf16(right)) {
         // SAFETY: the caller's guarantee.
-        if unsafe { matmul_tile_bf16(c, begin, stride, accumulate, a, b, (rows, columns, k), panels) } {
+        if unsafe { matmul_tile_bf16(c, begin, stride, accumulate, left, right, shape, panels) } {
             return;
         }
+    }
+    if packed {
+        // SAFETY: the caller's guarantee.
+        return unsafe { matmul_tile_packed(c, begin, stride, accumulate, left, right, shape, panels) };
     }
     let (pa, pb) = panels.split_at_mut(panel(M));
     for l in (0..k).step_by(K) {

@@ -15,7 +15,7 @@
 
 use half::bf16;
 
-use super::extent;
+use super::{Side, extent};
 use crate::shared::Shared;
 
 /// Most rows of C in one product.
@@ -38,16 +38,6 @@ const A_LEN: usize = if M * A_ROW > PAIRS * A_COLUMN { M * A_ROW } else { PAIRS 
 /// Number of f32 of the copies of A and B.
 pub(crate) const SCRATCH: usize = A_LEN + N.div_ceil(WIDTH) * WIDTH * PAIRS;
 
-/// A or B, seen from its outer index o (a row of A, a column of B) and the inner index l.
-#[derive(Clone, Copy)]
-pub(crate) struct Side<'a> {
-    pub(crate) data: &'a [bf16],
-    /// Stride of the index that is stored first.
-    pub(crate) stride: usize,
-    /// True if (o, l) is at `o * stride + l`, false if it is at `l * stride + o`.
-    pub(crate) outer_first: bool,
-}
-
 /// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C whose first element is `begin`, while other
 /// threads write other tiles. Returns false and does nothing if the machine lacks the instructions.
 ///
@@ -62,8 +52,8 @@ pub(crate) unsafe fn matmul_tile_bf16(
     begin: usize,
     row_stride: usize,
     add: bool,
-    a: Side<'_>,
-    b: Side<'_>,
+    a: Side<'_, bf16>,
+    b: Side<'_, bf16>,
     (m, n, k): (usize, usize, usize),
     panels: &mut [f32],
 ) -> bool {
@@ -161,8 +151,8 @@ mod x86 {
     pub(super) unsafe fn blocks(
         tile: Tile,
         add: bool,
-        a: Side<'_>,
-        b: Side<'_>,
+        a: Side<'_, bf16>,
+        b: Side<'_, bf16>,
         k: usize,
         panels: &mut [f32],
     ) {
@@ -197,7 +187,7 @@ mod x86 {
     }
 
     /// The first `n` elements of the stored rows l and l + 1; the second is zero when it is not below `end`.
-    fn pair_of_rows<'a>(side: Side<'a>, l: usize, end: usize, n: usize) -> (&'a [bf16], &'a [bf16]) {
+    fn pair_of_rows<'a>(side: Side<'a, bf16>, l: usize, end: usize, n: usize) -> (&'a [bf16], &'a [bf16]) {
         let row = |l: usize| &side.data[l * side.stride..][..n];
         (row(l), if l + 1 < end { row(l + 1) } else { &ZEROS[..n] })
     }
@@ -231,7 +221,7 @@ mod x86 {
     }
 
     /// Rows of A, which are pairs already.
-    fn copy_rows(panel: &mut [u32], a: Side<'_>, inner: std::ops::Range<usize>, rows: usize) {
+    fn copy_rows(panel: &mut [u32], a: Side<'_, bf16>, inner: std::ops::Range<usize>, rows: usize) {
         for (i, row) in
             bytemuck::cast_slice_mut::<u32, bf16>(panel).chunks_mut(2 * A_ROW).take(rows).enumerate()
         {
@@ -242,7 +232,7 @@ mod x86 {
 
     /// Strips of B whose columns are stored, sixteen columns and sixteen pairs at a time.
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn transpose(panel: &mut [u32], b: Side<'_>, inner: std::ops::Range<usize>, columns: usize) {
+    fn transpose(panel: &mut [u32], b: Side<'_, bf16>, inner: std::ops::Range<usize>, columns: usize) {
         for j in (0..columns).step_by(16) {
             let strip = &mut panel[j / WIDTH * PAIRS * WIDTH + j % WIDTH..];
             for l in inner.clone().step_by(32) {
@@ -400,7 +390,7 @@ mod tests {
             Operand { data: cast(&Values::new(seed).take(rows * stride, 1.0)), stride, outer_first }
         }
 
-        fn side(&self) -> Side<'_> {
+        fn side(&self) -> Side<'_, bf16> {
             Side { data: &self.data, stride: self.stride, outer_first: self.outer_first }
         }
 
