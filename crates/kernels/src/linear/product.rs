@@ -114,8 +114,9 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
 ) {
     // A tile that is stored in bf16 is summed up in the scratch.
     let most_rows = if C::as_f32(c).is_some() { usize::MAX } else { M };
-    let (rows, columns) = tile_size(m, n, most_rows);
-    let (down, across, packed) = (m.div_ceil(rows), n.div_ceil(columns), is_packed(m));
+    let packed = is_packed((m, n, k));
+    let (rows, columns) = tile_size(m, n, packed, most_rows);
+    let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
     let tile = |index: usize| {
         let (i, j) = (index % down * rows, index / down * columns);
         Tile { i, j, rows: rows.min(m - i), columns: columns.min(n - j), packed }
@@ -162,9 +163,9 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
 }
 
 /// Rows and columns of a tile of an m x n product.
-fn tile_size(m: usize, n: usize, most_rows: usize) -> (usize, usize) {
+fn tile_size(m: usize, n: usize, packed: bool, most_rows: usize) -> (usize, usize) {
     let count = |(rows, columns): (usize, usize)| m.div_ceil(rows) * n.div_ceil(columns);
-    if !is_packed(m) {
+    if !packed {
         let enough = |tile: &(usize, usize)| count(*tile) >= FEWEST;
         return TILES.into_iter().find(enough).unwrap_or(TILES[TILES.len() - 1]);
     }

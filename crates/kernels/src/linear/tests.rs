@@ -120,6 +120,14 @@ fn any_number_of_threads_gives_the_same_bits() {
     }
 }
 
+/// Sizes that are multiples of no tile, large enough to be packed on AVX2.
+#[test]
+fn a_large_product_agrees_with_triple_loops() {
+    let problem = Problem::new(301, 263, 273, 7);
+    problem.check::<f32, f32, f32>();
+    problem.check::<f32, bf16, bf16>();
+}
+
 #[test]
 fn a_token_of_a_few_gives_the_bits_it_gives_alone() {
     let problem = Problem::new(7, 133, 70, 2);

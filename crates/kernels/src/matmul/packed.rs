@@ -21,6 +21,8 @@ const M: usize = 256;
 pub(crate) const N: usize = 512;
 /// Fewest rows of C for which packing B pays.
 const FEWEST_ROWS: usize = 24;
+/// Fewest products of elements for which it pays to pack at all.
+const FEWEST_PRODUCTS: usize = 1 << 24;
 /// Block size of the inner index.
 const K: usize = 256;
 /// Gap between the rows of the copied A: rows a power of two apart would share a few sets of the L1 cache.
@@ -38,9 +40,11 @@ const A_LEN: usize =
 /// Number of f32 of the copies of A and B.
 pub(crate) const SCRATCH: usize = A_LEN + N.div_ceil(WIDTH) * WIDTH * K;
 
-/// Returns true if a product of so many rows should be divided into tiles for [`matmul_tile_packed`].
-pub(crate) fn is_packed(rows: usize) -> bool {
-    crate::simd::level() == crate::simd::Level::Avx2 && rows >= FEWEST_ROWS
+/// Returns true if a product C [m, n] = A [m, k] B [k, n] should be divided into tiles for
+/// [`matmul_tile_packed`].
+pub(crate) fn is_packed((m, n, k): (usize, usize, usize)) -> bool {
+    let large = m >= FEWEST_ROWS && m.saturating_mul(n).saturating_mul(k) >= FEWEST_PRODUCTS;
+    large && crate::simd::level() == crate::simd::Level::Avx2
 }
 
 /// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C whose first element is `begin`, while other
@@ -439,6 +443,31 @@ mod tests {
             check::<f32, f32>((M + 7, N, 8), ta, tb, true, 0);
             check::<f32, bf16>((31, 33, 2 * K + 5), ta, tb, false, 1);
         }
+    }
+
+    /// Both sum up in f32, in different orders.
+    #[test]
+    fn it_is_as_exact_as_the_other_product() {
+        if detected() < Level::Avx2 {
+            return;
+        }
+        let (m, n, k) = (48, 64, 1000);
+        let (a, b) = (Matrix::<f32>::new(m, k, false, 1), Matrix::<f32>::new(k, n, true, 2));
+        let (mut packed, mut other) = (vec![0.0; m * n], vec![0.0; m * n]);
+        let tile = x86::Tile { c: packed.as_mut_ptr(), row_stride: n, m, n };
+        // SAFETY: C has m rows of n elements and is this call's alone; the machine has AVX2.
+        unsafe { x86::blocks(tile, false, a.side(true), b.side(false), k, &mut vec![0.0; SCRATCH]) };
+        matmul_strided(&mut other, n, 1.0, a.mat(), b.mat(), 0.0);
+        let error = |c: &[f32]| {
+            let exact = |i: usize, j: usize| -> f64 {
+                (0..k).map(|l| a.wide[i * k + l] as f64 * b.wide[j * k + l] as f64).sum()
+            };
+            let squares = (0..m * n).map(|at| (c[at] as f64 - exact(at / n, at % n)).powi(2));
+            (squares.sum::<f64>() / (m * n) as f64).sqrt()
+        };
+        let (packed, other) = (error(&packed), error(&other));
+        println!("root mean square error: packed {packed:.2e}, other {other:.2e}");
+        assert!(packed <= 1.2 * other && packed > 0.0, "{packed} and {other}");
     }
 
     #[test]
