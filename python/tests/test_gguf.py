@@ -68,7 +68,8 @@ def test_an_adapter_has_the_values_of_its_factors(root: Path, tmp_path: Path) ->
     base = root / "fixtures/release/qwen3_5"
     hidden = json.loads((base / "config.json").read_text())["text_config"]["hidden_size"]
     module = "base_model.model.model.language_model.layers.0.mlp.down_proj"
-    width = next(t.shape[1] for t in inspect(base, tensors=True).tensors if t.name.endswith("layers.0.mlp.down_proj.weight"))
+    shapes = {t.name: t.shape for t in inspect(base, tensors=True).tensors}
+    width = shapes["model.language_model.layers.0.mlp.down_proj.weight"][1]
     factors = {
         f"{module}.lora_A.weight": np.linspace(-1, 1, 4 * width, dtype=np.float32).reshape(4, width),
         f"{module}.lora_B.weight": np.linspace(2, 3, hidden * 4, dtype=np.float32).reshape(hidden, 4),
