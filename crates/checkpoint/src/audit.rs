@@ -70,9 +70,9 @@ pub struct DecayCost {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Values {
-    /// Those of all tensors.
+    /// Values of all tensors.
     All,
-    /// Those of the protected tensors: for a checkpoint on a server.
+    /// Values of the protected tensors: for a checkpoint on a server.
     Protected,
 }
 

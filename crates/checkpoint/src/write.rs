@@ -94,8 +94,8 @@ pub struct WritePlan {
 }
 
 impl WritePlan {
-    /// Plans the files in `folder` (or the single file `single_file` in it) for these tensors, by rank, with so many
-    /// expert-parallel ranks for each tensor-parallel one.
+    /// Plans the files in `folder` (or the single file `single_file` in it) for these tensors, by rank, with
+    /// `expert_ranks` for each tensor-parallel rank.
     pub fn new(
         folder: &Path,
         single_file: Option<&str>,

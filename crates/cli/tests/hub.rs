@@ -8,7 +8,6 @@ mod server;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 
 use ballast_checkpoint::synthetic::SyntheticModel;
 use common::{Run, Scratch, run};
@@ -112,7 +111,6 @@ fn a_wait_for_a_busy_hub_is_announced_and_ends_with_a_signal() {
     let stage = Stage::synthetic();
     stage.hub.set_fault(|_| Some(Response::new(429, "").with("retry-after", "200")));
     let mut command = stage.command(&["convert", ADDRESS, "unused"]);
-    let begun = Instant::now();
     let mut child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     let mut line = String::new();
@@ -121,7 +119,7 @@ fn a_wait_for_a_busy_hub_is_announced_and_ends_with_a_signal() {
     let signal = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
     assert!(signal.success());
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert!(begun.elapsed() < Duration::from_secs(100));
+    assert_eq!(stage.hub.requests(), 1, "no second attempt");
 }
 
 #[test]

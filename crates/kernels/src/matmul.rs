@@ -1,9 +1,9 @@
 //! Matrix products on one thread.
 //!
 //! C = alpha A B + beta C, where A, B and C are strided views. The result depends on shapes and values alone.
-//! Large products go to the `gemm` crates, which pack their operands; the module `small` multiplies blocks
-//! that are in a cache already, `packed` large tiles on AVX2, `bf16` two operands stored in bf16. [`matmul_f64`]
-//! is for references in f64.
+//! Products go to the `gemm` crates, which pack their operands, but for these: the module `small` multiplies
+//! blocks that are in a cache already, `packed` tiles of large linear layers on AVX2, `bf16` two operands stored
+//! in bf16. [`matmul_f64`] is for references in f64.
 //!
 //! # Example
 //! ```
@@ -122,6 +122,27 @@ pub(crate) struct Side<'a, T> {
     pub(crate) outer_first: bool,
 }
 
+/// Tile of C [m, n] whose rows are `row_stride` apart, while other threads write other tiles.
+#[derive(Clone, Copy)]
+struct Tile {
+    c: *mut f32,
+    row_stride: usize,
+    m: usize,
+    n: usize,
+}
+
+impl Tile {
+    /// Tile from element `begin` of C on.
+    ///
+    /// # Panics
+    /// If the tile is not inside C, or its rows overlap.
+    fn new(c: &Shared<'_, f32>, begin: usize, row_stride: usize, m: usize, n: usize) -> Tile {
+        assert!(row_stride >= n, "rows of C overlap");
+        let c = c.pointer(begin, extent(m, n, row_stride).expect("C is too short"));
+        Tile { c, row_stride, m, n }
+    }
+}
+
 /// Number of elements from the first to the last of a row-major matrix, including gaps between rows; `None`
 /// if it does not fit in a `usize`. Unsafe code relies on it: every offset of an element is below it and does
 /// not wrap.
@@ -178,10 +199,9 @@ pub(crate) unsafe fn matmul_tile(
     if m == 0 || n == 0 {
         return;
     }
-    assert!(row_stride >= n, "rows of C overlap");
-    let data = c.pointer(begin, extent(m, n, row_stride).expect("C is too short"));
-    // SAFETY: `pointer` has checked that the tile lies inside C; exclusive by the caller's guarantee.
-    unsafe { product(data, row_stride, 1.0, a, b, beta) }
+    let tile = Tile::new(c, begin, row_stride, m, n);
+    // SAFETY: the tile lies inside C; exclusive by the caller's guarantee.
+    unsafe { product(tile.c, row_stride, 1.0, a, b, beta) }
 }
 
 /// # Safety

@@ -29,7 +29,7 @@ const MESSAGE_CHARACTERS: usize = 200;
 /// Waits from this time on are announced.
 const NOTICED: Duration = Duration::from_secs(2);
 
-/// What the program does while a request waits for its next attempt.
+/// Functions of the program that a waiting request calls.
 pub struct Waiting {
     /// Says that a wait begins: how long, and why.
     pub announce: fn(&str),
@@ -39,7 +39,7 @@ pub struct Waiting {
 
 static WAITING: OnceLock<Waiting> = OnceLock::new();
 
-/// Sets what the program does while a request waits for its next attempt; the first call counts.
+/// Sets the functions that a waiting request calls; the first call counts.
 pub fn set_waiting(waiting: Waiting) {
     let _ = WAITING.set(waiting);
 }

@@ -226,7 +226,7 @@ pub fn list(path: &Path, bytes: Vec<u8>) -> Result<Vec<(String, Dtype, Vec<u64>)
     saved.model.into_iter().chain(saved.state).map(described).collect()
 }
 
-/// What one file of `torch.save` has.
+/// Content of one file of `torch.save`.
 struct SavedFile {
     /// Tensors of the model.
     model: Vec<Found>,

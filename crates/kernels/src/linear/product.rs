@@ -1,5 +1,6 @@
 //! C [m, n] (+)= A B in tiles, for operands of any storage type.
 
+use half::bf16;
 use rayon::prelude::*;
 
 use crate::matmul::{
@@ -7,7 +8,6 @@ use crate::matmul::{
 };
 use crate::shared::Shared;
 use crate::{Element, Scratch};
-use half::bf16;
 
 /// Most rows of a tile of C.
 const M: usize = 256;
@@ -27,8 +27,7 @@ const GAP: usize = 16;
 
 /// Number of f32 of a panel of A or B with `outer` rows or columns, for either storage order.
 const fn panel(outer: usize) -> usize {
-    let (stored_by_outer, stored_by_inner) = (outer * (K + GAP), K * (outer + GAP));
-    if stored_by_outer > stored_by_inner { stored_by_outer } else { stored_by_inner }
+    most(outer * (K + GAP), K * (outer + GAP))
 }
 
 /// Number of f32 of the panels of A and B: widened, packed or in bf16.

@@ -15,7 +15,7 @@
 
 use half::bf16;
 
-use super::{Side, extent};
+use super::{Side, Tile};
 use crate::shared::Shared;
 
 /// Most rows of C in one product.
@@ -59,13 +59,11 @@ pub(crate) unsafe fn matmul_tile_bf16(
 ) -> bool {
     #[cfg(target_arch = "x86_64")]
     if crate::simd::level() >= crate::simd::Level::Avx512Bf16 {
-        assert!(m <= M && n <= N && row_stride >= n, "a tile of {m}x{n} with stride {row_stride}");
+        assert!(m <= M && n <= N, "a tile of {m}x{n}");
         assert!(panels.len() >= SCRATCH, "panels must have {SCRATCH} f32, got {}", panels.len());
         if m > 0 && n > 0 {
-            let c = c.pointer(begin, extent(m, n, row_stride).expect("C is too short"));
-            // SAFETY: `pointer` has checked that the tile lies inside C; exclusive by the caller's guarantee.
-            // This machine has the level.
-            unsafe { x86::blocks(x86::Tile { c, row_stride, m, n }, add, a, b, k, panels) };
+            // SAFETY: the tile lies inside C; exclusive by the caller's guarantee. This machine has the level.
+            unsafe { x86::blocks(Tile::new(c, begin, row_stride, m, n), add, a, b, k, panels) };
         }
         return true;
     }
@@ -93,7 +91,7 @@ mod x86 {
 
     use half::bf16;
 
-    use super::{A_COLUMN, A_LEN, A_ROW, M, PAIRS, Side, WIDTH};
+    use super::{A_COLUMN, A_LEN, A_ROW, M, PAIRS, Side, Tile, WIDTH};
 
     /// Rows of a tile in registers.
     const ROWS: usize = 8;
@@ -131,15 +129,6 @@ mod x86 {
     fn pairs(register: __m512i) -> __m512bh {
         // SAFETY: both types have the same size, and any bits are valid.
         unsafe { transmute(register) }
-    }
-
-    /// Tile of C.
-    #[derive(Clone, Copy)]
-    pub(super) struct Tile {
-        pub(super) c: *mut f32,
-        pub(super) row_stride: usize,
-        pub(super) m: usize,
-        pub(super) n: usize,
     }
 
     /// Block after block of the inner index.

@@ -12,8 +12,10 @@
 //! The sum of an element runs over a block from first to last and is then added to C. So its bits depend on its
 //! row of A and its column of B alone, and a product may be divided into tiles of any size.
 
-use super::Side;
+use super::{Side, Tile};
+use crate::Element;
 use crate::shared::Shared;
+use crate::simd::{Level, detected, level};
 
 /// Most rows of C for which A is packed at once.
 const M: usize = 256;
@@ -35,8 +37,8 @@ const ROWS: usize = 6;
 const WIDTH: usize = 16;
 
 /// Number of f32 of the copy of A.
-const A_LEN: usize =
-    if M * A_ROW > M.div_ceil(ROWS) * ROWS * K { M * A_ROW } else { M.div_ceil(ROWS) * ROWS * K };
+const A_LEN: usize = M * A_ROW;
+const _: () = assert!(A_LEN >= M.div_ceil(ROWS) * ROWS * K);
 /// Number of f32 of the copies of A and B.
 pub(crate) const SCRATCH: usize = A_LEN + N.div_ceil(WIDTH) * WIDTH * K;
 
@@ -44,7 +46,7 @@ pub(crate) const SCRATCH: usize = A_LEN + N.div_ceil(WIDTH) * WIDTH * K;
 /// [`matmul_tile_packed`].
 pub(crate) fn is_packed((m, n, k): (usize, usize, usize)) -> bool {
     let large = m >= FEWEST_ROWS && m.saturating_mul(n).saturating_mul(k) >= FEWEST_PRODUCTS;
-    large && crate::simd::level() == crate::simd::Level::Avx2
+    large && level() == Level::Avx2
 }
 
 /// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C whose first element is `begin`, while other
@@ -56,7 +58,7 @@ pub(crate) fn is_packed((m, n, k): (usize, usize, usize)) -> bool {
 /// # Panics
 /// If the shapes do not match, the tile has more than [`N`] columns, `panels` are shorter than [`SCRATCH`], or
 /// the machine has no AVX2.
-pub(crate) unsafe fn matmul_tile_packed<A: crate::Element, B: crate::Element>(
+pub(crate) unsafe fn matmul_tile_packed<A: Element, B: Element>(
     c: &Shared<'_, f32>,
     begin: usize,
     row_stride: usize,
@@ -66,18 +68,17 @@ pub(crate) unsafe fn matmul_tile_packed<A: crate::Element, B: crate::Element>(
     (m, n, k): (usize, usize, usize),
     panels: &mut [f32],
 ) {
-    assert!(crate::simd::detected() >= crate::simd::Level::Avx2, "this machine has no AVX2");
-    assert!(n <= N && row_stride >= n, "a tile of {m}x{n} with stride {row_stride}");
+    assert!(detected() >= Level::Avx2, "this machine has no AVX2");
+    assert!(n <= N, "a tile of {m}x{n}");
     assert!(panels.len() >= SCRATCH, "panels must have {SCRATCH} f32, got {}", panels.len());
     if m == 0 || n == 0 {
         return;
     }
-    let c = c.pointer(begin, super::extent(m, n, row_stride).expect("C is too short"));
+    let tile = Tile::new(c, begin, row_stride, m, n);
+    // SAFETY: the tile lies inside C; exclusive by the caller's guarantee. This machine has the level.
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: `pointer` has checked that the tile lies inside C; exclusive by the caller's guarantee. This
-    // machine has the level.
     unsafe {
-        x86::blocks(x86::Tile { c, row_stride, m, n }, add, a, b, k, panels)
+        x86::blocks(tile, add, a, b, k, panels)
     };
     #[cfg(not(target_arch = "x86_64"))]
     unreachable!("no other machine has AVX2")
@@ -88,17 +89,8 @@ mod x86 {
     use std::arch::x86_64::*;
     use std::ops::Range;
 
-    use super::{A_LEN, A_ROW, K, M, ROWS, Side, WIDTH};
+    use super::{A_LEN, A_ROW, K, M, ROWS, Side, Tile, WIDTH};
     use crate::Element;
-
-    /// Tile of C.
-    #[derive(Clone, Copy)]
-    pub(super) struct Tile {
-        pub(super) c: *mut f32,
-        pub(super) row_stride: usize,
-        pub(super) m: usize,
-        pub(super) n: usize,
-    }
 
     /// Block after block of the inner index.
     ///
@@ -345,11 +337,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::Element;
     use crate::matmul::{Mat, matmul_strided, tests::values};
-    use crate::simd::{Level, detected};
 
-    /// A matrix [rows, columns] in `order`, as a side and as the matrix that the `gemm` crates take.
+    /// A matrix [rows, columns], stored by rows or transposed, and its values in f32.
     struct Matrix<T> {
         stored: Vec<T>,
         wide: Vec<f32>,
@@ -410,7 +400,7 @@ mod tests {
         let mut got = before.clone();
         // Nothing may depend on what the panels held before.
         let mut panels = vec![f32::NAN; SCRATCH];
-        let tile = x86::Tile { c: got.as_mut_ptr(), row_stride: n + gap, m, n };
+        let tile = Tile { c: got.as_mut_ptr(), row_stride: n + gap, m, n };
         // SAFETY: C has m rows, `n + gap` apart, and is this call's alone; the machine has AVX2.
         unsafe { x86::blocks(tile, add, a.side(true), b.side(false), k, &mut panels) };
         assert!(got == want, "{m}x{n}x{k}, transposed {ta} {tb}, add {add}");
@@ -454,7 +444,7 @@ mod tests {
         let (m, n, k) = (48, 64, 1000);
         let (a, b) = (Matrix::<f32>::new(m, k, false, 1), Matrix::<f32>::new(k, n, true, 2));
         let (mut packed, mut other) = (vec![0.0; m * n], vec![0.0; m * n]);
-        let tile = x86::Tile { c: packed.as_mut_ptr(), row_stride: n, m, n };
+        let tile = Tile { c: packed.as_mut_ptr(), row_stride: n, m, n };
         // SAFETY: C has m rows of n elements and is this call's alone; the machine has AVX2.
         unsafe { x86::blocks(tile, false, a.side(true), b.side(false), k, &mut vec![0.0; SCRATCH]) };
         matmul_strided(&mut other, n, 1.0, a.mat(), b.mat(), 0.0);
