@@ -3,7 +3,7 @@
 //! C = alpha A B + beta C, where A, B and C are strided views. The result depends on shapes and values alone.
 //! Products go to the `gemm` crates, which pack their operands, but for these: the module `small` multiplies
 //! blocks that are in a cache already, `packed` tiles of large linear layers on AVX2, `bf16` two operands stored
-//! in bf16. [`matmul_f64`] is for references in f64.
+//! in bf16, `amx` tiles on AMX. [`matmul_f64`] is for references in f64.
 //!
 //! # Example
 //! ```
@@ -17,10 +17,12 @@
 //! assert_eq!(c, [63.0, 107.0]);
 //! ```
 
+mod amx;
 mod bf16;
 mod packed;
 mod small;
 
+pub(crate) use amx::{SCRATCH as AMX_SCRATCH, is_amx, matmul_tile_amx};
 pub(crate) use bf16::{SCRATCH as BF16_SCRATCH, dot_bf16, matmul_tile_bf16};
 pub(crate) use packed::{SCRATCH as PACKED_SCRATCH, is_packed, matmul_tile_packed};
 pub(crate) use small::{By, Onto, matmul_small};
@@ -287,12 +289,65 @@ pub fn matmul_add(c: &mut [f32], alpha: f32, a: Mat<'_>, b: Mat<'_>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Element;
     use proptest::prelude::*;
 
     pub(super) fn values(n: usize, seed: u32) -> Vec<f32> {
         (0..n as u32)
             .map(|i| ((i.wrapping_mul(2654435761).wrapping_add(seed) >> 16) as f32 / 65536.0) - 0.5)
             .collect()
+    }
+
+    /// A matrix [rows, columns], stored by rows or transposed, and its values in f32.
+    pub(super) struct Matrix<T> {
+        pub(super) stored: Vec<T>,
+        wide: Vec<f32>,
+        pub(super) rows: usize,
+        pub(super) columns: usize,
+        transposed: bool,
+    }
+
+    impl<T: Element> Matrix<T> {
+        /// Values that need all bits of an f32.
+        pub(super) fn new(rows: usize, columns: usize, transposed: bool, seed: u32) -> Matrix<T> {
+            let stored = values(rows * columns, seed).into_iter().map(|x| T::from_f32(x / 3.0)).collect();
+            Matrix::from_stored(stored, rows, columns, transposed)
+        }
+
+        pub(super) fn from_stored(
+            stored: Vec<T>,
+            rows: usize,
+            columns: usize,
+            transposed: bool,
+        ) -> Matrix<T> {
+            let wide = stored.iter().map(|x| x.to_f32()).collect();
+            Matrix { stored, wide, rows, columns, transposed }
+        }
+
+        pub(super) fn side(&self, outer_is_row: bool) -> Side<'_, T> {
+            let stride = if self.transposed { self.rows } else { self.columns };
+            Side { data: &self.stored, stride, outer_first: outer_is_row != self.transposed }
+        }
+
+        pub(super) fn mat(&self) -> Mat<'_> {
+            match self.transposed {
+                true => Mat::dense(&self.wide, self.columns, self.rows).t(),
+                false => Mat::dense(&self.wide, self.rows, self.columns),
+            }
+        }
+
+        pub(super) fn at(&self, i: usize, j: usize) -> f32 {
+            self.wide[self.index(i, j)]
+        }
+
+        pub(super) fn set(&mut self, i: usize, j: usize, value: f32) {
+            let at = self.index(i, j);
+            (self.stored[at], self.wide[at]) = (T::from_f32(value), value);
+        }
+
+        fn index(&self, i: usize, j: usize) -> usize {
+            if self.transposed { j * self.rows + i } else { i * self.columns + j }
+        }
     }
 
     proptest! {

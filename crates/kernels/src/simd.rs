@@ -2,8 +2,8 @@
 //!
 //! A function declared with `simd_fn!` is an ordinary loop over slices. It is compiled once for any machine
 //! and once with AVX2 and FMA, where the compiler vectorizes it; one test at run time chooses. The
-//! environment variable `BALLAST_SIMD` (`portable`, `avx2` or `avx512`) sets an upper limit. Levels may
-//! differ in the last bit, because a fused multiply-add rounds once; each is deterministic.
+//! environment variable `BALLAST_SIMD` (`portable`, `avx2`, `avx512`, `avx512bf16` or `amx`) sets an upper limit.
+//! Levels may differ in the last bit, because a fused multiply-add rounds once; each is deterministic.
 //!
 //! The transcendental functions are here because they must vectorize: they are polynomials without branches.
 //! Largest errors, measured over the whole range by the tests: exp 1.1 ulp, sigmoid 3, silu 3, tanh 3, ln_1p
@@ -24,6 +24,8 @@ pub enum Level {
     Avx512,
     /// Also AVX512-BF16 and AVX-512BW, for products of bf16 only.
     Avx512Bf16,
+    /// Also AMX for bf16, for large products of any type.
+    Amx,
 }
 
 /// Highest level of this machine.
@@ -33,6 +35,7 @@ pub(crate) fn detected() -> Level {
         use std::arch::is_x86_feature_detected as has;
         if has!("avx2") && has!("fma") {
             return match (has!("avx512f"), has!("avx512bw") && has!("avx512bf16")) {
+                (true, true) if has_amx() => Level::Amx,
                 (true, true) => Level::Avx512Bf16,
                 (true, false) => Level::Avx512,
                 (false, _) => Level::Avx2,
@@ -42,6 +45,33 @@ pub(crate) fn detected() -> Level {
     Level::Portable
 }
 
+/// Returns true if the processor has AMX for bf16 and the system lets this process use it. The first call asks
+/// for the permission, which then holds for all threads.
+#[cfg(target_arch = "x86_64")]
+fn has_amx() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        // Leaf 7, EDX: AMX-BF16 and AMX-TILE.
+        const AMX: u32 = 1 << 22 | 1 << 24;
+        let has = std::arch::x86_64::__cpuid_count(7, 0).edx & AMX == AMX;
+        has && may_use_tiles()
+    })
+}
+
+/// Asks Linux for the registers of AMX, which it gives only to a process that asks.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn may_use_tiles() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const TILE_DATA: libc::c_long = 18;
+    // SAFETY: the call takes two numbers and changes only what this process may use.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0 }
+}
+
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn may_use_tiles() -> bool {
+    false
+}
+
 /// Level in use: the highest of this machine, limited by `BALLAST_SIMD`.
 pub fn level() -> Level {
     static CHOICE: OnceLock<Level> = OnceLock::new();
@@ -49,6 +79,7 @@ pub fn level() -> Level {
         Ok("portable") => Level::Portable,
         Ok("avx2") => detected().min(Level::Avx2),
         Ok("avx512") => detected().min(Level::Avx512),
+        Ok("avx512bf16") => detected().min(Level::Avx512Bf16),
         _ => detected(),
     })
 }

@@ -4,18 +4,21 @@ use half::bf16;
 use rayon::prelude::*;
 
 use crate::matmul::{
-    BF16_SCRATCH, Mat, PACKED_SCRATCH, Side, is_packed, matmul_tile, matmul_tile_bf16, matmul_tile_packed,
+    AMX_SCRATCH, BF16_SCRATCH, Mat, PACKED_SCRATCH, Side, is_amx, is_packed, matmul_tile, matmul_tile_amx,
+    matmul_tile_bf16, matmul_tile_packed,
 };
 use crate::shared::Shared;
 use crate::{Element, Scratch};
 
-/// Most rows of a tile of C.
+/// Most rows of a tile of C that is computed panel by panel.
 const M: usize = 256;
+/// Most rows of a tile of C that is summed up in the scratch.
+const SUM_ROWS: usize = 512;
 /// Most columns of a tile of C.
 const N: usize = 512;
 /// Tile sizes, the most efficient first.
 const TILES: [(usize, usize); 5] = [(M, N), (256, 256), (128, 256), (128, 128), (64, 128)];
-/// Tile sizes of a packed product: the larger a tile, the less is packed.
+/// Tile sizes of a packed product, or one on AMX: the larger a tile, the less is packed.
 const PACKED_TILES: [(usize, usize); 7] =
     [(1024, N), (512, N), (256, N), (256, 256), (128, 256), (128, 128), (64, 128)];
 /// Fewest tiles of a product that is large enough: there may be as many threads.
@@ -30,15 +33,15 @@ const fn panel(outer: usize) -> usize {
     most(outer * (K + GAP), K * (outer + GAP))
 }
 
-/// Number of f32 of the panels of A and B: widened, packed or in bf16.
-const PANELS: usize = most(panel(M) + panel(N), most(PACKED_SCRATCH, BF16_SCRATCH));
+/// Number of f32 of the panels of A and B, whichever way they are multiplied.
+const PANELS: usize = most(most(panel(M) + panel(N), AMX_SCRATCH), most(PACKED_SCRATCH, BF16_SCRATCH));
 
 const fn most(a: usize, b: usize) -> usize {
     if a > b { a } else { b }
 }
 
 /// Number of f32 of a task: the panels and a tile of C.
-pub(super) const SCRATCH: usize = PANELS + M * N;
+pub(super) const SCRATCH: usize = PANELS + SUM_ROWS * N;
 
 /// A stored row-major matrix, or its transpose.
 #[derive(Clone, Copy)]
@@ -98,7 +101,15 @@ struct Tile {
     j: usize,
     rows: usize,
     columns: usize,
-    packed: bool,
+    way: Way,
+}
+
+/// The way to multiply: chosen by the whole shape, so that the bits do not depend on the tiles.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    Amx,
+    Packed,
+    Panels,
 }
 
 /// C [m, n] = (C +) A [m, k] B [k, n], then `finish` on every row of every tile.
@@ -112,13 +123,17 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     scratch: &Scratch,
 ) {
     // A tile that is stored in bf16 is summed up in the scratch.
-    let most_rows = if C::as_f32(c).is_some() { usize::MAX } else { M };
-    let packed = is_packed((m, n, k));
-    let (rows, columns) = tile_size(m, n, packed, most_rows);
+    let most_rows = if C::as_f32(c).is_some() { usize::MAX } else { SUM_ROWS };
+    let way = match (m, n, k) {
+        shape if is_amx::<A, B>(shape) => Way::Amx,
+        shape if is_packed(shape) => Way::Packed,
+        _ => Way::Panels,
+    };
+    let (rows, columns) = tile_size(m, n, way, most_rows);
     let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
     let tile = |index: usize| {
         let (i, j) = (index % down * rows, index / down * columns);
-        Tile { i, j, rows: rows.min(m - i), columns: columns.min(n - j), packed }
+        Tile { i, j, rows: rows.min(m - i), columns: columns.min(n - j), way }
     };
     let tasks = (0..down * across).into_par_iter().map(tile);
     if let Some(c) = C::as_f32_mut(c) {
@@ -162,13 +177,13 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
 }
 
 /// Rows and columns of a tile of an m x n product.
-fn tile_size(m: usize, n: usize, packed: bool, most_rows: usize) -> (usize, usize) {
+fn tile_size(m: usize, n: usize, way: Way, most_rows: usize) -> (usize, usize) {
     let count = |(rows, columns): (usize, usize)| m.div_ceil(rows) * n.div_ceil(columns);
-    if !packed {
+    if way == Way::Panels {
         let enough = |tile: &(usize, usize)| count(*tile) >= FEWEST;
         return TILES.into_iter().find(enough).unwrap_or(TILES[TILES.len() - 1]);
     }
-    // Tiles do not change the bits of a packed product, so they may depend on the number of threads: at least
+    // Tiles do not change the bits of the other ways, so they may depend on the number of threads: at least
     // two for each, and few threads that wait for the last ones.
     let threads = rayon::current_num_threads();
     let even = |tile: &(usize, usize)| {
@@ -178,8 +193,8 @@ fn tile_size(m: usize, n: usize, packed: bool, most_rows: usize) -> (usize, usiz
     PACKED_TILES.into_iter().find(even).unwrap_or(PACKED_TILES[PACKED_TILES.len() - 1])
 }
 
-/// One tile of A B, at `begin` of c, whose rows are `stride` apart; in bf16 if both operands are and the
-/// machine supports it, and packed once on AVX2.
+/// One tile of A B, at `begin` of c, whose rows are `stride` apart. Panels are multiplied in bf16 if both
+/// operands are and the machine supports it.
 ///
 /// # Safety
 /// No part of the tile's rows may be read or written elsewhere during the call.
@@ -190,7 +205,7 @@ unsafe fn fill<A: Element, B: Element>(
     accumulate: bool,
     a: Operand<'_, A>,
     b: Operand<'_, B>,
-    Tile { i, j, rows, columns, packed }: Tile,
+    Tile { i, j, rows, columns, way }: Tile,
     k: usize,
     panels: &mut [f32],
 ) {
@@ -204,13 +219,17 @@ unsafe fn fill<A: Element, B: Element>(
         return;
     }
     let (left, right, shape) = (a.side(i, 0, true), b.side(0, j, false), (rows, columns, k));
+    if way == Way::Amx {
+        // SAFETY: the caller's guarantee.
+        return unsafe { matmul_tile_amx(c, begin, stride, accumulate, left, right, shape, panels) };
+    }
     if let (Some(left), Some(right)) = (in_bf16(left), in_bf16(right)) {
         // SAFETY: the caller's guarantee.
         if unsafe { matmul_tile_bf16(c, begin, stride, accumulate, left, right, shape, panels) } {
             return;
         }
     }
-    if packed {
+    if way == Way::Packed {
         // SAFETY: the caller's guarantee.
         return unsafe { matmul_tile_packed(c, begin, stride, accumulate, left, right, shape, panels) };
     }

@@ -85,6 +85,9 @@ pub(crate) unsafe fn dot_bf16(x: &[bf16], y: &[bf16]) -> f32 {
 }
 
 #[cfg(target_arch = "x86_64")]
+pub(super) use x86::transposed;
+
+#[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;
     use std::mem::transmute;
@@ -242,7 +245,7 @@ mod x86 {
     /// Sixteen rows of sixteen, transposed: within quarters of registers first, then the quarters.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn transposed(rows: [__m512i; 16]) -> [__m512i; 16] {
+    pub(in crate::matmul) fn transposed(rows: [__m512i; 16]) -> [__m512i; 16] {
         let (mut x, mut y) = (rows, rows);
         for i in (0..16).step_by(2) {
             y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);

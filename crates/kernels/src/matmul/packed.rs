@@ -337,36 +337,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::matmul::{Mat, matmul_strided, tests::values};
-
-    /// A matrix [rows, columns], stored by rows or transposed, and its values in f32.
-    struct Matrix<T> {
-        stored: Vec<T>,
-        wide: Vec<f32>,
-        rows: usize,
-        columns: usize,
-        transposed: bool,
-    }
-
-    impl<T: Element> Matrix<T> {
-        fn new(rows: usize, columns: usize, transposed: bool, seed: u32) -> Matrix<T> {
-            let stored: Vec<T> = values(rows * columns, seed).into_iter().map(T::from_f32).collect();
-            let wide = stored.iter().map(|x| x.to_f32()).collect();
-            Matrix { stored, wide, rows, columns, transposed }
-        }
-
-        fn side(&self, outer_is_row: bool) -> Side<'_, T> {
-            let stride = if self.transposed { self.rows } else { self.columns };
-            Side { data: &self.stored, stride, outer_first: outer_is_row != self.transposed }
-        }
-
-        fn mat(&self) -> Mat<'_> {
-            match self.transposed {
-                true => Mat::dense(&self.wide, self.columns, self.rows).t(),
-                false => Mat::dense(&self.wide, self.rows, self.columns),
-            }
-        }
-    }
+    use crate::matmul::tests::{Matrix, values};
+    use crate::matmul::{Mat, matmul_strided};
 
     /// The product in the order that the module describes, element by element.
     fn expected(c: &mut [f32], stride: usize, add: bool, a: Mat<'_>, b: Mat<'_>) {
@@ -449,9 +421,8 @@ mod tests {
         unsafe { x86::blocks(tile, false, a.side(true), b.side(false), k, &mut vec![0.0; SCRATCH]) };
         matmul_strided(&mut other, n, 1.0, a.mat(), b.mat(), 0.0);
         let error = |c: &[f32]| {
-            let exact = |i: usize, j: usize| -> f64 {
-                (0..k).map(|l| a.wide[i * k + l] as f64 * b.wide[j * k + l] as f64).sum()
-            };
+            let exact =
+                |i: usize, j: usize| -> f64 { (0..k).map(|l| a.at(i, l) as f64 * b.at(l, j) as f64).sum() };
             let squares = (0..m * n).map(|at| (c[at] as f64 - exact(at / n, at % n)).powi(2));
             (squares.sum::<f64>() / (m * n) as f64).sqrt()
         };

@@ -85,7 +85,7 @@ fn matmul_small_at(
     unsafe {
         match level {
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 | Level::Avx512Bf16 => blocks_avx512(whole),
+            Level::Avx512 | Level::Avx512Bf16 | Level::Amx => blocks_avx512(whole),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => blocks_avx2(whole),
             _ => blocks::<[f32; 8], 4>(whole),

@@ -1,0 +1,668 @@
+//! Products on AMX (Intel servers): tiles of bf16 with sums in f32, for operands of f32 too.
+//!
+//! `tdpbf16ps` multiplies a tile of 16 rows and 32 columns by one of 32 rows and 16 columns and adds to 16 x 16
+//! sums in f32, pair by pair of the inner index:
+//! ```text
+//! c_ij += a_i,2l b_2l,j + a_i,2l+1 b_2l+1,j        sixteen i, sixteen j, sixteen l
+//! ```
+//! An f32 is the exact sum of three bf16, each the previous rest rounded to nearest:
+//! ```text
+//! x = x0 + x1 + x2        |x1| <= 2^-8 |x|, |x2| <= 2^-16 |x|
+//! ```
+//! So f32 times bf16 is three products of tiles, with exact operands. f32 times f32 is six: the three that are
+//! left out, x1 y2 + x2 y1 + x2 y2, are together below 2^-22.9 |x y|, about a rounding of the product. For every
+//! 32 of the inner index the smaller products come first.
+//!
+//! The sum of an element runs over the inner index from first to last and starts from C. So its bits depend on
+//! its row of A and its column of B alone, and a product may be divided into tiles of any size.
+//!
+//! The instruction rounds to nearest and treats subnormal inputs and results as zero, so an f32 loses digits
+//! below 2^-103, and a product counts as zero below 2^-126. Infinity times an f32 is NaN where a part of that f32
+//! is zero.
+
+use super::{Side, Tile};
+use crate::Element;
+use crate::shared::Shared;
+use crate::simd::{Level, detected, level};
+
+/// Most columns of C in one product.
+pub(crate) const N: usize = 512;
+/// Inner elements of one block of a B in one part.
+const K: usize = 512;
+/// Parts of an f32.
+const PARTS: usize = 3;
+/// Inner elements of one block of a B in three parts: its copy then stays in the L2 cache.
+const K_PARTS: usize = 256;
+/// Rows or columns of a tile in a register.
+const SIDE: usize = 16;
+/// Inner elements of a tile.
+const STEP: usize = 32;
+/// Pairs of bf16 of a tile.
+const TILE: usize = SIDE * STEP / 2;
+/// f32 that are skipped at most, so that every row of a tile is a cache line.
+const ALIGN: usize = 16;
+
+/// Number of f32 of the copies of A and B.
+pub(crate) const SCRATCH: usize = ALIGN + 2 * SIDE * PARTS * K / 2 + N * PARTS * K_PARTS / 2;
+const _: () = assert!(K <= PARTS * K_PARTS);
+
+/// Fewest multiplications, and rows of C, of an f32 product for which three parts of both operands pay.
+const FEWEST_PRODUCTS: usize = 1 << 24;
+const FEWEST_ROWS: usize = 24;
+
+/// Returns true if a product C [m, n] = A [m, k] B [k, n] is computed by [`matmul_tile_amx`] on this machine.
+pub(crate) fn is_amx<A: Element, B: Element>((m, n, k): (usize, usize, usize)) -> bool {
+    let large = m >= FEWEST_ROWS && m.saturating_mul(n).saturating_mul(k) >= FEWEST_PRODUCTS;
+    level() >= Level::Amx && (large || parts::<A>() == 1 || parts::<B>() == 1)
+}
+
+/// Number of bf16 whose sum is an element.
+const fn parts<T: Element>() -> usize {
+    if size_of::<T>() == 2 { 1 } else { PARTS }
+}
+
+/// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C whose first element is `begin`, while other
+/// threads write other tiles.
+///
+/// # Safety
+/// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere during the call.
+///
+/// # Panics
+/// If the shapes do not match, the tile has more than [`N`] columns, `panels` are shorter than [`SCRATCH`], or
+/// the machine has no AMX.
+pub(crate) unsafe fn matmul_tile_amx<A: Element, B: Element>(
+    c: &Shared<'_, f32>,
+    begin: usize,
+    row_stride: usize,
+    add: bool,
+    a: Side<'_, A>,
+    b: Side<'_, B>,
+    (m, n, k): (usize, usize, usize),
+    panels: &mut [f32],
+) {
+    assert!(detected() >= Level::Amx, "this machine has no AMX");
+    assert!(n <= N, "a tile of {m}x{n}");
+    assert!(panels.len() >= SCRATCH, "panels must have {SCRATCH} f32, got {}", panels.len());
+    if m == 0 || n == 0 {
+        return;
+    }
+    let tile = Tile::new(c, begin, row_stride, m, n);
+    // SAFETY: the tile lies inside C; exclusive by the caller's guarantee. This machine has the level.
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    unsafe {
+        match (parts::<A>(), parts::<B>()) {
+            (1, 1) => x86::blocks::<A, B, 1, 1>(tile, add, a, b, k, panels),
+            (1, _) => x86::blocks::<A, B, 1, PARTS>(tile, add, a, b, k, panels),
+            (_, 1) => x86::blocks::<A, B, PARTS, 1>(tile, add, a, b, k, panels),
+            _ => x86::blocks::<A, B, PARTS, PARTS>(tile, add, a, b, k, panels),
+        }
+    };
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    unreachable!("{:?} {:?}", (tile.c, tile.row_stride, tile.m, tile.n), (add, a.stride, b.stride, k));
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod x86 {
+    use std::arch::asm;
+    use std::arch::x86_64::*;
+    use std::ops::Range;
+
+    use half::bf16;
+
+    use super::super::bf16::transposed;
+    use super::{K, K_PARTS, PARTS, SIDE, STEP, Side, TILE, Tile};
+    use crate::Element;
+
+    /// Rows of C, and columns, that are computed at once: 2 x 2 tiles.
+    const BLOCK: usize = 2 * SIDE;
+
+    /// Sixteen rows of 64 bytes in each of the eight tile registers, as `ldtilecfg` reads them.
+    #[repr(C, align(64))]
+    struct Configuration {
+        palette: u8,
+        start_row: u8,
+        reserved: [u8; 14],
+        row_bytes: [u16; 16],
+        rows: [u8; 16],
+    }
+
+    const CONFIGURATION: Configuration = Configuration {
+        palette: 1,
+        start_row: 0,
+        reserved: [0; 14],
+        row_bytes: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
+        rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
+    };
+
+    /// Block after block of the inner index. Tiles are configured for the call alone: other libraries of the
+    /// process configure theirs, and a thread without tiles is cheaper to suspend.
+    ///
+    /// # Safety
+    /// The tile is valid for reading and writing and used by the caller alone; the machine has the
+    /// instructions.
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    pub(super) unsafe fn blocks<A: Element, B: Element, const A_PARTS: usize, const B_PARTS: usize>(
+        tile: Tile,
+        add: bool,
+        a: Side<'_, A>,
+        b: Side<'_, B>,
+        k: usize,
+        panels: &mut [f32],
+    ) {
+        let panels = bytemuck::cast_slice_mut::<f32, u32>(panels);
+        let skipped = panels.as_ptr().align_offset(64).min(super::ALIGN);
+        let panels = &mut panels[skipped..];
+        let (a_panel, b_panel) = panels.split_at_mut(BLOCK * PARTS * K / 2);
+        let depth = if B_PARTS == 1 { K } else { K_PARTS };
+        // SAFETY: the machine has the instruction, and the configuration is valid.
+        unsafe {
+            asm!("ldtilecfg [{}]", in(reg) &CONFIGURATION, options(nostack, readonly, preserves_flags))
+        };
+        for first in (0..k).step_by(depth) {
+            let inner = first..k.min(first + depth);
+            let steps = inner.len().div_ceil(STEP);
+            for j in (0..tile.n).step_by(BLOCK) {
+                let strip = &mut b_panel[j / BLOCK * steps * B_PARTS * 2 * TILE..];
+                pack::<B, false, B_PARTS>(strip, b, j..tile.n.min(j + BLOCK), inner.clone());
+            }
+            for i in (0..tile.m).step_by(BLOCK) {
+                pack::<A, true, A_PARTS>(a_panel, a, i..tile.m.min(i + BLOCK), inner.clone());
+                for j in (0..tile.n).step_by(BLOCK) {
+                    let strip = &b_panel[j / BLOCK * steps * B_PARTS * 2 * TILE..];
+                    // SAFETY: row i and column j are inside the tile, and the panels hold `steps` steps of
+                    // both; the rest is the caller's guarantee.
+                    unsafe {
+                        let part = Tile {
+                            c: tile.c.add(i * tile.row_stride + j),
+                            m: BLOCK.min(tile.m - i),
+                            n: BLOCK.min(tile.n - j),
+                            ..tile
+                        };
+                        sums::<A_PARTS, B_PARTS>(part, add || first > 0, a_panel, strip, steps);
+                    }
+                }
+            }
+        }
+        // SAFETY: the machine has the instruction; no tile is used after it.
+        unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
+    }
+
+    /// Two tiles side by side of every part of every step, for up to 32 rows of A (`BY_OUTER`) or columns of B.
+    /// What is outside is zero.
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn pack<T: Element, const BY_OUTER: bool, const PARTS: usize>(
+        panel: &mut [u32],
+        side: Side<'_, T>,
+        outer: Range<usize>,
+        inner: Range<usize>,
+    ) {
+        for (l, step) in inner.clone().step_by(STEP).zip(panel.chunks_exact_mut(PARTS * 2 * TILE)) {
+            let inner = l..inner.end.min(l + STEP);
+            for (o, first) in outer.clone().step_by(SIDE).zip([0, TILE]) {
+                let outer = o..outer.end.min(o + SIDE);
+                for (part, lines) in lines::<T, PARTS>(side, outer, inner.clone()).into_iter().enumerate() {
+                    let lines = if side.outer_first == BY_OUTER { lines } else { transposed(lines) };
+                    let (target, _) = step[part * 2 * TILE + first..][..TILE].as_chunks_mut::<SIDE>();
+                    for (target, line) in target.iter_mut().zip(lines) {
+                        // SAFETY: sixteen elements.
+                        unsafe { _mm512_storeu_si512(target.as_mut_ptr().cast(), line) };
+                    }
+                }
+            }
+        }
+    }
+
+    /// Parts of up to 16 x 32 elements: a line has the 16 pairs of an outer index if that is stored first, else
+    /// the 16 outer indices of a pair.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn lines<T: Element, const PARTS: usize>(
+        side: Side<'_, T>,
+        outer: Range<usize>,
+        inner: Range<usize>,
+    ) -> [[__m512i; SIDE]; PARTS] {
+        let mut lines = [[_mm512_setzero_si512(); SIDE]; PARTS];
+        let row = |first: usize, columns: Range<usize>| &side.data[first * side.stride..][columns];
+        let count = if side.outer_first { outer.len() } else { inner.len().div_ceil(2) };
+        for at in 0..count {
+            // The elements of a line, in two halves: of one row, or of the two rows of a pair.
+            let (low, high) = if side.outer_first {
+                let row = row(outer.start + at, inner.clone());
+                row.split_at(row.len().min(SIDE))
+            } else {
+                let l = inner.start + 2 * at;
+                let odd = if l + 1 < inner.end { row(l + 1, outer.clone()) } else { &[] };
+                (row(l, outer.clone()), odd)
+            };
+            if let (Some(low), Some(high)) = (T::as_bf16(low), T::as_bf16(high)) {
+                lines[0][at] = if side.outer_first {
+                    _mm512_inserti64x4::<1>(_mm512_castsi256_si512(words(low)), words(high))
+                } else {
+                    pairs(words(low), words(high))
+                };
+                continue;
+            }
+            let wide = |half: &[T]| floats(T::as_f32(half).expect("f32 or bf16"));
+            let (low, high) = (split(wide(low)), split(wide(high)));
+            for ((lines, low), high) in lines.iter_mut().zip(low).zip(high) {
+                lines[at] = if side.outer_first { upper_halves(low, high) } else { upper_pairs(low, high) };
+            }
+        }
+        lines
+    }
+
+    /// Loads up to 16 elements; the rest are zeros.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn words(half: &[bf16]) -> __m256i {
+        let mask = (1u32 << half.len().min(SIDE)) - 1;
+        // SAFETY: the mask has the lanes that are in the slice.
+        unsafe { _mm512_castsi512_si256(_mm512_maskz_loadu_epi16(mask, half.as_ptr().cast())) }
+    }
+
+    /// Loads up to 16 elements; the rest are zeros.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn floats(half: &[f32]) -> __m512 {
+        let mask = ((1u32 << half.len().min(SIDE)) - 1) as u16;
+        // SAFETY: the mask has the lanes that are in the slice.
+        unsafe { _mm512_maskz_loadu_ps(mask, half.as_ptr()) }
+    }
+
+    /// The three bf16 whose sum is an f32, in the upper halves of lanes; only the first is non-finite.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn split(x: __m512) -> [__m512i; PARTS] {
+        let (first, rest) = rounded(x);
+        let (second, third) = rounded(rest);
+        [first, second, _mm512_castps_si512(third)]
+    }
+
+    /// x rounded to bf16, and the rest, which is exact. A finite value that would become infinite is cut
+    /// instead; a non-finite one has no rest.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn rounded(x: __m512) -> (__m512i, __m512) {
+        let exponent = _mm512_set1_epi32(0x7f80_0000);
+        let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
+        let bits = _mm512_castps_si512(x);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+        // The exponent of infinities and NaNs, or a carry into it.
+        let fits = _mm512_test_epi32_mask(_mm512_andnot_si512(up, exponent), exponent);
+        let finite = _mm512_test_epi32_mask(_mm512_andnot_si512(bits, exponent), exponent);
+        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+        let cut = _mm512_mask_or_epi32(bits, nan, bits, _mm512_set1_epi32(0x40_0000));
+        let high = _mm512_and_si512(_mm512_mask_mov_epi32(cut, fits & finite, up), upper);
+        (high, _mm512_maskz_sub_ps(finite, x, _mm512_castsi512_ps(high)))
+    }
+
+    /// Pairs of an element of `low` and one of `high`.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn pairs(low: __m256i, high: __m256i) -> __m512i {
+        _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high)))
+    }
+
+    /// Upper halves of all lanes: those of `low`, then those of `high`.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn upper_halves(low: __m512i, high: __m512i) -> __m512i {
+        const ORDER: [u16; 32] = {
+            let (mut order, mut i) = ([0; 32], 0);
+            while i < 32 {
+                order[i] = 2 * i as u16 + 1;
+                i += 1;
+            }
+            order
+        };
+        // SAFETY: the order has 32 words.
+        let order = unsafe { _mm512_loadu_si512(ORDER.as_ptr().cast()) };
+        _mm512_permutex2var_epi16(low, order, high)
+    }
+
+    /// Upper halves of each lane: that of `low`, then that of `high`.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn upper_pairs(low: __m512i, high: __m512i) -> __m512i {
+        let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
+        _mm512_or_si512(_mm512_srli_epi32::<16>(low), _mm512_and_si512(high, upper))
+    }
+
+    /// Sums of up to 32 x 32 elements of C; those that are not whole tiles go through a copy.
+    ///
+    /// # Safety
+    /// The panels hold `steps` steps of the rows and columns of the part; the rest as for [`blocks`].
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn sums<const A_PARTS: usize, const B_PARTS: usize>(
+        part: Tile,
+        add: bool,
+        a: &[u32],
+        b: &[u32],
+        steps: usize,
+    ) {
+        assert!(a.len() >= steps * A_PARTS * 2 * TILE && b.len() >= steps * B_PARTS * 2 * TILE);
+        let (a, b) = (a.as_ptr(), b.as_ptr());
+        // SAFETY: the panels are long enough by the line above, though a second tile that has no row or column
+        // of C may have any content; the rest is the caller's guarantee.
+        unsafe {
+            if part.m == BLOCK && part.n == BLOCK {
+                return registers::<A_PARTS, B_PARTS, true, true>(part.c, part.row_stride, add, a, b, steps);
+            }
+            let mut copy = [0f32; BLOCK * BLOCK];
+            for (i, copy) in copy.chunks_exact_mut(BLOCK).take(if add { part.m } else { 0 }).enumerate() {
+                part.c.add(i * part.row_stride).copy_to_nonoverlapping(copy.as_mut_ptr(), part.n);
+            }
+            let c = copy.as_mut_ptr();
+            match (part.m > SIDE, part.n > SIDE) {
+                (true, true) => registers::<A_PARTS, B_PARTS, true, true>(c, BLOCK, true, a, b, steps),
+                (true, false) => registers::<A_PARTS, B_PARTS, true, false>(c, BLOCK, true, a, b, steps),
+                (false, true) => registers::<A_PARTS, B_PARTS, false, true>(c, BLOCK, true, a, b, steps),
+                (false, false) => registers::<A_PARTS, B_PARTS, false, false>(c, BLOCK, true, a, b, steps),
+            }
+            for (i, copy) in copy.chunks_exact(BLOCK).take(part.m).enumerate() {
+                part.c.add(i * part.row_stride).copy_from_nonoverlapping(copy.as_ptr(), part.n);
+            }
+        }
+    }
+
+    /// One instruction on tile registers; the compiler uses none of them itself, and keeps the order.
+    macro_rules! tile {
+        (zero $c:literal) => {
+            asm!(concat!("tilezero tmm", $c), options(nostack, nomem, preserves_flags))
+        };
+        (load $t:literal, $from:expr, $stride:expr) => {
+            asm!(concat!("tileloadd tmm", $t, ", [{} + {}]"), in(reg) $from, in(reg) $stride,
+                options(nostack, readonly, preserves_flags))
+        };
+        (store $t:literal, $to:expr, $stride:expr) => {
+            asm!(concat!("tilestored [{} + {}], tmm", $t), in(reg) $to, in(reg) $stride,
+                options(nostack, preserves_flags))
+        };
+        (multiply $c:literal, $a:literal, $b:literal) => {
+            asm!(concat!("tdpbf16ps tmm", $c, ", tmm", $a, ", tmm", $b), options(nostack, nomem, preserves_flags))
+        };
+    }
+
+    /// 2 x 2 tiles of C in registers 0 to 3, or fewer: `DOWN` and `RIGHT` say whether the second of a direction
+    /// is there. Registers 4 and 5 have A, 6 and 7 have B.
+    ///
+    /// # Safety
+    /// C is valid for the tiles, the panels for `steps` steps; tiles are configured.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn registers<const A_PARTS: usize, const B_PARTS: usize, const DOWN: bool, const RIGHT: bool>(
+        c: *mut f32,
+        row_stride: usize,
+        add: bool,
+        a: *const u32,
+        b: *const u32,
+        steps: usize,
+    ) {
+        let (line, stride) = (64usize, row_stride * 4);
+        // SAFETY: the caller's guarantee.
+        unsafe {
+            let (right, down) = (c.wrapping_add(SIDE), c.wrapping_add(SIDE * row_stride));
+            let across = down.wrapping_add(SIDE);
+            if add {
+                tile!(load 0, c, stride);
+                if RIGHT {
+                    tile!(load 1, right, stride);
+                }
+                if DOWN {
+                    tile!(load 2, down, stride);
+                }
+                if DOWN && RIGHT {
+                    tile!(load 3, across, stride);
+                }
+            } else {
+                tile!(zero 0);
+                tile!(zero 1);
+                tile!(zero 2);
+                tile!(zero 3);
+            }
+            for step in 0..steps {
+                let a = a.add(step * A_PARTS * 2 * TILE);
+                let b = b.add(step * B_PARTS * 2 * TILE);
+                let load_b = |part: usize| {
+                    let b = b.add(part * 2 * TILE);
+                    tile!(load 6, b, line);
+                    if RIGHT {
+                        tile!(load 7, b.add(TILE), line);
+                    }
+                };
+                if B_PARTS == 1 {
+                    load_b(0);
+                }
+                for i in (0..A_PARTS).rev() {
+                    let a = a.add(i * 2 * TILE);
+                    tile!(load 4, a, line);
+                    if DOWN {
+                        tile!(load 5, a.add(TILE), line);
+                    }
+                    for j in (0..B_PARTS.min(PARTS - i)).rev() {
+                        if B_PARTS > 1 {
+                            load_b(j);
+                        }
+                        tile!(multiply 0, 4, 6);
+                        if RIGHT {
+                            tile!(multiply 1, 4, 7);
+                        }
+                        if DOWN {
+                            tile!(multiply 2, 5, 6);
+                        }
+                        if DOWN && RIGHT {
+                            tile!(multiply 3, 5, 7);
+                        }
+                    }
+                }
+            }
+            tile!(store 0, c, stride);
+            if RIGHT {
+                tile!(store 1, right, stride);
+            }
+            if DOWN {
+                tile!(store 2, down, stride);
+            }
+            if DOWN && RIGHT {
+                tile!(store 3, across, stride);
+            }
+        }
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+mod tests {
+    use half::bf16;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::matmul::matmul_strided;
+    use crate::matmul::tests::{Matrix, values};
+
+    /// C = (C +) A B, or `None` if the machine has no AMX.
+    fn product<A: Element, B: Element>(
+        before: &[f32],
+        stride: usize,
+        add: bool,
+        a: &Matrix<A>,
+        b: &Matrix<B>,
+    ) -> Option<Vec<f32>> {
+        if detected() < Level::Amx {
+            return None;
+        }
+        let mut c = before.to_vec();
+        // Nothing may depend on what the panels held before.
+        let mut panels = vec![f32::NAN; SCRATCH];
+        let shape = (a.rows, b.columns, a.columns);
+        // SAFETY: C is this call's alone.
+        unsafe {
+            let c = Shared::new(&mut c);
+            matmul_tile_amx(&c, 0, stride, add, a.side(true), b.side(false), shape, &mut panels);
+        }
+        Some(c)
+    }
+
+    /// |error| <= (1.1 terms + 3) 2^-24 sum |a b|, where every element of the inner index is as many terms as
+    /// parts are multiplied.
+    fn check<A: Element, B: Element>(
+        (m, n, k): (usize, usize, usize),
+        (ta, tb): (bool, bool),
+        add: bool,
+        gap: usize,
+        seed: u32,
+    ) {
+        let (a, b) = (Matrix::<A>::new(m, k, ta, seed), Matrix::<B>::new(k, n, tb, seed + 1));
+        let (before, stride) = (values(m * (n + gap), seed + 2), n + gap);
+        let Some(c) = product(&before, stride, add, &a, &b) else { return };
+        let terms = [[1, 3], [3, 6]][usize::from(parts::<A>() > 1)][usize::from(parts::<B>() > 1)];
+        for (at, c) in c.iter().enumerate() {
+            let (i, j) = (at / stride, at % stride);
+            if j >= n {
+                assert_eq!(*c, before[at], "between rows");
+                continue;
+            }
+            let old = if add { before[at] as f64 } else { 0.0 };
+            let (mut sum, mut size) = (old, old.abs());
+            for l in 0..k {
+                let term = a.at(i, l) as f64 * b.at(l, j) as f64;
+                (sum, size) = (sum + term, size + term.abs());
+            }
+            let limit = (1.1 * (terms * k) as f64 + 3.0) * 2f64.powi(-24) * size;
+            assert!((*c as f64 - sum).abs() <= limit, "{m}x{n}x{k} ({i}, {j}): {c} instead of {sum}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn any_shape_storage_and_order_agrees_with_a_triple_loop(
+            m in 1usize..70, n in 1usize..70, k in 1usize..100, by in any::<(bool, bool)>(),
+            add in any::<bool>(), gap in 0usize..3, seed in 0u32..1000,
+        ) {
+            check::<bf16, bf16>((m, n, k), by, add, gap, seed);
+            check::<bf16, f32>((m, n, k), by, add, gap, seed);
+            check::<f32, bf16>((m, n, k), by, add, gap, seed);
+            check::<f32, f32>((m, n, k), by, add, gap, seed);
+        }
+    }
+
+    #[test]
+    fn several_blocks_of_the_inner_index_and_all_columns() {
+        for by in [(false, false), (false, true), (true, false), (true, true)] {
+            check::<bf16, bf16>((33, N, K + 7), by, true, 0, 1);
+            check::<bf16, f32>((33, 40, 2 * K_PARTS + 1), by, false, 1, 1);
+            check::<f32, bf16>((20, 60, 2 * K + 31), by, false, 0, 1);
+            check::<f32, f32>((16, N, K_PARTS + 33), by, true, 0, 1);
+        }
+    }
+
+    /// Errors of f32 operands are those of a sum in f32, not those of bf16.
+    #[test]
+    fn a_product_of_f32_is_as_exact_as_in_f32() {
+        let (m, n, k) = (48, 64, 1000);
+        let (a, b) = (Matrix::<f32>::new(m, k, false, 1), Matrix::<f32>::new(k, n, true, 2));
+        let Some(parts) = product(&vec![0.0; m * n], n, false, &a, &b) else { return };
+        let mut other = vec![0.0; m * n];
+        matmul_strided(&mut other, n, 1.0, a.mat(), b.mat(), 0.0);
+        let error = |c: &[f32]| {
+            let exact = |i, j| -> f64 { (0..k).map(|l| a.at(i, l) as f64 * b.at(l, j) as f64).sum() };
+            let squares = (0..m * n).map(|at| (c[at] as f64 - exact(at / n, at % n)).powi(2));
+            (squares.sum::<f64>() / (m * n) as f64).sqrt()
+        };
+        let (parts, other) = (error(&parts), error(&other));
+        println!("root mean square error: parts {parts:.2e}, f32 {other:.2e}");
+        assert!(parts <= 2.0 * other && parts > 0.0, "{parts} and {other}");
+    }
+
+    #[test]
+    fn the_bits_of_an_element_do_not_depend_on_the_shape_around_it() {
+        fn bits<A: Element, B: Element>() {
+            let k = 1301;
+            let (a, b) = (Matrix::<A>::new(45, k, false, 1), Matrix::<B>::new(k, 130, true, 2));
+            let Some(whole) = product(&[0.0; 45 * 130], 130, false, &a, &b) else { return };
+            for (i, j) in [(0, 0), (7, 47), (31, 32), (32, 31), (44, 129)] {
+                let a = Matrix::from_stored(a.stored[i * k..(i + 1) * k].to_vec(), 1, k, false);
+                let b = Matrix::from_stored(b.stored[j * k..(j + 1) * k].to_vec(), k, 1, true);
+                assert_eq!(product(&[0.0], 1, false, &a, &b), Some(vec![whole[i * 130 + j]]));
+            }
+        }
+        bits::<bf16, bf16>();
+        bits::<bf16, f32>();
+        bits::<f32, bf16>();
+        bits::<f32, f32>();
+    }
+
+    /// Every f32 is the sum of its parts: times 1 it is itself.
+    #[test]
+    fn an_f32_times_one_is_itself() {
+        let mut values = values(2000, 5);
+        values.extend([0.0, -0.0, 1.0, -1.5, f32::MAX, f32::MIN, 3.39e38, 1e-30, -1.234_567_9e-30]);
+        values.extend([16_777_215.0, 1.000_000_1, f32::from_bits(0x3f80_8000), f32::from_bits(0x3f7f_ffff)]);
+        let n = values.len();
+        for transposed in [false, true] {
+            let a = Matrix::from_stored(values.clone(), n, 1, transposed);
+            let one = Matrix::from_stored(vec![bf16::ONE], 1, 1, false);
+            let Some(c) = product(&vec![f32::NAN; n], 1, false, &a, &one) else { return };
+            for (c, value) in c.iter().zip(&values) {
+                assert_eq!(c, value);
+            }
+        }
+    }
+
+    #[test]
+    fn non_finite_values_reach_only_their_row_and_column() {
+        fn reach<A: Element, B: Element>(value: f32, transposed: bool) {
+            let mut a = Matrix::<A>::new(11, 33, transposed, 5);
+            let mut b = Matrix::<B>::new(33, 70, transposed, 6);
+            a.set(8, 32, value);
+            b.set(31, 49, value);
+            let Some(c) = product(&[0.0; 11 * 70], 70, true, &a, &b) else { return };
+            for (at, c) in c.iter().enumerate() {
+                assert_eq!(c.is_finite(), at / 70 != 8 && at % 70 != 49, "{value}: element {at} is {c}");
+            }
+        }
+        for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::from_bits(0x7f80_0001)] {
+            for transposed in [false, true] {
+                reach::<bf16, bf16>(value, transposed);
+                reach::<bf16, f32>(value, transposed);
+                reach::<f32, bf16>(value, transposed);
+                reach::<f32, f32>(value, transposed);
+            }
+        }
+    }
+
+    #[test]
+    fn without_an_inner_index_c_stays() {
+        let (a, b) = (Matrix::<bf16>::new(3, 0, false, 1), Matrix::<f32>::new(0, 40, false, 1));
+        if let Some(c) = product(&[2.0; 120], 40, true, &a, &b) {
+            assert_eq!(c, [2.0; 120]);
+        }
+    }
+
+    #[test]
+    fn a_tile_that_is_too_large_or_outside_is_refused() {
+        if detected() < Level::Amx {
+            return;
+        }
+        let data = vec![0f32; 600 * 40];
+        let side = Side { data: &data[..], stride: 40, outer_first: true };
+        let refused = |c: usize, shape, stride, panels: usize| {
+            let (mut c, mut panels) = (vec![0.0; c], vec![0.0; panels]);
+            let call = std::panic::AssertUnwindSafe(|| {
+                // SAFETY: C is this call's alone.
+                unsafe {
+                    matmul_tile_amx(&Shared::new(&mut c), 0, stride, false, side, side, shape, &mut panels)
+                }
+            });
+            std::panic::catch_unwind(call).is_err()
+        };
+        assert!(refused(600 * 32, (32, 600, 8), 600, SCRATCH), "too many columns");
+        assert!(refused(32 * 32 - 1, (32, 32, 8), 32, SCRATCH), "C is too short");
+        assert!(refused(32 * 32, (32, 32, 8), 31, SCRATCH), "rows of C overlap");
+        assert!(refused(32 * 32, (32, 32, 8), 32, SCRATCH - 1), "panels are too short");
+        assert!(!refused(32 * 32, (32, 32, 8), 32, SCRATCH));
+    }
+}
