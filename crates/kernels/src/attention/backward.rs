@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::tile::{
     KEYS, Keys, Problem, Span, block_rows, block_tokens, exp_minus_one, key_rows, key_rows_len, load_rows,
-    masked_product_add, product_t, spans,
+    masked_product_add, panels_len, product_t, spans,
 };
 use super::{Dims, Input, Options, Saved, Selected, check_input};
 use crate::error::{Result, check, check_len, check_shape};
@@ -36,6 +36,7 @@ pub fn attention_backward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -
         + KEYS * width
         + key_rows_len::<T>(width, topk.is_some())
         + topk.unwrap_or(0)
+        + panels_len::<T>()
 }
 
 /// Number of f32 of the workspace of [`attention_backward`]: D [tokens, heads]; if storage is not f32, also
@@ -292,6 +293,8 @@ struct Work<'s> {
     k: &'s mut [f32],
     v: &'s mut [f32],
     list: &'s mut [u32],
+    /// Panels of products on AMX.
+    panels: &'s mut [f32],
 }
 
 impl<'s> Work<'s> {
@@ -308,6 +311,7 @@ impl<'s> Work<'s> {
             k: take(slot, key_rows_len::<T>(dims.head_dim, topk.is_some())),
             v: take(slot, key_rows_len::<T>(dims.value_dim, topk.is_some())),
             list: bytemuck::cast_slice_mut(take(slot, topk.unwrap_or(0))),
+            panels: take(slot, panels_len::<T>()),
         }
     }
 
@@ -455,8 +459,8 @@ impl<'s> Work<'s> {
         let q = Mat::dense(&self.q[..rows * head_dim], rows, head_dim);
         let d_o = Mat::dense(&self.d_o[..rows * value_dim], rows, value_dim);
         let (p, dx) = (&mut self.p[..rows * count], &mut self.dx[..rows * count]);
-        pass.problem.logits(p, q, k);
-        product_t(dx, 1.0, d_o, v);
+        pass.problem.logits(p, q, k, self.panels);
+        product_t(dx, 1.0, d_o, v, self.panels);
         for row in 0..rows {
             let seen = pass.problem.columns(span, first + row / group, keys);
             let at = (span.query + first + row / group) * heads + kv_head * group + row % group;
@@ -478,11 +482,11 @@ impl<'s> Work<'s> {
         let (p, dx) = (Mat::dense(p, rows, count), Mat::dense(dx, rows, count));
         let scale = pass.problem.options.scale(pass.problem.dims);
         let seen = |row: usize| pass.problem.columns(span, first + row / group, keys);
-        masked_product_add(&mut self.dq[..rows * head_dim], scale, dx, k, false, seen);
+        masked_product_add(&mut self.dq[..rows * head_dim], scale, dx, k, false, seen, self.panels);
         if let Some(at) = at_key {
             let (dv, dk) = (&mut self.dv[at * value_dim..], &mut self.dk[at * head_dim..]);
-            masked_product_add(&mut dv[..count * value_dim], 1.0, p, d_o, true, seen);
-            masked_product_add(&mut dk[..count * head_dim], scale, dx, q, true, seen);
+            masked_product_add(&mut dv[..count * value_dim], 1.0, p, d_o, true, seen, self.panels);
+            masked_product_add(&mut dk[..count * head_dim], scale, dx, q, true, seen, self.panels);
         }
     }
 }

@@ -4,7 +4,8 @@ use rayon::prelude::*;
 
 use super::tile::{
     KEYS, Keys, Problem, Span, block_rows, block_tokens, divide, exp_minus_lowered, exp_minus_one,
-    exp_minus_sum, key_rows, key_rows_len, load_rows, masked_product_add, maximum, scale, spans, tiles,
+    exp_minus_sum, key_rows, key_rows_len, load_rows, masked_product_add, maximum, panels_len, scale, spans,
+    tiles,
 };
 use super::{Dims, Input, Options, Saved, check_input};
 use crate::error::{Result, check_shape};
@@ -17,7 +18,8 @@ use crate::{Element, Rounding, Scratch};
 pub fn attention_forward_scratch<T: Element>(dims: Dims, topk: Option<usize>) -> usize {
     let width = dims.head_dim + dims.value_dim;
     // q, o, x, maximum and sum of the rows; k and v where they are copied; the list of keys
-    block_rows(dims) * (width + KEYS + 2) + key_rows_len::<T>(width, topk.is_some()) + topk.unwrap_or(0)
+    let rows = block_rows(dims) * (width + KEYS + 2);
+    rows + key_rows_len::<T>(width, topk.is_some()) + topk.unwrap_or(0) + panels_len::<T>()
 }
 
 /// o [tokens, heads, vd] from the inputs; `saved` takes what backward needs.
@@ -94,6 +96,8 @@ struct Block<'a, 's, T> {
     k: &'s mut [f32],
     v: &'s mut [f32],
     list: &'s mut [u32],
+    /// Panels of products on AMX.
+    panels: &'s mut [f32],
 }
 
 impl<'a, 's, T: Element> Block<'a, 's, T> {
@@ -110,6 +114,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
             k: take(slot, key_rows_len::<T>(dims.head_dim, topk.is_some())),
             v: take(slot, key_rows_len::<T>(dims.value_dim, topk.is_some())),
             list: bytemuck::cast_slice_mut(take(slot, topk.unwrap_or(0))),
+            panels: take(slot, panels_len::<T>()),
         }
     }
 
@@ -183,7 +188,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
         let rows = tokens * self.problem.dims.group();
         let k = key_rows(self.k, self.problem.k, keys, span, kv_head, kv_heads, head_dim);
         let q = Mat::dense(&self.q[..rows * head_dim], rows, head_dim);
-        self.problem.logits(&mut self.x[..rows * keys.len()], q, k);
+        self.problem.logits(&mut self.x[..rows * keys.len()], q, k, self.panels);
     }
 
     /// o += e v
@@ -194,7 +199,7 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
         let v = key_rows(self.v, self.problem.v, keys, span, kv_head, kv_heads, value_dim);
         let e = Mat::dense(&self.x[..rows * keys.len()], rows, keys.len());
         let seen = |row: usize| self.problem.columns(span, first + row / group, keys);
-        masked_product_add(&mut self.o[..rows * value_dim], 1.0, e, v, false, seen);
+        masked_product_add(&mut self.o[..rows * value_dim], 1.0, e, v, false, seen, self.panels);
     }
 
     /// Replaces x by e; where the maximum rises, sum and o are rescaled.

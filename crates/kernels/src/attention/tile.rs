@@ -5,9 +5,9 @@ use std::ops::Range;
 use super::Saved;
 use super::{Dims, Input, Options, Selected, UNUSED};
 use crate::Element;
-use crate::matmul::{Mat, matmul, matmul_add};
+use crate::matmul::{AMX_SCRATCH, Left, Mat, matmul, matmul_add, matmul_amx};
 use crate::rounding::{Rounding, to_bf16, to_f16};
-use crate::simd::{axpy, dot, exp_f32, simd_fn, sum_lanes, tanh_f32};
+use crate::simd::{Level, axpy, dot, exp_f32, level, simd_fn, sum_lanes, tanh_f32};
 
 /// Approximate number of rows of a tile: the query heads of one kv head, stacked.
 const ROWS: usize = 256;
@@ -138,8 +138,18 @@ pub(crate) fn load_rows<T: Element>(
 /// blocks.
 const FEW_ROWS: usize = 4;
 
-/// c = by a b^T; a [m, n] and b [k, n] have contiguous rows.
-pub(crate) fn product_t(c: &mut [f32], by: f32, a: Mat<'_>, b: Mat<'_>) {
+/// Number of f32 of the panels of a product with tensors of this type: none unless they are bf16 and the machine
+/// has AMX. Rows that were widened are exact in bf16, and a product with panels relies on it.
+pub(crate) fn panels_len<T: Element>() -> usize {
+    if level() >= Level::Amx && T::as_bf16(&[]).is_some() { AMX_SCRATCH } else { 0 }
+}
+
+/// c = by a b^T; a [m, n] and b [k, n] have contiguous rows, exact in bf16 if there are panels.
+pub(crate) fn product_t(c: &mut [f32], by: f32, a: Mat<'_>, b: Mat<'_>, panels: &mut [f32]) {
+    if a.rows() > FEW_ROWS && !panels.is_empty() {
+        matmul_amx(c, false, Left::Narrow(a), b.t(), panels);
+        return scale(c, by);
+    }
     if a.rows() > FEW_ROWS {
         return matmul(c, by, a, b.t());
     }
@@ -163,7 +173,7 @@ pub(crate) fn product_add(c: &mut [f32], by: f32, a: Mat<'_>, b: Mat<'_>) {
     }
 }
 
-/// c += by a b, or a^T b with `transposed`. `seen(i)` are the columns of row i of a that may be non-zero. A
+/// c += by a b, or a^T b with `transposed`; b is exact in bf16 if there are panels. `seen(i)` are the columns of row i of a that may be non-zero. A
 /// zero of a cancels its partner even if that is non-finite: 0 times infinity would be NaN.
 pub(crate) fn masked_product_add(
     c: &mut [f32],
@@ -172,10 +182,16 @@ pub(crate) fn masked_product_add(
     b: Mat<'_>,
     transposed: bool,
     seen: impl Fn(usize) -> Range<usize>,
+    panels: &mut [f32],
 ) {
     let width = b.row(0).len();
-    let plain = |c: &mut [f32], b: Mat<'_>| {
-        if transposed { matmul_add(c, by, a.t(), b) } else { product_add(c, by, a, b) }
+    let mut plain = |c: &mut [f32], b: Mat<'_>| match transposed {
+        _ if a.rows() > FEW_ROWS && !panels.is_empty() => {
+            let a = if transposed { a.t() } else { a };
+            matmul_amx(c, true, Left::Wide(a, by), b, panels);
+        }
+        true => matmul_add(c, by, a.t(), b),
+        false => product_add(c, by, a, b),
     };
     // Only a tile at the edge of the mask has hidden columns.
     let whole = (0..a.rows()).all(|i| seen(i).len() == a.row(0).len());
@@ -256,8 +272,8 @@ impl<'a, T: Element> Problem<'a, T> {
     }
 
     /// x [rows, keys] of q [rows, hd] and k [keys, hd], as they enter the softmax.
-    pub(crate) fn logits(&self, x: &mut [f32], q: Mat<'_>, k: Mat<'_>) {
-        product_t(x, self.options.scale(self.dims), q, k);
+    pub(crate) fn logits(&self, x: &mut [f32], q: Mat<'_>, k: Mat<'_>, panels: &mut [f32]) {
+        product_t(x, self.options.scale(self.dims), q, k, panels);
         self.options.qk_product.round_all(x);
         if let Some(cap) = self.options.soft_cap {
             soft_cap(x, cap);

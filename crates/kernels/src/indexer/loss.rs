@@ -8,7 +8,7 @@ use super::score::Scorer;
 use super::{Dims, EPS, Input, LANES, Options, block_tokens, check_input};
 use crate::attention::tile::{
     KEYS, Keys, Problem, Span, divide, exp_minus_sum, key_rows, key_rows_len, load_rows, masked_product_add,
-    maximum, scale, spans, tiles,
+    maximum, panels_len, scale, spans, tiles,
 };
 use crate::attention::{self, Saved};
 use crate::error::{Result, check, check_len, check_shape};
@@ -244,12 +244,15 @@ struct Distribution<'s> {
     /// [tokens x group, keys]
     x: &'s mut [f32],
     k: &'s mut [f32],
+    /// Panels of products on AMX: the logits are those of the attention.
+    panels: &'s mut [f32],
 }
 
 impl<'s> Distribution<'s> {
     fn len<T: Element>(dims: Dims, attention: attention::Dims, topk: Option<usize>) -> usize {
         block_tokens(dims) * attention.group() * (attention.head_dim + KEYS)
             + key_rows_len::<T>(attention.head_dim, topk.is_some())
+            + panels_len::<T>()
     }
 
     fn take<T: Element>(
@@ -263,6 +266,7 @@ impl<'s> Distribution<'s> {
             q: take(slot, rows * attention.head_dim),
             x: take(slot, rows * KEYS),
             k: take(slot, key_rows_len::<T>(attention.head_dim, topk.is_some())),
+            panels: take(slot, panels_len::<T>()),
         }
     }
 
@@ -289,7 +293,8 @@ impl<'s> Distribution<'s> {
             for keys in tiles.clone() {
                 let count = keys.len();
                 let x = &mut self.x[..rows * count];
-                problem.logits(x, q, key_rows(self.k, problem.k, keys, span, kv_head, kv_heads, head_dim));
+                let k = key_rows(self.k, problem.k, keys, span, kv_head, kv_heads, head_dim);
+                problem.logits(x, q, k, self.panels);
                 for (row, x) in x.chunks_exact_mut(count).enumerate() {
                     let t = row / group;
                     let seen = problem.columns(span, first + t, keys);
@@ -450,11 +455,11 @@ impl<T: Element> Job<'_, T> {
                 dw[r] += relu_backward(&mut x[seen.clone()], &dscore[seen], w, scale);
             }
             let dx = Mat::dense(x, rows, count);
-            masked_product_add(&mut work.dq[..rows * dim], 1.0, dx, k, false, seen);
+            masked_product_add(&mut work.dq[..rows * dim], 1.0, dx, k, false, seen, &mut []);
             match keys {
                 Keys::Range { first, .. } => {
                     let dk = &mut dk[first * dim..(first + count) * dim];
-                    masked_product_add(dk, 1.0, dx, Mat::dense(q, rows, dim), true, seen);
+                    masked_product_add(dk, 1.0, dx, Mat::dense(q, rows, dim), true, seen, &mut []);
                 }
                 Keys::List(list) => {
                     for (j, position) in list.iter().enumerate() {

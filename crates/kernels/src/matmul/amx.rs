@@ -20,7 +20,7 @@
 //! below 2^-103, and a product counts as zero below 2^-126. Infinity times an f32 is NaN where a part of that f32
 //! is zero.
 
-use super::{Side, Tile};
+use super::{Mat, Side, Tile};
 use crate::Element;
 use crate::shared::Shared;
 use crate::simd::{Level, detected, level};
@@ -91,14 +91,61 @@ pub(crate) unsafe fn matmul_tile_amx<A: Element, B: Element>(
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     unsafe {
         match (parts::<A>(), parts::<B>()) {
-            (1, 1) => x86::blocks::<A, B, 1, 1>(tile, add, a, b, k, panels),
-            (1, _) => x86::blocks::<A, B, 1, PARTS>(tile, add, a, b, k, panels),
-            (_, 1) => x86::blocks::<A, B, PARTS, 1>(tile, add, a, b, k, panels),
-            _ => x86::blocks::<A, B, PARTS, PARTS>(tile, add, a, b, k, panels),
+            (1, 1) => x86::blocks::<A, B, 1, 1>(tile, add, 1.0, a, b, k, panels),
+            (1, _) => x86::blocks::<A, B, 1, PARTS>(tile, add, 1.0, a, b, k, panels),
+            (_, 1) => x86::blocks::<A, B, PARTS, 1>(tile, add, 1.0, a, b, k, panels),
+            _ => x86::blocks::<A, B, PARTS, PARTS>(tile, add, 1.0, a, b, k, panels),
         }
     };
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
     unreachable!("{:?} {:?}", (tile.c, tile.row_stride, tile.m, tile.n), (add, a.stride, b.stride, k));
+}
+
+/// A left factor of [`matmul_amx`].
+#[derive(Clone, Copy)]
+pub(crate) enum Left<'a> {
+    /// Values that are exact in bf16.
+    Narrow(Mat<'a>),
+    /// Any values, each times a number.
+    Wide(Mat<'a>, f32),
+}
+
+/// Row-major C [m, n] = (C +) A [m, k] B [k, n] without gaps, where the values of B are exact in bf16.
+///
+/// # Panics
+/// If the shapes do not match, `panels` are shorter than [`SCRATCH`], or the machine has no AMX.
+pub(crate) fn matmul_amx(c: &mut [f32], add: bool, a: Left<'_>, b: Mat<'_>, panels: &mut [f32]) {
+    let (Left::Narrow(left) | Left::Wide(left, _)) = a;
+    let (m, n, k) = (left.rows, b.columns, left.columns);
+    assert_eq!(k, b.rows, "inner sizes");
+    assert!(detected() >= Level::Amx, "this machine has no AMX");
+    assert!(panels.len() >= SCRATCH, "panels must have {SCRATCH} f32, got {}", panels.len());
+    if m == 0 || n == 0 {
+        return;
+    }
+    let whole = Tile::new(&Shared::new(c), 0, n, m, n);
+    let outer_first = left.column_stride == 1;
+    let stride = if outer_first { left.row_stride } else { left.column_stride };
+    let rows = Side { data: left.data, stride, outer_first };
+    for j in (0..n).step_by(N) {
+        let part = b.part(0..k, j..n.min(j + N));
+        let outer_first = part.column_stride != 1;
+        let stride = if outer_first { part.column_stride } else { part.row_stride };
+        let columns = Side { data: part.data, stride, outer_first };
+        // SAFETY: these columns of C, which is borrowed mutably. This machine has the level.
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        unsafe {
+            let tile = Tile { c: whole.c.add(j), n: part.columns, ..whole };
+            match a {
+                Left::Narrow(_) => x86::blocks::<f32, f32, 1, 1>(tile, add, 1.0, rows, columns, k, panels),
+                Left::Wide(_, by) => {
+                    x86::blocks::<f32, f32, PARTS, 1>(tile, add, by, rows, columns, k, panels)
+                }
+            }
+        };
+        #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+        unreachable!("{:?} {:?}", (whole.c, add, rows.stride), columns.stride);
+    }
 }
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -134,7 +181,7 @@ mod x86 {
         rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
     };
 
-    /// Block after block of the inner index. Tiles are configured for the call alone: other libraries of the
+    /// C (+)= by A B, block after block of the inner index; only an f32 A has a factor other than 1. Tiles are configured for the call alone: other libraries of the
     /// process configure theirs, and a thread without tiles is cheaper to suspend.
     ///
     /// # Safety
@@ -144,6 +191,7 @@ mod x86 {
     pub(super) unsafe fn blocks<A: Element, B: Element, const A_PARTS: usize, const B_PARTS: usize>(
         tile: Tile,
         add: bool,
+        by: f32,
         a: Side<'_, A>,
         b: Side<'_, B>,
         k: usize,
@@ -163,10 +211,10 @@ mod x86 {
             let steps = inner.len().div_ceil(STEP);
             for j in (0..tile.n).step_by(BLOCK) {
                 let strip = &mut b_panel[j / BLOCK * steps * B_PARTS * 2 * TILE..];
-                pack::<B, false, B_PARTS>(strip, b, j..tile.n.min(j + BLOCK), inner.clone());
+                pack::<B, false, B_PARTS>(strip, 1.0, b, j..tile.n.min(j + BLOCK), inner.clone());
             }
             for i in (0..tile.m).step_by(BLOCK) {
-                pack::<A, true, A_PARTS>(a_panel, a, i..tile.m.min(i + BLOCK), inner.clone());
+                pack::<A, true, A_PARTS>(a_panel, by, a, i..tile.m.min(i + BLOCK), inner.clone());
                 for j in (0..tile.n).step_by(BLOCK) {
                     let strip = &b_panel[j / BLOCK * steps * B_PARTS * 2 * TILE..];
                     // SAFETY: row i and column j are inside the tile, and the panels hold `steps` steps of
@@ -192,6 +240,7 @@ mod x86 {
     #[target_feature(enable = "avx512f,avx512bw")]
     fn pack<T: Element, const BY_OUTER: bool, const PARTS: usize>(
         panel: &mut [u32],
+        by: f32,
         side: Side<'_, T>,
         outer: Range<usize>,
         inner: Range<usize>,
@@ -200,7 +249,8 @@ mod x86 {
             let inner = l..inner.end.min(l + STEP);
             for (o, first) in outer.clone().step_by(SIDE).zip([0, TILE]) {
                 let outer = o..outer.end.min(o + SIDE);
-                for (part, lines) in lines::<T, PARTS>(side, outer, inner.clone()).into_iter().enumerate() {
+                for (part, lines) in lines::<T, PARTS>(by, side, outer, inner.clone()).into_iter().enumerate()
+                {
                     let lines = if side.outer_first == BY_OUTER { lines } else { transposed(lines) };
                     let (target, _) = step[part * 2 * TILE + first..][..TILE].as_chunks_mut::<SIDE>();
                     for (target, line) in target.iter_mut().zip(lines) {
@@ -212,11 +262,12 @@ mod x86 {
         }
     }
 
-    /// Parts of up to 16 x 32 elements: a line has the 16 pairs of an outer index if that is stored first, else
+    /// Parts of up to 16 x 32 elements, times `by`: a line has the 16 pairs of an outer index if that is stored first, else
     /// the 16 outer indices of a pair.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
     fn lines<T: Element, const PARTS: usize>(
+        by: f32,
         side: Side<'_, T>,
         outer: Range<usize>,
         inner: Range<usize>,
@@ -242,7 +293,8 @@ mod x86 {
                 };
                 continue;
             }
-            let wide = |half: &[T]| floats(T::as_f32(half).expect("f32 or bf16"));
+            let wide =
+                |half: &[T]| _mm512_mul_ps(floats(T::as_f32(half).expect("f32 or bf16")), _mm512_set1_ps(by));
             let (low, high) = (split(wide(low)), split(wide(high)));
             for ((lines, low), high) in lines.iter_mut().zip(low).zip(high) {
                 lines[at] = if side.outer_first { upper_halves(low, high) } else { upper_pairs(low, high) };
@@ -630,6 +682,38 @@ mod tests {
                 reach::<bf16, f32>(value, transposed);
                 reach::<f32, bf16>(value, transposed);
                 reach::<f32, f32>(value, transposed);
+            }
+        }
+    }
+
+    #[test]
+    fn matrices_of_f32_that_are_exact_in_bf16_are_multiplied_in_one_part() {
+        if detected() < Level::Amx {
+            return;
+        }
+        let (m, n, k) = (37, N + 3, 70);
+        let mut panels = vec![f32::NAN; SCRATCH];
+        for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
+            let (a, b) = (Matrix::<bf16>::new(m, k, ta, 1), Matrix::<bf16>::new(k, n, tb, 2));
+            let narrow: Vec<f32> = a.stored.iter().map(|a| a.to_f32()).collect();
+            let wide: Vec<f32> = values(m * k, 3);
+            let before = values(m * n, 4);
+            let mut c = before.clone();
+            matmul_amx(&mut c, false, Left::Narrow(a.mat()), b.mat(), &mut panels);
+            let a_f32 = Matrix::from_stored(narrow, m, k, ta);
+            for (at, c) in c.iter().enumerate() {
+                let (i, j) = (at / n, at % n);
+                let exact: f64 = (0..k).map(|l| a_f32.at(i, l) as f64 * b.at(l, j) as f64).sum();
+                assert!((*c as f64 - exact).abs() < 1e-6, "({i}, {j}): {c} instead of {exact}");
+            }
+            let a = Matrix::from_stored(wide, m, k, ta);
+            let mut c = before.clone();
+            matmul_amx(&mut c, true, Left::Wide(a.mat(), 0.3), b.mat(), &mut panels);
+            for (at, c) in c.iter().enumerate() {
+                let (i, j) = (at / n, at % n);
+                let exact: f64 = (0..k).map(|l| a.at(i, l) as f64 * b.at(l, j) as f64).sum();
+                let exact = before[at] as f64 + 0.3f32 as f64 * exact;
+                assert!((*c as f64 - exact).abs() < 2e-6, "({i}, {j}): {c} instead of {exact}");
             }
         }
     }
