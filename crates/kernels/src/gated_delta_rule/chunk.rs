@@ -230,9 +230,9 @@ impl<'s> Head<'s> {
             self.e[i] = sums[i] as f32;
             self.d[i] = (sum - sums[i]) as f32;
         }
-        crate::simd::exp(&mut self.e[..c]);
-        crate::simd::exp(&mut self.d[..c]);
-        decays(self.decay, &sums, c);
+        decays(&mut self.e[..c]);
+        decays(&mut self.d[..c]);
+        mutual_decays(self.decay, &sums, c);
         gate_keys(self.l, keys.products, self.decay, self.beta, c);
         load_rows(&mut self.x[..c * dv], &input.v[(first * heads + head) * dv..], heads * dv, dv);
         let mut minus_e = [0f32; 256];
@@ -264,16 +264,35 @@ impl<'s> Head<'s> {
     }
 }
 
+/// Logarithm of the least decay, 2^-100; what is below counts as zero. Products with it would be subnormal
+/// numbers, each of which costs an Intel processor a hundred times as much as another.
+const LEAST_DECAY: f32 = -69.31;
+
+/// e^x for x <= 0.
+#[inline(always)]
+fn decay_f32<const FMA: bool>(x: f32) -> f32 {
+    if x < LEAST_DECAY { 0.0 } else { exp_f32::<FMA>(x) }
+}
+
+simd_fn! {
+    /// e^x of every value.
+    fn decays(x: &mut [f32]) {
+        for x in x {
+            *x = decay_f32::<FMA>(*x);
+        }
+    }
+}
+
 simd_fn! {
     /// D_ij = e^{G_i - G_j}; above the diagonal, where that may be huge, 1.
-    fn decays(decay: &mut [f32], sums: &[f64; 256], c: usize) {
+    fn mutual_decays(decay: &mut [f32], sums: &[f64; 256], c: usize) {
         for (i, row) in decay[..c * c].chunks_exact_mut(c).enumerate() {
             let row = &mut row[..reach(i, c)];
             for (x, s) in row.iter_mut().zip(sums) {
                 *x = (sums[i] - *s).min(0.0) as f32;
             }
             for x in row {
-                *x = exp_f32::<FMA>(*x);
+                *x = decay_f32::<FMA>(*x);
             }
         }
     }

@@ -184,11 +184,13 @@ fn tile_size(m: usize, n: usize, way: Way, most_rows: usize) -> (usize, usize) {
         return TILES.into_iter().find(enough).unwrap_or(TILES[TILES.len() - 1]);
     }
     // Tiles do not change the bits of the other ways, so they may depend on the number of threads: at least
-    // two for each, and few threads that wait for the last ones.
+    // two for each, and few threads that wait for the last ones. On AMX, where packing takes a larger part of the
+    // time, one for each.
     let threads = rayon::current_num_threads();
+    let fewest = if way == Way::Amx { threads } else { 2 * threads };
     let even = |tile: &(usize, usize)| {
         let tiles = count(*tile);
-        tile.0 <= most_rows && tiles >= 2 * threads && 25 * tiles.next_multiple_of(threads) <= 26 * tiles
+        tile.0 <= most_rows && tiles >= fewest && 25 * tiles.next_multiple_of(threads) <= 26 * tiles
     };
     PACKED_TILES.into_iter().find(even).unwrap_or(PACKED_TILES[PACKED_TILES.len() - 1])
 }

@@ -152,6 +152,7 @@ pub(crate) fn matmul_amx(c: &mut [f32], add: bool, a: Left<'_>, b: Mat<'_>, pane
 mod x86 {
     use std::arch::asm;
     use std::arch::x86_64::*;
+    use std::mem::transmute;
     use std::ops::Range;
 
     use half::bf16;
@@ -237,7 +238,7 @@ mod x86 {
 
     /// Two tiles side by side of every part of every step, for up to 32 rows of A (`BY_OUTER`) or columns of B.
     /// What is outside is zero.
-    #[target_feature(enable = "avx512f,avx512bw")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     fn pack<T: Element, const BY_OUTER: bool, const PARTS: usize>(
         panel: &mut [u32],
         by: f32,
@@ -265,7 +266,7 @@ mod x86 {
     /// Parts of up to 16 x 32 elements, times `by`: a line has the 16 pairs of an outer index if that is stored first, else
     /// the 16 outer indices of a pair.
     #[inline]
-    #[target_feature(enable = "avx512f,avx512bw")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     fn lines<T: Element, const PARTS: usize>(
         by: f32,
         side: Side<'_, T>,
@@ -285,19 +286,17 @@ mod x86 {
                 let odd = if l + 1 < inner.end { row(l + 1, outer.clone()) } else { &[] };
                 (row(l, outer.clone()), odd)
             };
-            if let (Some(low), Some(high)) = (T::as_bf16(low), T::as_bf16(high)) {
-                lines[0][at] = if side.outer_first {
-                    _mm512_inserti64x4::<1>(_mm512_castsi256_si512(words(low)), words(high))
-                } else {
-                    pairs(words(low), words(high))
-                };
-                continue;
-            }
-            let wide =
-                |half: &[T]| _mm512_mul_ps(floats(T::as_f32(half).expect("f32 or bf16")), _mm512_set1_ps(by));
-            let (low, high) = (split(wide(low)), split(wide(high)));
-            for ((lines, low), high) in lines.iter_mut().zip(low).zip(high) {
-                lines[at] = if side.outer_first { upper_halves(low, high) } else { upper_pairs(low, high) };
+            let halves = match (T::as_bf16(low), T::as_bf16(high)) {
+                (Some(low), Some(high)) => [side_by_side(words(low), words(high)); PARTS],
+                _ => {
+                    let wide = |half: &[T]| {
+                        _mm512_mul_ps(floats(T::as_f32(half).expect("f32 or bf16")), _mm512_set1_ps(by))
+                    };
+                    split::<PARTS>(wide(low), wide(high))
+                }
+            };
+            for (lines, halves) in lines.iter_mut().zip(halves) {
+                lines[at] = if side.outer_first { halves } else { alternating(halves) };
             }
         }
         lines
@@ -321,18 +320,63 @@ mod x86 {
         unsafe { _mm512_maskz_loadu_ps(mask, half.as_ptr()) }
     }
 
-    /// The three bf16 whose sum is an f32, in the upper halves of lanes; only the first is non-finite.
+    /// Sixteen words, then sixteen others.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn split(x: __m512) -> [__m512i; PARTS] {
-        let (first, rest) = rounded(x);
-        let (second, third) = rounded(rest);
-        [first, second, _mm512_castps_si512(third)]
+    fn side_by_side(low: __m256i, high: __m256i) -> __m512i {
+        _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
     }
 
-    /// x rounded to bf16, and the rest, which is exact. A finite value that would become infinite is cut
-    /// instead; a non-finite one has no rest.
+    /// Pairs of a word of the lower half and one of the upper.
     #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn alternating(halves: __m512i) -> __m512i {
+        const ORDER: [u16; 32] = {
+            let (mut order, mut i) = ([0; 32], 0);
+            while i < 32 {
+                order[i] = (i / 2 + i % 2 * 16) as u16;
+                i += 1;
+            }
+            order
+        };
+        // SAFETY: the order has 32 words.
+        let order = unsafe { _mm512_loadu_si512(ORDER.as_ptr().cast()) };
+        _mm512_permutexvar_epi16(order, halves)
+    }
+
+    /// The bf16 whose sum is an f32, or the first of them; `low` and `high` side by side.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    fn split<const PARTS: usize>(mut low: __m512, mut high: __m512) -> [__m512i; PARTS] {
+        let mut parts = [_mm512_setzero_si512(); PARTS];
+        // The instruction rounds values from here on to infinity, or has nothing to round.
+        let limit = _mm512_set1_epi32(0x7f00_0000);
+        let size = |x: __m512| _mm512_castps_si512(_mm512_abs_ps(x));
+        let usual = _mm512_cmplt_epi32_mask(size(low), limit) & _mm512_cmplt_epi32_mask(size(high), limit);
+        for part in &mut parts {
+            if usual == u16::MAX {
+                // SAFETY: both types have the same size, and any bits are valid.
+                *part = unsafe { transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low)) };
+                low = _mm512_sub_ps(low, widened(_mm512_castsi512_si256(*part)));
+                high = _mm512_sub_ps(high, widened(_mm512_extracti64x4_epi64::<1>(*part)));
+            } else {
+                let words;
+                ((words, low), (*part, high)) = (rounded(low), rounded(high));
+                let word = |x| _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(x));
+                *part = side_by_side(word(words), word(*part));
+            }
+        }
+        parts
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn widened(words: __m256i) -> __m512 {
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(words)))
+    }
+
+    /// x rounded to bf16, in the upper half of a lane, and the rest, which is exact. A finite value that would
+    /// become infinite is cut instead; a non-finite one has no rest.
     #[target_feature(enable = "avx512f")]
     fn rounded(x: __m512) -> (__m512i, __m512) {
         let exponent = _mm512_set1_epi32(0x7f80_0000);
@@ -347,38 +391,6 @@ mod x86 {
         let cut = _mm512_mask_or_epi32(bits, nan, bits, _mm512_set1_epi32(0x40_0000));
         let high = _mm512_and_si512(_mm512_mask_mov_epi32(cut, fits & finite, up), upper);
         (high, _mm512_maskz_sub_ps(finite, x, _mm512_castsi512_ps(high)))
-    }
-
-    /// Pairs of an element of `low` and one of `high`.
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn pairs(low: __m256i, high: __m256i) -> __m512i {
-        _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high)))
-    }
-
-    /// Upper halves of all lanes: those of `low`, then those of `high`.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw")]
-    fn upper_halves(low: __m512i, high: __m512i) -> __m512i {
-        const ORDER: [u16; 32] = {
-            let (mut order, mut i) = ([0; 32], 0);
-            while i < 32 {
-                order[i] = 2 * i as u16 + 1;
-                i += 1;
-            }
-            order
-        };
-        // SAFETY: the order has 32 words.
-        let order = unsafe { _mm512_loadu_si512(ORDER.as_ptr().cast()) };
-        _mm512_permutex2var_epi16(low, order, high)
-    }
-
-    /// Upper halves of each lane: that of `low`, then that of `high`.
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn upper_pairs(low: __m512i, high: __m512i) -> __m512i {
-        let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
-        _mm512_or_si512(_mm512_srli_epi32::<16>(low), _mm512_and_si512(high, upper))
     }
 
     /// Sums of up to 32 x 32 elements of C; those that are not whole tiles go through a copy.
