@@ -12,6 +12,9 @@ from pathlib import Path
 
 from environment import ROOT, median, own_environment
 
+# torch's types by the names of ours, set once torch is there.
+TORCH = {}
+
 
 def ballast(*arguments):
     """What bench-kernels measures."""
@@ -77,17 +80,20 @@ def run_gdn(table, arguments):
     for tokens in (2048, 16384):
         forward = ballast("gdn", "--tokens", tokens, *threads)
         both = ballast("gdn", "--tokens", tokens, "--backward", *threads)
-        bf16 = ballast("gdn", "--tokens", tokens, "--backward", "--storage", "bf16", *threads)
+        narrow = ["--storage", "bf16", *threads]
+        forward_bf16 = ballast("gdn", "--tokens", tokens, *narrow)
+        both_bf16 = ballast("gdn", "--tokens", tokens, "--backward", *narrow)
         per_token[tokens] = (forward["seconds"] / tokens, both["seconds"] / tokens)
         eager = gated_delta_rule(tokens, compiled=False)
         label = f"gated delta rule, f32, T {tokens}"
         table.row(f"{label}, forward, eager", eager[0], forward["seconds"], 6)
-        table.row(f"{label}, forward+backward, eager", eager[1], both["seconds"], 12)
+        table.row(f"{label}, forward+backward, eager", eager[1], both["seconds"], 7.5)
         if not arguments.no_compile:
             compiled = gated_delta_rule(tokens, compiled=True)
             table.row(f"{label}, forward, compiled", compiled[0], forward["seconds"], 4)
-            table.row(f"{label}, forward+backward, compiled", compiled[1], both["seconds"], 4)
-        table.row(f"{label}, both, bf16 against our f32", both["seconds"], bf16["seconds"], 0.9)
+            table.row(f"{label}, forward+backward, compiled", compiled[1], both["seconds"], 4.2)
+        table.row(f"{label}, forward, bf16 against our f32", forward["seconds"], forward_bf16["seconds"], 1.4)
+        table.row(f"{label}, both, bf16 against our f32", both["seconds"], both_bf16["seconds"], 1.4)
         if tokens == 2048:
             peak = ballast("peak", *threads)["gflops"]
             share = 100 * forward["gflops"] / peak
@@ -116,7 +122,7 @@ def run_linear(table, arguments):
         mixed = rounds(lambda: product(x, w, dy), *case, "--weights", "bf16")
         table.row(f"linear, bf16 weight, {name}, against torch f32", *mixed, 0.9)
         both = rounds(lambda: product(*narrow), *case, "--weights", "bf16", "--storage", "bf16")
-        table.row(f"linear, all bf16, {name}, against torch bf16", *both)
+        table.row(f"linear, all bf16, {name}, against torch bf16", *both, 1)
 
 
 def run_gemv(table, arguments):
@@ -138,12 +144,23 @@ def run_gemv(table, arguments):
 
 
 def run_attention(table, arguments):
-    """Causal, 2048 tokens, 8 query heads on 2 kv heads of 256."""
+    """Causal, 8 query heads on 2 kv heads of 256."""
+    for dtype, tokens, target in [("f32", 2048, 1), ("bf16", 2048, 1.2), ("bf16", 8192, 1.2)]:
+        forward, both = attention(dtype, tokens)
+        case = ["attention", "--tokens", tokens, "--storage", dtype, "--threads", arguments.threads]
+        label = f"attention, {dtype}, T {tokens}, 8/2 heads of 256"
+        table.row(f"{label}, forward", *rounds(forward, *case), target)
+        table.row(f"{label}, both", *rounds(both, *case, "--backward"), target)
+
+
+def attention(dtype, tokens):
+    """Forward, and forward+backward, of torch."""
     import torch
 
-    q, d_o = torch.randn(1, 8, 2048, 256), torch.randn(1, 8, 2048, 256)
-    k, v = torch.randn(1, 2, 2048, 256), torch.randn(1, 2, 2048, 256)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    def tensor(heads):
+        return torch.randn(1, heads, tokens, 256).to(TORCH[dtype]).requires_grad_()
+
+    inputs, d_o = [tensor(8), tensor(2), tensor(2)], tensor(8).detach()
 
     def run():
         return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
@@ -157,17 +174,16 @@ def run_attention(table, arguments):
         for x in inputs:
             x.grad = None
 
-    case = ["attention", "--threads", arguments.threads]
-    table.row("attention, f32, T 2048, 8/2 heads of 256, forward", *rounds(forward, *case), 1)
-    table.row("attention, forward+backward", *rounds(both, *case, "--backward"), 1)
+    return forward, both
 
 
-def loss_step():
-    """Logits, cross entropy and both gradients, 2048 tokens of 1024, vocabulary 32768."""
+def loss_step(dtype, vocabulary):
+    """Logits, cross entropy and both gradients, 2048 tokens of 1024."""
     import torch
 
-    hidden, w = torch.randn(2048, 1024, requires_grad=True), torch.randn(32768, 1024, requires_grad=True)
-    targets = torch.randint(0, 32768, (2048,))
+    hidden = torch.randn(2048, 1024).to(TORCH[dtype]).requires_grad_()
+    w = torch.randn(vocabulary, 1024).to(TORCH[dtype]).requires_grad_()
+    targets = torch.randint(0, vocabulary, (2048,))
 
     def step():
         torch.nn.functional.cross_entropy(hidden @ w.T, targets).backward()
@@ -187,14 +203,15 @@ def grown(work):
 
 
 def run_linear_cross_entropy(table, arguments):
-    case = ["linear-cross-entropy", "--threads", arguments.threads]
-    label = "linear_cross_entropy T 2048, H 1024, V 32768"
-    table.row(label, *rounds(loss_step(), *case), 1)
-    # A process of its own for each: inputs are there before, gradients count.
-    own = [sys.executable, __file__, "--peak-of-loss", "--threads", str(arguments.threads)]
-    theirs = int(subprocess.run(own, check=True, capture_output=True, text=True).stdout)
-    ours = ballast(*case, "--repetitions", 1)["bytes"]
-    table.row("linear_cross_entropy, peak memory", theirs, ours, 4, 2**-20, "MiB")
+    for dtype, vocabulary, target in [("f32", 32768, 1), ("bf16", 32768, 1.5), ("bf16", 151936, 1.5)]:
+        case = ["linear-cross-entropy", "--vocabulary", vocabulary, "--storage", dtype, "--threads", arguments.threads]
+        label = f"linear_cross_entropy, {dtype}, T 2048, H 1024, V {vocabulary}"
+        table.row(label, *rounds(loss_step(dtype, vocabulary), *case), target)
+        # A process of its own for each: inputs are there before, gradients count.
+        own = [sys.executable, __file__, "--peak-of-loss", dtype, str(vocabulary), "--threads", str(arguments.threads)]
+        theirs = int(subprocess.run(own, check=True, capture_output=True, text=True).stdout)
+        ours = ballast(*case, "--repetitions", 1)["bytes"]
+        table.row("  peak memory", theirs, ours, 4, 2**-20, "MiB")
 
 
 CASES = {
@@ -212,7 +229,7 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--python", help="a python that has the requirements")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
-    parser.add_argument("--peak-of-loss", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--peak-of-loss", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if "BALLAST_PEERS" not in os.environ:
         python = arguments.python or own_environment()
@@ -222,8 +239,10 @@ def main():
 
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(1)
+    TORCH.update(f32=torch.float32, bf16=torch.bfloat16)
     if arguments.peak_of_loss:
-        return print(grown(loss_step()))
+        dtype, vocabulary = arguments.peak_of_loss
+        return print(grown(loss_step(dtype, int(vocabulary))))
     table = Table()
     for case in arguments.case or CASES:
         CASES[case](table, arguments)

@@ -28,7 +28,8 @@
 //! l2norm: dx = r (dy - y <dy, y>)
 //! ```
 //! dL needs no inverse because A^T dA A^T = (A^T dVn)(A R)^T with A = (I + L)^-1. All exponents are <= 0, and
-//! exp is taken after the mask. G is summed in f64, so a small decay next to a huge one keeps its digits.
+//! exp is taken after the mask. G is summed in f64, so a small decay next to a huge one keeps its digits. A decay
+//! below 2^-100 counts as zero.
 //!
 //! Several value heads may share a key head (value head h uses key head h / (Hv/Hk)); q and k are not
 //! repeated. A batch is a packing of sequences of equal length: all tensors are [tokens, heads, width] with

@@ -3,10 +3,10 @@
 //! ```text
 //! y = x W^T + b        dx = dy W        dW += dy^T x        db += sum dy
 //! ```
-//! x, y and W may each be f32 or bf16. A product of two bf16 operands uses AVX512-BF16 if the machine has it,
-//! with sums in f32; otherwise bf16 is widened panel by panel into scratch, and all products are f32. The
-//! result is cut into tiles by its shape alone. A tile is one task with a fixed order of summation, also for
-//! dW, so no sum crosses a thread.
+//! x, y and W may each be f32 or bf16. Products use AMX if the machine has it, f32 operands in three parts. Else
+//! a product of two bf16 operands uses AVX512-BF16, with sums in f32; otherwise bf16 is widened panel by panel
+//! into scratch, and all products are f32. The result is cut into tiles, one task each with a fixed order of
+//! summation, also for dW, so no sum crosses a thread and no bit depends on the number of threads.
 //!
 //! For up to [`GEMV_TOKENS`] tokens the weight is read once, in place, row by row: decoding is bound by
 //! memory bandwidth.
