@@ -156,9 +156,10 @@ pub(crate) fn exp_f32<const FMA: bool>(x: f32) -> f32 {
     p = fma::<FMA>(p, r, 1.666_666_5e-1);
     p = fma::<FMA>(p, r, 0.5);
     let e = fma::<FMA>(p, r * r, r) + 1.0;
-    let n = n as i32;
+    // The bits after the rounding are n; a conversion would be scalar, because it must saturate.
+    let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
     let half = n >> 1;
-    let power = |n: i32| f32::from_bits(((n + 127) << 23) as u32);
+    let power = |n: i32| f32::from_bits((n.wrapping_add(127) << 23) as u32);
     let result = e * power(half) * power(n - half);
     if x.is_nan() { x } else { result }
 }
