@@ -4,21 +4,21 @@ use half::bf16;
 use rayon::prelude::*;
 
 use crate::matmul::{
-    AMX_SCRATCH, BF16_SCRATCH, Mat, PACKED_SCRATCH, Side, is_amx, is_packed, matmul_tile, matmul_tile_amx,
-    matmul_tile_bf16, matmul_tile_packed,
+    AMX_SCRATCH, BF16_SCRATCH, Mat, PACKED_SCRATCH, Side, amx_tile, is_amx, is_packed, matmul_tile,
+    matmul_tile_amx, matmul_tile_bf16, matmul_tile_packed,
 };
 use crate::shared::Shared;
 use crate::{Element, Scratch};
 
 /// Most rows of a tile of C that is computed panel by panel.
 const M: usize = 256;
-/// Most rows of a tile of C that is summed up in the scratch.
-const SUM_ROWS: usize = 512;
+/// Most elements of a tile of C that is summed up in the scratch.
+const SUM: usize = 512 * N;
 /// Most columns of a tile of C.
 const N: usize = 512;
 /// Tile sizes, the most efficient first.
 const TILES: [(usize, usize); 5] = [(M, N), (256, 256), (128, 256), (128, 128), (64, 128)];
-/// Tile sizes of a packed product, or one on AMX: the larger a tile, the less is packed.
+/// Tile sizes of a packed product: the larger a tile, the less is packed.
 const PACKED_TILES: [(usize, usize); 7] =
     [(1024, N), (512, N), (256, N), (256, 256), (128, 256), (128, 128), (64, 128)];
 /// Fewest tiles of a product that is large enough: there may be as many threads.
@@ -41,7 +41,7 @@ const fn most(a: usize, b: usize) -> usize {
 }
 
 /// Number of f32 of a task: the panels and a tile of C.
-pub(super) const SCRATCH: usize = PANELS + SUM_ROWS * N;
+pub(super) const SCRATCH: usize = PANELS + SUM;
 
 /// A stored row-major matrix, or its transpose.
 #[derive(Clone, Copy)]
@@ -123,13 +123,17 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     scratch: &Scratch,
 ) {
     // A tile that is stored in bf16 is summed up in the scratch.
-    let most_rows = if C::as_f32(c).is_some() { usize::MAX } else { SUM_ROWS };
+    let most = if C::as_f32(c).is_some() { usize::MAX } else { SUM };
     let way = match (m, n, k) {
         shape if is_amx::<A, B>(shape) => Way::Amx,
         shape if is_packed(shape) => Way::Packed,
         _ => Way::Panels,
     };
-    let (rows, columns) = tile_size(m, n, way, most_rows);
+    let (rows, columns) = match way {
+        Way::Amx => amx_tile::<A, B>(m, n, most),
+        Way::Packed => packed_tile(m, n, most),
+        Way::Panels => panels_tile(m, n),
+    };
     let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
     let tile = |index: usize| {
         let (i, j) = (index % down * rows, index / down * columns);
@@ -176,21 +180,20 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     });
 }
 
-/// Rows and columns of a tile of an m x n product.
-fn tile_size(m: usize, n: usize, way: Way, most_rows: usize) -> (usize, usize) {
-    let count = |(rows, columns): (usize, usize)| m.div_ceil(rows) * n.div_ceil(columns);
-    if way == Way::Panels {
-        let enough = |tile: &(usize, usize)| count(*tile) >= FEWEST;
-        return TILES.into_iter().find(enough).unwrap_or(TILES[TILES.len() - 1]);
-    }
-    // Tiles do not change the bits of the other ways, so they may depend on the number of threads: at least
-    // two for each, and few threads that wait for the last ones. On AMX, where packing takes a larger part of the
-    // time, one for each.
+/// Rows and columns of a tile of an m x n product of panels.
+fn panels_tile(m: usize, n: usize) -> (usize, usize) {
+    let enough = |(rows, columns): &(usize, usize)| m.div_ceil(*rows) * n.div_ceil(*columns) >= FEWEST;
+    TILES.into_iter().find(enough).unwrap_or(TILES[TILES.len() - 1])
+}
+
+/// Rows and columns of a tile of at most `most` elements of a packed m x n product. Tiles do not change its
+/// bits, so they may depend on the number of threads: at least two for each, and few threads that wait for the
+/// last ones.
+fn packed_tile(m: usize, n: usize, most: usize) -> (usize, usize) {
     let threads = rayon::current_num_threads();
-    let fewest = if way == Way::Amx { threads } else { 2 * threads };
-    let even = |tile: &(usize, usize)| {
-        let tiles = count(*tile);
-        tile.0 <= most_rows && tiles >= fewest && 25 * tiles.next_multiple_of(threads) <= 26 * tiles
+    let even = |(rows, columns): &(usize, usize)| {
+        let tiles = m.div_ceil(*rows) * n.div_ceil(*columns);
+        rows * columns <= most && tiles >= 2 * threads && 25 * tiles.next_multiple_of(threads) <= 26 * tiles
     };
     PACKED_TILES.into_iter().find(even).unwrap_or(PACKED_TILES[PACKED_TILES.len() - 1])
 }

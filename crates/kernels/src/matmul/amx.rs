@@ -26,12 +26,14 @@ use crate::shared::Shared;
 use crate::simd::{Level, detected, level};
 
 /// Most columns of C in one product.
-pub(crate) const N: usize = 512;
+pub(crate) const N: usize = 1024;
+/// Most columns for a B in three parts: its copy then stays in the L2 cache.
+const N_PARTS: usize = 512;
 /// Inner elements of one block of a B in one part.
 const K: usize = 512;
 /// Parts of an f32.
 const PARTS: usize = 3;
-/// Inner elements of one block of a B in three parts: its copy then stays in the L2 cache.
+/// Inner elements of one block of a B in three parts.
 const K_PARTS: usize = 256;
 /// Rows or columns of a tile in a register.
 const SIDE: usize = 16;
@@ -43,8 +45,8 @@ const TILE: usize = SIDE * STEP / 2;
 const ALIGN: usize = 16;
 
 /// Number of f32 of the copies of A and B.
-pub(crate) const SCRATCH: usize = ALIGN + 2 * SIDE * PARTS * K / 2 + N * PARTS * K_PARTS / 2;
-const _: () = assert!(K <= PARTS * K_PARTS);
+pub(crate) const SCRATCH: usize = ALIGN + 2 * SIDE * PARTS * K / 2 + N * K / 2;
+const _: () = assert!(N_PARTS * PARTS * K_PARTS <= N * K);
 
 /// Fewest multiplications, and rows of C, of an f32 product for which three parts of both operands pay.
 const FEWEST_PRODUCTS: usize = 1 << 24;
@@ -61,6 +63,26 @@ const fn parts<T: Element>() -> usize {
     if size_of::<T>() == 2 { 1 } else { PARTS }
 }
 
+/// Rows and columns of the tiles of an m x n product of which the least is packed: at most `most` elements, and
+/// threads that end at about the same time.
+pub(crate) fn amx_tile<A: Element, B: Element>(m: usize, n: usize, most: usize) -> (usize, usize) {
+    let threads = rayon::current_num_threads();
+    // An f32 takes about six times as long as a bf16.
+    let cost = |parts: usize| if parts == 1 { 1 } else { 6 };
+    let widest = if parts::<B>() == 1 { N } else { N_PARTS };
+    let sizes = [1024, 512, 256, 128, 64].into_iter();
+    let tiles = sizes.flat_map(|rows| [1024, 512, 256, 128].map(|columns| (rows, columns)));
+    let fits = |(rows, columns): &(usize, usize)| {
+        let fullest = (m.div_ceil(*rows) * n.div_ceil(*columns)).div_ceil(threads);
+        let even = 25 * fullest * rows.min(&m) * columns.min(&n) * threads <= 26 * m * n;
+        *columns <= widest && rows * columns <= most && even
+    };
+    let packed = |(rows, columns): &(usize, usize)| {
+        cost(parts::<A>()) * m * n.div_ceil(*columns) + cost(parts::<B>()) * n * m.div_ceil(*rows)
+    };
+    tiles.filter(fits).min_by_key(packed).unwrap_or((64, 128))
+}
+
 /// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C whose first element is `begin`, while other
 /// threads write other tiles.
 ///
@@ -68,7 +90,7 @@ const fn parts<T: Element>() -> usize {
 /// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere during the call.
 ///
 /// # Panics
-/// If the shapes do not match, the tile has more than [`N`] columns, `panels` are shorter than [`SCRATCH`], or
+/// If the shapes do not match, the tile has more columns than [`amx_tile`] gives, `panels` are shorter than [`SCRATCH`], or
 /// the machine has no AMX.
 pub(crate) unsafe fn matmul_tile_amx<A: Element, B: Element>(
     c: &Shared<'_, f32>,
@@ -81,7 +103,7 @@ pub(crate) unsafe fn matmul_tile_amx<A: Element, B: Element>(
     panels: &mut [f32],
 ) {
     assert!(detected() >= Level::Amx, "this machine has no AMX");
-    assert!(n <= N, "a tile of {m}x{n}");
+    assert!(n <= if parts::<B>() == 1 { N } else { N_PARTS }, "a tile of {m}x{n}");
     assert!(panels.len() >= SCRATCH, "panels must have {SCRATCH} f32, got {}", panels.len());
     if m == 0 || n == 0 {
         return;
@@ -616,10 +638,10 @@ mod tests {
     #[test]
     fn several_blocks_of_the_inner_index_and_all_columns() {
         for by in [(false, false), (false, true), (true, false), (true, true)] {
-            check::<bf16, bf16>((33, N, K + 7), by, true, 0, 1);
+            check::<f32, bf16>((17, N, K + 7), by, true, 0, 1);
             check::<bf16, f32>((33, 40, 2 * K_PARTS + 1), by, false, 1, 1);
             check::<f32, bf16>((20, 60, 2 * K + 31), by, false, 0, 1);
-            check::<f32, f32>((16, N, K_PARTS + 33), by, true, 0, 1);
+            check::<f32, f32>((16, N_PARTS, K_PARTS + 33), by, true, 0, 1);
         }
     }
 
