@@ -49,6 +49,9 @@ enum Case {
         /// Storage of the moments of weights, with --update
         #[arg(long, default_value = "f32")]
         moments: Moments,
+        /// Train adapters of this rank on all linear layers instead of the weights
+        #[arg(long)]
+        lora: Option<usize>,
     },
     /// Decode tokens one by one, and report the memory bandwidth
     Decode {
@@ -87,12 +90,19 @@ fn main() -> anyhow::Result<()> {
         Ok(Model::load(path, |_| Ok(Precision::f32()))?)
     };
     let report = match &args.case {
-        Case::Step { model, tokens, recompute, update, moments } => {
+        Case::Step { model, tokens, recompute, update, moments, lora } => {
             // Master weights start with all bits; without them the weights are loaded in their storage type.
             let is_config = model.extension().is_some_and(|e| e == "json");
-            let mut model = if *update || is_config { load_f32(model)? } else { load(model)? };
+            let wide = *update && lora.is_none() || is_config;
+            let mut model = if wide { load_f32(model)? } else { load(model)? };
             let precision = Precision::preset(&args.precision, &model.config)?;
-            let learned = model.grads();
+            if let Some(rank) = lora {
+                let mut targets = model.adapter_targets();
+                targets.retain(|name| !name.ends_with("lm_head"));
+                let wanted = |name: &str| targets.iter().any(|target| target == name);
+                model.add_adapters(&wanted, *rank, 2.0 * *rank as f32, 1)?;
+            }
+            let learned = model.grads_of(|_| lora.is_none());
             let moments = match moments {
                 Moments::F32 => MomentStorage::F32,
                 Moments::Bf16 => MomentStorage::Bf16,
@@ -110,7 +120,7 @@ fn main() -> anyhow::Result<()> {
             };
             let ids = (0..*tokens).map(|t| (t * 7919 % model.config.vocabulary) as u32).collect();
             let batch = Batch::packed(ids, vec![0, *tokens])?;
-            let mut grads = model.grads();
+            let mut grads = model.grads_of(|_| lora.is_none());
             let options = LossOptions::default();
             let mut loss = 0.0;
             let mut step = || {
