@@ -189,3 +189,17 @@ fn several_weights_at_once_give_the_bits_of_each() {
         linear_forward_many([&mut a, &mut b], &[1f32; 4], [&[1f32; 8], &[1f32; 8]], 4, &scratch).is_err()
     );
 }
+
+/// Beside an f32 operand. Two bf16 operands may be summed up in another order.
+#[test]
+fn values_that_are_exact_in_bf16_give_the_same_bits_in_either_type() {
+    for (tokens, inputs, outputs) in [(70, 96, 80), (300, 256, 400)] {
+        let problem = Problem::new(tokens, inputs, outputs, 7);
+        let (y, dx, ..) = problem.run::<f32, f32, f32>();
+        let (y_bf16, dx_bf16, ..) = problem.run::<f32, f32, bf16>();
+        assert!(y == y_bf16 && dx == dx_bf16, "weight, {tokens}x{inputs}x{outputs}");
+        let (_, _, dw, _) = problem.run::<f32, f32, f32>();
+        let (_, _, dw_bf16, _) = problem.run::<f32, bf16, f32>();
+        assert!(dw == dw_bf16, "activations, {tokens}x{inputs}x{outputs}");
+    }
+}

@@ -48,14 +48,16 @@ const ALIGN: usize = 16;
 pub(crate) const SCRATCH: usize = ALIGN + 2 * SIDE * PARTS * K / 2 + N * K / 2;
 const _: () = assert!(N_PARTS * PARTS * K_PARTS <= N * K);
 
-/// Fewest multiplications, and rows of C, of an f32 product for which three parts of both operands pay.
+/// Fewest multiplications, and rows of C, for which three parts of an operand pay.
 const FEWEST_PRODUCTS: usize = 1 << 24;
 const FEWEST_ROWS: usize = 24;
 
-/// Returns true if a product C [m, n] = A [m, k] B [k, n] is computed by [`matmul_tile_amx`] on this machine.
+/// Returns true if a product C [m, n] = A [m, k] B [k, n] is computed by [`matmul_tile_amx`] on this machine. It
+/// does not depend on the type of one operand if the other is f32: values that are exact in bf16 then give the
+/// same bits in either type.
 pub(crate) fn is_amx<A: Element, B: Element>((m, n, k): (usize, usize, usize)) -> bool {
     let large = m >= FEWEST_ROWS && m.saturating_mul(n).saturating_mul(k) >= FEWEST_PRODUCTS;
-    level() >= Level::Amx && (large || parts::<A>() == 1 || parts::<B>() == 1)
+    level() >= Level::Amx && (large || parts::<A>() == 1 && parts::<B>() == 1)
 }
 
 /// Number of bf16 whose sum is an element.
