@@ -82,7 +82,7 @@ impl RepoAddress {
             }
             None => (None, rest),
         };
-        let path = path.trim_matches('/');
+        let path = path.strip_prefix('/').unwrap_or(path).trim_end_matches('/');
         if !path.is_empty() && !is_path(path) {
             return Err("not a path inside a repository");
         }
@@ -304,6 +304,8 @@ mod tests {
             "hf://../b",
             "hf://a/b/../c",
             "hf://a/b/c//d",
+            "hf://a/b//c",
+            "hf://a/b@refs///pr/3",
             "hf://a--b/c",
             "hf://datasets/a/b",
             "hf://a/b@x y",
