@@ -219,6 +219,8 @@ def main():
 
     torch.set_num_threads(arguments.threads)
     if arguments.child:
+        # What is preloaded here (tile_sizes.c) would break the compiler that torch.compile calls.
+        os.environ.pop("LD_PRELOAD", None)
         kind, folder, *options = arguments.child
         if kind != "decode":
             tokens, dtype, compiled, repetitions = options
