@@ -234,9 +234,21 @@ mod x86 {
         for first in (0..k).step_by(depth) {
             let inner = first..k.min(first + depth);
             let steps = inner.len().div_ceil(STEP);
-            for j in (0..tile.n).step_by(BLOCK) {
-                let strip = &mut b_panel[j / BLOCK * steps * B_PARTS * 2 * TILE..];
-                pack::<B, false, B_PARTS>(strip, 1.0, b, j..tile.n.min(j + BLOCK), inner.clone());
+            // All steps of a strip of columns at once. A B that is stored by rows and passes through the cache is read
+            // row by row, all columns of a step at once.
+            let at_once = if b.outer_first || k <= depth { depth } else { STEP };
+            for l in inner.clone().step_by(at_once) {
+                for j in (0..tile.n).step_by(BLOCK) {
+                    let step = j / BLOCK * steps + (l - first) / STEP;
+                    let (columns, inner) = (j..tile.n.min(j + BLOCK), l..inner.end.min(l + at_once));
+                    pack::<B, false, B_PARTS>(
+                        &mut b_panel[step * B_PARTS * 2 * TILE..],
+                        1.0,
+                        b,
+                        columns,
+                        inner,
+                    );
+                }
             }
             for i in (0..tile.m).step_by(BLOCK) {
                 pack::<A, true, A_PARTS>(a_panel, by, a, i..tile.m.min(i + BLOCK), inner.clone());
