@@ -92,8 +92,8 @@ pub(crate) fn amx_tile<A: Element, B: Element>(m: usize, n: usize, most: usize) 
 /// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere during the call.
 ///
 /// # Panics
-/// If the shapes do not match, the tile has more columns than [`amx_tile`] gives, `panels` are shorter than [`SCRATCH`], or
-/// the machine has no AMX.
+/// If the shapes do not match, the tile has more columns than [`amx_tile`] gives, `panels` are shorter than
+/// [`SCRATCH`], or the machine has no AMX.
 pub(crate) unsafe fn matmul_tile_amx<A: Element, B: Element>(
     c: &Shared<'_, f32>,
     begin: usize,
