@@ -173,8 +173,9 @@ pub(crate) fn product_add(c: &mut [f32], by: f32, a: Mat<'_>, b: Mat<'_>) {
     }
 }
 
-/// c += by a b, or a^T b with `transposed`; b is exact in bf16 if there are panels. `seen(i)` are the columns of row i of a that may be non-zero. A
-/// zero of a cancels its partner even if that is non-finite: 0 times infinity would be NaN.
+/// c += by a b, or a^T b with `transposed`; b is exact in bf16 if there are panels. `seen(i)` are the columns of
+/// row i of a that may be non-zero. A zero of a cancels its partner even if that is non-finite: 0 times infinity
+/// would be NaN.
 pub(crate) fn masked_product_add(
     c: &mut [f32],
     by: f32,

@@ -206,8 +206,9 @@ mod x86 {
         rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
     };
 
-    /// C (+)= by A B, block after block of the inner index; only an f32 A has a factor other than 1. Tiles are configured for the call alone: other libraries of the
-    /// process configure theirs, and a thread without tiles is cheaper to suspend.
+    /// C (+)= by A B, block after block of the inner index; only an f32 A has a factor other than 1. Tiles are
+    /// configured for the call alone: other libraries of the process configure theirs, and a thread without tiles
+    /// is cheaper to suspend.
     ///
     /// # Safety
     /// The tile is valid for reading and writing and used by the caller alone; the machine has the
@@ -234,8 +235,8 @@ mod x86 {
         for first in (0..k).step_by(depth) {
             let inner = first..k.min(first + depth);
             let steps = inner.len().div_ceil(STEP);
-            // All steps of a strip of columns at once. A B that is stored by rows and passes through the cache is read
-            // row by row, all columns of a step at once.
+            // All steps of a strip of columns at once. A B that is stored by rows and passes through the cache is
+            // read row by row, all columns of a step at once.
             let at_once = if b.outer_first || k <= depth { depth } else { STEP };
             for l in inner.clone().step_by(at_once) {
                 for j in (0..tile.n).step_by(BLOCK) {
@@ -299,8 +300,8 @@ mod x86 {
         }
     }
 
-    /// Parts of up to 16 x 32 elements, times `by`: a line has the 16 pairs of an outer index if that is stored first, else
-    /// the 16 outer indices of a pair.
+    /// Parts of up to 16 x 32 elements, times `by`: a line has the 16 pairs of an outer index if that is stored
+    /// first, else the 16 outer indices of a pair.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     fn lines<T: Element, const PARTS: usize>(
