@@ -12,8 +12,8 @@ from pathlib import Path
 
 from environment import ROOT, median, own_environment
 
-# torch's types by the names of ours, set once torch is there.
-TORCH = {}
+# torch's types by the names of ours.
+TORCH = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def ballast(*arguments):
@@ -158,7 +158,7 @@ def attention(dtype, tokens):
     import torch
 
     def tensor(heads):
-        return torch.randn(1, heads, tokens, 256).to(TORCH[dtype]).requires_grad_()
+        return torch.randn(1, heads, tokens, 256).to(getattr(torch, TORCH[dtype])).requires_grad_()
 
     inputs, d_o = [tensor(8), tensor(2), tensor(2)], tensor(8).detach()
 
@@ -181,9 +181,9 @@ def loss_step(dtype, vocabulary):
     """Logits, cross entropy and both gradients, 2048 tokens of 1024."""
     import torch
 
-    hidden = torch.randn(2048, 1024).to(TORCH[dtype]).requires_grad_()
+    hidden = torch.randn(2048, 1024).to(getattr(torch, TORCH[dtype])).requires_grad_()
     # Logits of a usual size: larger ones make subnormal probabilities, which take torch many times as long.
-    w = (torch.randn(vocabulary, 1024) / 32).to(TORCH[dtype]).requires_grad_()
+    w = (torch.randn(vocabulary, 1024) / 32).to(getattr(torch, TORCH[dtype])).requires_grad_()
     targets = torch.randint(0, vocabulary, (2048,))
 
     def step():
@@ -240,7 +240,6 @@ def main():
 
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(1)
-    TORCH.update(f32=torch.float32, bf16=torch.bfloat16)
     if arguments.peak_of_loss:
         dtype, vocabulary = arguments.peak_of_loss
         return print(grown(loss_step(dtype, int(vocabulary))))

@@ -28,6 +28,18 @@ CONFIG = dict(
     tie_word_embeddings=True,
 )
 
+# 570 M parameters with the widths of Qwen3.5-0.8B
+LARGE = dict(
+    CONFIG,
+    vocab_size=151936,
+    hidden_size=1024,
+    num_hidden_layers=20,
+    intermediate_size=3584,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=16,
+)
+
 
 def ballast(*arguments):
     """What bench-model measures."""
@@ -41,23 +53,6 @@ def peak_bytes():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-# 570 M parameters with the widths of Qwen3.5-0.8B
-LARGE = dict(
-    vocab_size=151936,
-    hidden_size=1024,
-    num_hidden_layers=20,
-    intermediate_size=3584,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=256,
-    linear_num_key_heads=16,
-    linear_num_value_heads=16,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    tie_word_embeddings=True,
-)
 
 
 def torch_step(folder, tokens, dtype, compiled, repetitions, kind="step"):

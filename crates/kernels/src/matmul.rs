@@ -145,6 +145,13 @@ impl Tile {
     }
 }
 
+/// Returns true if it pays to pack the operands of a product C [m, n] = A [m, k] B [k, n] in our own order.
+fn is_large((m, n, k): (usize, usize, usize)) -> bool {
+    const FEWEST_ROWS: usize = 24;
+    const FEWEST_PRODUCTS: usize = 1 << 24;
+    m >= FEWEST_ROWS && m.saturating_mul(n).saturating_mul(k) >= FEWEST_PRODUCTS
+}
+
 /// Number of elements from the first to the last of a row-major matrix, including gaps between rows; `None`
 /// if it does not fit in a `usize`. Unsafe code relies on it: every offset of an element is below it and does
 /// not wrap.
@@ -348,6 +355,33 @@ mod tests {
         fn index(&self, i: usize, j: usize) -> usize {
             if self.transposed { j * self.rows + i } else { i * self.columns + j }
         }
+    }
+
+    /// Root mean square error of C = A B without gaps, against f64.
+    pub(super) fn rms_error<T: Element>(c: &[f32], a: &Matrix<T>, b: &Matrix<T>) -> f64 {
+        let exact = |i, j| -> f64 { (0..a.columns).map(|l| a.at(i, l) as f64 * b.at(l, j) as f64).sum() };
+        let error = |(at, c): (usize, &f32)| *c as f64 - exact(at / b.columns, at % b.columns);
+        (c.iter().enumerate().map(error).map(|e| e * e).sum::<f64>() / c.len() as f64).sqrt()
+    }
+
+    /// Asserts that `call` refuses a tile that is too large or outside of C, and panels that are too short. Its
+    /// arguments are C, its row stride, both operands, the shape and the panels.
+    pub(super) fn assert_refusals(
+        scratch: usize,
+        call: impl Fn(&Shared<'_, f32>, usize, Side<'_, f32>, (usize, usize, usize), &mut [f32]),
+    ) {
+        let data = vec![0f32; 600 * 40];
+        let side = Side { data: &data[..], stride: 40, outer_first: true };
+        let refused = |c: usize, shape, stride, panels: usize| {
+            let (mut c, mut panels) = (vec![0.0; c], vec![0.0; panels]);
+            let call = || call(&Shared::new(&mut c), stride, side, shape, &mut panels);
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err()
+        };
+        assert!(refused(600 * 32, (32, 600, 8), 600, scratch), "too many columns");
+        assert!(refused(32 * 32 - 1, (32, 32, 8), 32, scratch), "C is too short");
+        assert!(refused(32 * 32, (32, 32, 8), 31, scratch), "rows of C overlap");
+        assert!(refused(32 * 32, (32, 32, 8), 32, scratch - 1), "panels are too short");
+        assert!(!refused(32 * 32, (32, 32, 8), 32, scratch));
     }
 
     proptest! {

@@ -265,7 +265,7 @@ impl<'s> Head<'s> {
 }
 
 /// Logarithm of the least decay, 2^-100; what is below counts as zero. Products with it would be subnormal
-/// numbers, each of which costs an Intel processor a hundred times as much as another.
+/// numbers, which Intel processors compute many times slower.
 const LEAST_DECAY: f32 = -69.31;
 
 /// e^x for x <= 0.

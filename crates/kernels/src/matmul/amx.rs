@@ -20,7 +20,7 @@
 //! below 2^-103, and a product counts as zero below 2^-126. Infinity times an f32 is NaN where a part of that f32
 //! is zero.
 
-use super::{Mat, Side, Tile};
+use super::{Mat, Side, Tile, is_large};
 use crate::Element;
 use crate::shared::Shared;
 use crate::simd::{Level, detected, level};
@@ -48,16 +48,11 @@ const ALIGN: usize = 16;
 pub(crate) const SCRATCH: usize = ALIGN + 2 * SIDE * PARTS * K / 2 + N * K / 2;
 const _: () = assert!(N_PARTS * PARTS * K_PARTS <= N * K);
 
-/// Fewest multiplications, and rows of C, for which three parts of an operand pay.
-const FEWEST_PRODUCTS: usize = 1 << 24;
-const FEWEST_ROWS: usize = 24;
-
 /// Returns true if a product C [m, n] = A [m, k] B [k, n] is computed by [`matmul_tile_amx`] on this machine. It
 /// does not depend on the type of one operand if the other is f32: values that are exact in bf16 then give the
 /// same bits in either type.
-pub(crate) fn is_amx<A: Element, B: Element>((m, n, k): (usize, usize, usize)) -> bool {
-    let large = m >= FEWEST_ROWS && m.saturating_mul(n).saturating_mul(k) >= FEWEST_PRODUCTS;
-    level() >= Level::Amx && (large || parts::<A>() == 1 && parts::<B>() == 1)
+pub(crate) fn is_amx<A: Element, B: Element>(shape: (usize, usize, usize)) -> bool {
+    level() >= Level::Amx && (is_large(shape) || parts::<A>() == 1 && parts::<B>() == 1)
 }
 
 /// Number of bf16 whose sum is an element.
@@ -69,7 +64,7 @@ const fn parts<T: Element>() -> usize {
 /// threads that end at about the same time.
 pub(crate) fn amx_tile<A: Element, B: Element>(m: usize, n: usize, most: usize) -> (usize, usize) {
     let threads = rayon::current_num_threads();
-    // An f32 takes about six times as long as a bf16.
+    // An assumption: an f32 is rounded twice, and three parts are written.
     let cost = |parts: usize| if parts == 1 { 1 } else { 6 };
     let widest = if parts::<B>() == 1 { N } else { N_PARTS };
     let sizes = [1024, 512, 256, 128, 64].into_iter();
@@ -274,7 +269,7 @@ mod x86 {
     }
 
     /// Two tiles side by side of every part of every step, for up to 32 rows of A (`BY_OUTER`) or columns of B.
-    /// What is outside is zero.
+    /// Elements outside are zero.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     fn pack<T: Element, const BY_OUTER: bool, const PARTS: usize>(
         panel: &mut [u32],
@@ -580,7 +575,7 @@ mod tests {
 
     use super::*;
     use crate::matmul::matmul_strided;
-    use crate::matmul::tests::{Matrix, values};
+    use crate::matmul::tests::{Matrix, assert_refusals, rms_error, values};
 
     /// C = (C +) A B, or `None` if the machine has no AMX.
     fn product<A: Element, B: Element>(
@@ -668,12 +663,7 @@ mod tests {
         let Some(parts) = product(&vec![0.0; m * n], n, false, &a, &b) else { return };
         let mut other = vec![0.0; m * n];
         matmul_strided(&mut other, n, 1.0, a.mat(), b.mat(), 0.0);
-        let error = |c: &[f32]| {
-            let exact = |i, j| -> f64 { (0..k).map(|l| a.at(i, l) as f64 * b.at(l, j) as f64).sum() };
-            let squares = (0..m * n).map(|at| (c[at] as f64 - exact(at / n, at % n)).powi(2));
-            (squares.sum::<f64>() / (m * n) as f64).sqrt()
-        };
-        let (parts, other) = (error(&parts), error(&other));
+        let (parts, other) = (rms_error(&parts, &a, &b), rms_error(&other, &a, &b));
         println!("root mean square error: parts {parts:.2e}, f32 {other:.2e}");
         assert!(parts <= 2.0 * other && parts > 0.0, "{parts} and {other}");
     }
@@ -780,22 +770,9 @@ mod tests {
         if detected() < Level::Amx {
             return;
         }
-        let data = vec![0f32; 600 * 40];
-        let side = Side { data: &data[..], stride: 40, outer_first: true };
-        let refused = |c: usize, shape, stride, panels: usize| {
-            let (mut c, mut panels) = (vec![0.0; c], vec![0.0; panels]);
-            let call = std::panic::AssertUnwindSafe(|| {
-                // SAFETY: C is this call's alone.
-                unsafe {
-                    matmul_tile_amx(&Shared::new(&mut c), 0, stride, false, side, side, shape, &mut panels)
-                }
-            });
-            std::panic::catch_unwind(call).is_err()
-        };
-        assert!(refused(600 * 32, (32, 600, 8), 600, SCRATCH), "too many columns");
-        assert!(refused(32 * 32 - 1, (32, 32, 8), 32, SCRATCH), "C is too short");
-        assert!(refused(32 * 32, (32, 32, 8), 31, SCRATCH), "rows of C overlap");
-        assert!(refused(32 * 32, (32, 32, 8), 32, SCRATCH - 1), "panels are too short");
-        assert!(!refused(32 * 32, (32, 32, 8), 32, SCRATCH));
+        assert_refusals(SCRATCH, |c, stride, side, shape, panels| {
+            // SAFETY: C is this call's alone.
+            unsafe { matmul_tile_amx(c, 0, stride, false, side, side, shape, panels) }
+        });
     }
 }

@@ -12,7 +12,7 @@
 //! The sum of an element runs over a block from first to last and is then added to C. So its bits depend on its
 //! row of A and its column of B alone, and a product may be divided into tiles of any size.
 
-use super::{Side, Tile};
+use super::{Side, Tile, is_large};
 use crate::Element;
 use crate::shared::Shared;
 use crate::simd::{Level, detected, level};
@@ -21,10 +21,6 @@ use crate::simd::{Level, detected, level};
 const M: usize = 256;
 /// Most columns of C in one product.
 pub(crate) const N: usize = 512;
-/// Fewest rows of C for which packing B pays.
-const FEWEST_ROWS: usize = 24;
-/// Fewest products of elements for which it pays to pack at all.
-const FEWEST_PRODUCTS: usize = 1 << 24;
 /// Block size of the inner index.
 const K: usize = 256;
 /// Gap between the rows of the copied A: rows a power of two apart would share a few sets of the L1 cache.
@@ -44,9 +40,8 @@ pub(crate) const SCRATCH: usize = A_LEN + N.div_ceil(WIDTH) * WIDTH * K;
 
 /// Returns true if a product C [m, n] = A [m, k] B [k, n] should be divided into tiles for
 /// [`matmul_tile_packed`].
-pub(crate) fn is_packed((m, n, k): (usize, usize, usize)) -> bool {
-    let large = m >= FEWEST_ROWS && m.saturating_mul(n).saturating_mul(k) >= FEWEST_PRODUCTS;
-    large && level() == Level::Avx2
+pub(crate) fn is_packed(shape: (usize, usize, usize)) -> bool {
+    is_large(shape) && level() == Level::Avx2
 }
 
 /// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C whose first element is `begin`, while other
@@ -337,7 +332,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::matmul::tests::{Matrix, values};
+    use crate::matmul::tests::{Matrix, assert_refusals, rms_error, values};
     use crate::matmul::{Mat, matmul_strided};
 
     /// The product in the order that the module describes, element by element.
@@ -420,13 +415,7 @@ mod tests {
         // SAFETY: C has m rows of n elements and is this call's alone; the machine has AVX2.
         unsafe { x86::blocks(tile, false, a.side(true), b.side(false), k, &mut vec![0.0; SCRATCH]) };
         matmul_strided(&mut other, n, 1.0, a.mat(), b.mat(), 0.0);
-        let error = |c: &[f32]| {
-            let exact =
-                |i: usize, j: usize| -> f64 { (0..k).map(|l| a.at(i, l) as f64 * b.at(l, j) as f64).sum() };
-            let squares = (0..m * n).map(|at| (c[at] as f64 - exact(at / n, at % n)).powi(2));
-            (squares.sum::<f64>() / (m * n) as f64).sqrt()
-        };
-        let (packed, other) = (error(&packed), error(&other));
+        let (packed, other) = (rms_error(&packed, &a, &b), rms_error(&other, &a, &b));
         println!("root mean square error: packed {packed:.2e}, other {other:.2e}");
         assert!(packed <= 1.2 * other && packed > 0.0, "{packed} and {other}");
     }
@@ -436,22 +425,9 @@ mod tests {
         if detected() < Level::Avx2 {
             return;
         }
-        let data = vec![0f32; 600 * 40];
-        let side = Side { data: &data[..], stride: 40, outer_first: true };
-        let refused = |c: usize, shape, stride, panels: usize| {
-            let (mut c, mut panels) = (vec![0.0; c], vec![0.0; panels]);
-            let call = std::panic::AssertUnwindSafe(|| {
-                // SAFETY: C is this call's alone.
-                unsafe {
-                    matmul_tile_packed(&Shared::new(&mut c), 0, stride, false, side, side, shape, &mut panels)
-                }
-            });
-            std::panic::catch_unwind(call).is_err()
-        };
-        assert!(refused(600 * 32, (32, 600, 8), 600, SCRATCH), "too many columns");
-        assert!(refused(32 * 32 - 1, (32, 32, 8), 32, SCRATCH), "C is too short");
-        assert!(refused(32 * 32, (32, 32, 8), 31, SCRATCH), "rows of C overlap");
-        assert!(refused(32 * 32, (32, 32, 8), 32, SCRATCH - 1), "panels are too short");
-        assert!(!refused(32 * 32, (32, 32, 8), 32, SCRATCH));
+        assert_refusals(SCRATCH, |c, stride, side, shape, panels| {
+            // SAFETY: C is this call's alone.
+            unsafe { matmul_tile_packed(c, 0, stride, false, side, side, shape, panels) }
+        });
     }
 }
