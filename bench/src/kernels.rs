@@ -8,7 +8,7 @@
 
 use ballast_bench::cases::{self, Pass, Product, Work};
 use ballast_bench::measure::measure;
-use ballast_kernels::{attention, gated_delta_rule, linear, linear_cross_entropy};
+use ballast_kernels::{Rounding, attention, gated_delta_rule, linear, linear_cross_entropy};
 use clap::{Parser, Subcommand, ValueEnum};
 use half::bf16;
 
@@ -64,6 +64,9 @@ enum Case {
         /// Run forward and backward instead of forward alone
         #[arg(long)]
         backward: bool,
+        /// Round to bf16 what backward multiplies, as the preset `bf16` does
+        #[arg(long)]
+        rounded: bool,
     },
     /// One product of a linear layer; with one token, the matrix-vector product
     Linear {
@@ -95,7 +98,14 @@ enum Case {
         /// Tokens per slice of logits [default: that of the kernel]
         #[arg(long)]
         slice: Option<usize>,
+        /// Round the gradient of the logits to bf16
+        #[arg(long)]
+        rounded: bool,
     },
+}
+
+fn rounding(rounded: bool) -> Rounding {
+    if rounded { Rounding::Bf16 } else { Rounding::F32 }
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -137,7 +147,7 @@ fn prepare(case: &Case, threads: usize) -> (Work, f64) {
             let flops = 2.0 * (5 * chunk * dim + 3 * dim * dim) as f64 * (tokens * heads) as f64;
             (make(tokens, dims, options, pass(backward)), flops)
         }
-        Case::Attention { tokens, heads, kv_heads, dim, storage, backward } => {
+        Case::Attention { tokens, heads, kv_heads, dim, storage, backward, rounded } => {
             let dims = attention::Dims { heads, kv_heads, head_dim: dim, value_dim: dim };
             let make = match storage {
                 Storage::F32 => cases::attention::<f32>,
@@ -146,7 +156,8 @@ fn prepare(case: &Case, threads: usize) -> (Work, f64) {
             // Two products over the keys that a query sees, half of all keys on average; backward has five.
             let products = if backward { 7.0 } else { 2.0 };
             let flops = products * (tokens * tokens * heads * dim) as f64;
-            (make(tokens, dims, attention::Options::default(), pass(backward)), flops)
+            let options = attention::Options { gradient: rounding(rounded), ..attention::Options::default() };
+            (make(tokens, dims, options, pass(backward)), flops)
         }
         Case::Linear { tokens, inputs, outputs, product, storage, weights } => {
             let make = match (storage, weights) {
@@ -158,9 +169,13 @@ fn prepare(case: &Case, threads: usize) -> (Work, f64) {
             let flops = 2.0 * (tokens * inputs * outputs) as f64;
             (make(tokens, linear::Dims { inputs, outputs }, product), flops)
         }
-        Case::LinearCrossEntropy { tokens, hidden, vocabulary, storage, slice } => {
+        Case::LinearCrossEntropy { tokens, hidden, vocabulary, storage, slice, rounded } => {
             let usual = linear_cross_entropy::Options::default();
-            let options = linear_cross_entropy::Options { slice: slice.unwrap_or(usual.slice), ..usual };
+            let options = linear_cross_entropy::Options {
+                slice: slice.unwrap_or(usual.slice),
+                gradient: rounding(rounded),
+                ..usual
+            };
             let make = match storage {
                 Storage::F32 => cases::cross_entropy::<f32>,
                 Storage::Bf16 => cases::cross_entropy::<bf16>,

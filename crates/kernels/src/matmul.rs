@@ -112,6 +112,13 @@ impl<'a, T> Mat<'a, T> {
             ..self
         }
     }
+
+    /// The matrix as a left factor; its transpose is one as a right factor.
+    fn side(self) -> Side<'a, T> {
+        let outer_first = self.column_stride == 1;
+        let stride = if outer_first { self.row_stride } else { self.column_stride };
+        Side { data: self.data, stride, outer_first }
+    }
 }
 
 /// A or B, seen from its outer index o (a row of A, a column of B) and the inner index l.
@@ -340,6 +347,13 @@ mod tests {
             match self.transposed {
                 true => Mat::dense(&self.wide, self.columns, self.rows).t(),
                 false => Mat::dense(&self.wide, self.rows, self.columns),
+            }
+        }
+
+        pub(super) fn stored_mat(&self) -> Mat<'_, T> {
+            match self.transposed {
+                true => Mat::dense(&self.stored, self.columns, self.rows).t(),
+                false => Mat::dense(&self.stored, self.rows, self.columns),
             }
         }
 

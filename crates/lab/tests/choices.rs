@@ -7,7 +7,7 @@ use ballast_lab::experiment::Arithmetic;
 use ballast_lab::findings::Kind;
 use ballast_lab::{Choice, More};
 use ballast_model::probe::Recorder;
-use ballast_model::{LazyCheckpoint, Model, Precision, Site};
+use ballast_model::{LazyCheckpoint, LossOptions, Model, Precision, Recompute, Site};
 use common::{MODELS, batch, defaults, folder, run, study};
 
 /// First tensor whose bits differ, among all that a probe sees.
@@ -15,7 +15,10 @@ fn first_difference(model: &str, choice: &Choice) -> Option<String> {
     let see = |precision: &Precision| {
         let model = Model::load(&folder(model), |_| Ok(precision.clone())).unwrap();
         let mut recorder = Recorder::default();
-        model.logits(&batch_of(model.config.vocabulary), Some(&mut recorder)).unwrap();
+        let (mut grads, batch) = (model.grads(), batch_of(model.config.vocabulary));
+        model.logits(&batch, Some(&mut recorder)).unwrap();
+        let options = LossOptions::default();
+        model.forward_backward(&mut grads, &batch, &options, Recompute::None, Some(&mut recorder)).unwrap();
         recorder.seen
     };
     let (plain, lowered) = (see(&Precision::f32()), see(&choice.precision));

@@ -5,7 +5,7 @@ mod common;
 use ballast_lab::Choice;
 use ballast_lab::findings::Kind;
 use ballast_model::probe::Recorder;
-use ballast_model::{Batch, LazyCheckpoint, Model, Precision};
+use ballast_model::{Batch, LazyCheckpoint, LossOptions, Model, Precision, Recompute};
 use common::{MODELS, defaults, folder};
 
 /// Sequence length at which an indexer has a choice and a state passes between chunks.
@@ -17,7 +17,10 @@ fn batch(vocabulary: usize) -> Batch {
 fn seen(name: &str, precision: &Precision) -> Vec<u32> {
     let model = Model::load(&folder(name), |_| Ok(precision.clone())).unwrap();
     let mut recorder = Recorder::default();
-    model.logits(&batch(model.config.vocabulary), Some(&mut recorder)).unwrap();
+    let (mut grads, batch) = (model.grads(), batch(model.config.vocabulary));
+    model.logits(&batch, Some(&mut recorder)).unwrap();
+    let options = LossOptions::default();
+    model.forward_backward(&mut grads, &batch, &options, Recompute::None, Some(&mut recorder)).unwrap();
     recorder.seen.iter().flat_map(|seen| &seen.values).map(|x| x.to_bits()).collect()
 }
 

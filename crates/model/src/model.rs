@@ -396,6 +396,7 @@ impl Model {
             z_loss: options.z_loss,
             label_smoothing: options.label_smoothing,
             logits: self.precision.site(Site::Loss),
+            gradient: self.precision.site(Site::LossGradient),
             ..loss_kernel::Options::default()
         }
     }

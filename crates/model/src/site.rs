@@ -95,6 +95,20 @@ sites! {
         exists: has_attention,
         probes: &["self_attn.logits", "self_attn.o"],
     }
+    Probabilities {
+        name: "probabilities",
+        what: "attention probabilities, as they are multiplied by v",
+        bf16_in: &["megatron", "nemo", "maxtext-default", "hf-bf16"],
+        exists: has_attention,
+        probes: &["self_attn.o"],
+    }
+    AttentionGradient {
+        name: "attention_gradient",
+        what: "probabilities and gradients of logits, as attention's backward multiplies them",
+        bf16_in: &["bf16", "megatron", "nemo", "maxtext-default", "hf-bf16"],
+        exists: has_attention,
+        probes: &["self_attn.q", "self_attn.k", "self_attn.v"],
+    }
     IndexerLogits {
         name: "indexer_logits",
         what: "the indexer's q.k, before the relu",
@@ -130,6 +144,13 @@ sites! {
         bf16_in: &["hf-bf16"],
         exists: always,
         probes: &["logits"],
+    }
+    LossGradient {
+        name: "loss_gradient",
+        what: "the gradient of the output logits, as it is multiplied",
+        bf16_in: &["bf16", "megatron", "nemo", "maxtext-default", "hf-bf16"],
+        exists: always,
+        probes: &["norm"],
     }
     Residual {
         name: "residual",

@@ -21,12 +21,13 @@ use std::path::{Path, PathBuf};
 use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::TensorFile;
-use ballast_model::{Config, Model, SaveOptions, Site};
+use ballast_kernels::Rounding;
+use ballast_model::{Config, Model, Precision, SaveOptions, Site};
 use serde::{Deserialize, Serialize};
 
 use crate::checksum::{TensorBytes, bytewise, parameters_checksum, tensors_of, tensors_of_optimizer};
 use crate::cluster::Division;
-use crate::config::CheckpointsConfig;
+use crate::config::{CheckpointsConfig, TrainConfig};
 use crate::data::{Cursor, FileCursor};
 use crate::error::{Error, Result};
 use crate::ledger::Ledger;
@@ -391,18 +392,40 @@ fn write_file(path: &Path, bytes: &[u8]) -> Result {
     file.sync_all().map_err(Error::io(path, "flush"))
 }
 
-/// Reads a saved configuration. The preset `bf16` of format version 1 has the residual stream in bf16, and a run of that
-/// version keeps it.
+/// Sites that presets round and did not always round. A saved configuration names them, so one that does not is of
+/// an earlier program, and its run keeps them in f32.
+const LATER_SITES: [Site; 3] = [Site::Probabilities, Site::AttentionGradient, Site::LossGradient];
+
+/// The configuration as a checkpoint has it.
+pub(crate) fn saved_config(config: &TrainConfig, precision: &Precision) -> Result<String> {
+    let mut config = config.clone();
+    for site in LATER_SITES {
+        let lowered = match precision.site(site) {
+            Rounding::F32 => continue,
+            Rounding::Bf16 => "bf16",
+            Rounding::F16 => "f16",
+        };
+        config.precision.sites.entry(site.name().into()).or_insert(lowered.into());
+    }
+    config.to_toml()
+}
+
+/// Reads a saved configuration. A run keeps the sites that its preset had when it began: the preset `bf16` of format
+/// version 1 has the residual stream in bf16.
 fn config_of_version(version: u32, config: &str) -> Result<toml::Table, toml::de::Error> {
     let mut table: toml::Table = config.parse()?;
-    let precision = table.get_mut("precision").and_then(toml::Value::as_table_mut);
-    if let Some(precision) = precision.filter(|_| version == 1)
-        && precision.get("preset").and_then(toml::Value::as_str) == Some("bf16")
-    {
-        let sites = precision.entry("sites").or_insert(toml::Table::new().into());
-        if let Some(sites) = sites.as_table_mut() {
-            sites.entry(Site::Residual.name()).or_insert("bf16".into());
-        }
+    let Some(precision) = table.get_mut("precision").and_then(toml::Value::as_table_mut) else {
+        return Ok(table);
+    };
+    let preset = precision.get("preset").and_then(toml::Value::as_str);
+    let (lowered, bf16) = (preset.is_some_and(|preset| preset != "f32"), preset == Some("bf16"));
+    let sites = precision.entry("sites").or_insert(toml::Table::new().into());
+    let Some(sites) = sites.as_table_mut() else { return Ok(table) };
+    if version == 1 && bf16 {
+        sites.entry(Site::Residual.name()).or_insert("bf16".into());
+    }
+    for site in LATER_SITES.into_iter().filter(|_| lowered) {
+        sites.entry(site.name()).or_insert("f32".into());
     }
     Ok(table)
 }
@@ -559,6 +582,29 @@ mod tests {
         folder_with(&checkpoints, ".new-00000004", "new");
         store.replace(4).unwrap();
         assert_eq!(found(&checkpoints), [("step-00000004".to_string(), "new".to_string())]);
+    }
+
+    #[test]
+    fn a_run_keeps_the_sites_that_its_preset_had_when_it_began() {
+        let mut config = TrainConfig::default();
+        let model = serde_json::from_str(include_str!("../presets/hybrid.json")).unwrap();
+        let model = Config::parse(&model, Path::new("hybrid.json")).unwrap();
+        for preset in ["bf16", "megatron", "nemo", "maxtext-default", "hf-bf16", "f32"] {
+            config.precision.preset = preset.into();
+            let precision = Precision::preset(preset, &model).unwrap();
+            for site in LATER_SITES {
+                let read = |config: &str| {
+                    let table = config_of_version(VERSION, config).unwrap();
+                    let site = table["precision"]["sites"].get(site.name()).and_then(toml::Value::as_str);
+                    site.unwrap_or("f32").to_string()
+                };
+                let lowered = precision.site(site) == Rounding::Bf16;
+                let saved = saved_config(&config, &precision).unwrap();
+                assert_eq!(read(&saved), if lowered { "bf16" } else { "f32" }, "{preset} {site:?}");
+                assert_eq!(read(&config.to_toml().unwrap()), "f32", "{preset} {site:?}: an earlier program");
+            }
+        }
+        assert_eq!(config_of_version(1, "steps = 3").unwrap()["steps"].as_integer(), Some(3));
     }
 
     #[test]

@@ -383,7 +383,7 @@ impl Trainer {
             left_out_others: self.left_out.iter().map(others).filter(|others| !others.is_empty()).collect(),
             validation: self.validation_file(),
             tokenizer: Some(self.tokenizer),
-            config: self.config.to_toml()?,
+            config: state::saved_config(&self.config, self.model.precision())?,
             ..State::new(&self.model, &self.optimizer, &self.division())?
         })
     }

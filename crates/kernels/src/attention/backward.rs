@@ -4,8 +4,8 @@
 use rayon::prelude::*;
 
 use super::tile::{
-    KEYS, Keys, Problem, Span, block_rows, block_tokens, exp_minus_one, key_rows, key_rows_len, load_rows,
-    masked_product_add, panels_len, product_t, spans,
+    Factor, KEYS, Keys, Problem, Span, block_rows, block_tokens, exp_minus_one, key_rows, key_rows_len,
+    load_rows, loaded_rows, masked_product_add, panels_len, product_t, round_factor, spans, takes_stored,
 };
 use super::{Dims, Input, Options, Saved, Selected, check_input};
 use crate::error::{Result, check, check_len, check_shape};
@@ -315,6 +315,8 @@ impl<'s> Work<'s> {
         }
     }
 
+    /// Loads q and do of these queries.
+    #[allow(clippy::too_many_arguments)]
     fn load<T: Element>(
         &mut self,
         pass: &Pass<'_, T>,
@@ -322,10 +324,11 @@ impl<'s> Work<'s> {
         first: usize,
         tokens: usize,
         kv_head: usize,
+        stored: bool,
     ) {
-        let dims = pass.problem.dims;
-        load_rows(self.q, pass.problem.q, span.query + first, tokens, kv_head, dims, dims.head_dim);
-        load_rows(self.d_o, pass.d_o, span.query + first, tokens, kv_head, dims, dims.value_dim);
+        let (dims, row) = (pass.problem.dims, span.query + first);
+        load_rows(self.q, pass.problem.q, row, tokens, kv_head, dims, dims.head_dim, stored);
+        load_rows(self.d_o, pass.d_o, row, tokens, kv_head, dims, dims.value_dim, stored);
     }
 
     /// One pair: [`KEYS`] queries from `first` on and [`KEYS`] keys from `key` on. With `add` its results are
@@ -353,7 +356,8 @@ impl<'s> Work<'s> {
             let (begin, stop) = (seen.start.max(key), seen.end.min(key + count));
             self.dq[..tokens * width].fill(0.0);
             if begin < stop {
-                self.load(pass, span, at, tokens, kv_head);
+                let stored = takes_stored::<T>(tokens * pass.problem.dims.group());
+                self.load(pass, span, at, tokens, kv_head, stored);
                 let keys = Keys::Range { first: begin, count: stop - begin };
                 self.tile(pass, keys, Some(begin - key), span, at, tokens, kv_head);
             } else if add {
@@ -389,6 +393,7 @@ impl<'s> Work<'s> {
     ) {
         let Dims { head_dim, value_dim, .. } = pass.problem.dims;
         let width = pass.problem.dims.group() * head_dim;
+        let stored = takes_stored::<T>(pass.problem.dims.group());
         self.dk.fill(0.0);
         self.dv.fill(0.0);
         for i in 0..span.keys() {
@@ -401,10 +406,11 @@ impl<'s> Work<'s> {
         for i in 0..span.queries {
             let list = std::mem::take(&mut self.list);
             let count = pass.problem.list_keys(list, selected, span, i);
-            self.load(pass, span, i, 1, kv_head);
             self.dq[..width].fill(0.0);
             for keys in list[..count].chunks(KEYS) {
+                self.load(pass, span, i, 1, kv_head, stored);
                 self.tile(pass, Keys::List(keys), None, span, i, 1, kv_head);
+                self.load(pass, span, i, 1, kv_head, false);
                 self.scatter(pass, targets, keys, span, kv_head);
             }
             // SAFETY: a query of this sequence and this kv head belong to this task alone.
@@ -423,15 +429,20 @@ impl<'s> Work<'s> {
         kv_head: usize,
     ) {
         let Dims { head_dim, value_dim, .. } = pass.problem.dims;
-        let scale = pass.problem.options.scale(pass.problem.dims);
+        let group = pass.problem.dims.group();
+        // A rounded dx has the scale already.
+        let by = match pass.problem.options.gradient {
+            Rounding::F32 => pass.problem.options.scale(pass.problem.dims),
+            _ => 1.0,
+        };
         for (j, position) in keys.iter().enumerate() {
             let row = span.key + *position as usize;
-            for h in 0..pass.problem.dims.group() {
+            for h in 0..group {
                 let at = h * keys.len() + j;
                 let (q, d_o) = (&self.q[h * head_dim..][..head_dim], &self.d_o[h * value_dim..][..value_dim]);
                 // SAFETY: a key of this sequence and this kv head belong to this task alone.
                 unsafe {
-                    axpy(targets.dk.row(row, kv_head, head_dim), scale * self.dx[at], q);
+                    axpy(targets.dk.row(row, kv_head, head_dim), by * self.dx[at], q);
                     axpy(targets.dv.row(row, kv_head, value_dim), self.p[at], d_o);
                 }
             }
@@ -454,10 +465,11 @@ impl<'s> Work<'s> {
         let Dims { heads, kv_heads, head_dim, value_dim } = pass.problem.dims;
         let (group, count) = (heads / kv_heads, keys.len());
         let rows = tokens * group;
-        let k = key_rows(self.k, pass.problem.k, keys, span, kv_head, kv_heads, head_dim);
-        let v = key_rows(self.v, pass.problem.v, keys, span, kv_head, kv_heads, value_dim);
-        let q = Mat::dense(&self.q[..rows * head_dim], rows, head_dim);
-        let d_o = Mat::dense(&self.d_o[..rows * value_dim], rows, value_dim);
+        let stored = takes_stored::<T>(rows);
+        let k = key_rows(self.k, pass.problem.k, keys, span, kv_head, kv_heads, head_dim, stored);
+        let v = key_rows(self.v, pass.problem.v, keys, span, kv_head, kv_heads, value_dim, stored);
+        let q = loaded_rows(self.q, rows, head_dim, stored);
+        let d_o = loaded_rows(self.d_o, rows, value_dim, stored);
         let (p, dx) = (&mut self.p[..rows * count], &mut self.dx[..rows * count]);
         pass.problem.logits(p, q, k, self.panels);
         product_t(dx, 1.0, d_o, v, self.panels);
@@ -479,14 +491,19 @@ impl<'s> Work<'s> {
                 softmax_backward(dx, p, pass.d[at]);
             }
         }
-        let (p, dx) = (Mat::dense(p, rows, count), Mat::dense(dx, rows, count));
         let scale = pass.problem.options.scale(pass.problem.dims);
+        // Listed keys are multiplied by p and dx one by one.
+        let in_products = stored && at_key.is_some();
+        let rounding = pass.problem.options.gradient;
+        let p_by = round_factor(p, 1.0, rounding, in_products);
+        let dx_by = round_factor(dx, scale, rounding, in_products);
+        let factor = |a, by, transposed| Factor { a: Mat::dense(a, rows, count), by, transposed, rounding };
         let seen = |row: usize| pass.problem.columns(span, first + row / group, keys);
-        masked_product_add(&mut self.dq[..rows * head_dim], scale, dx, k, false, seen, self.panels);
+        masked_product_add(&mut self.dq[..rows * head_dim], factor(dx, dx_by, false), k, seen, self.panels);
         if let Some(at) = at_key {
             let (dv, dk) = (&mut self.dv[at * value_dim..], &mut self.dk[at * head_dim..]);
-            masked_product_add(&mut dv[..count * value_dim], 1.0, p, d_o, true, seen, self.panels);
-            masked_product_add(&mut dk[..count * head_dim], scale, dx, q, true, seen, self.panels);
+            masked_product_add(&mut dv[..count * value_dim], factor(p, p_by, true), d_o, seen, self.panels);
+            masked_product_add(&mut dk[..count * head_dim], factor(dx, dx_by, true), q, seen, self.panels);
         }
     }
 }

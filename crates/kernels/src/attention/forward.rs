@@ -3,9 +3,9 @@
 use rayon::prelude::*;
 
 use super::tile::{
-    KEYS, Keys, Problem, Span, block_rows, block_tokens, divide, exp_minus_lowered, exp_minus_one,
-    exp_minus_sum, key_rows, key_rows_len, load_rows, masked_product_add, maximum, panels_len, scale, spans,
-    tiles,
+    Factor, KEYS, Keys, Problem, Span, block_rows, block_tokens, divide, exp_minus_lowered, exp_minus_one,
+    exp_minus_sum, key_rows, key_rows_len, load_rows, loaded_rows, masked_product_add, maximum, panels_len,
+    round_factor, scale, spans, takes_stored, tiles,
 };
 use super::{Dims, Input, Options, Saved, check_input};
 use crate::error::{Result, check_shape};
@@ -144,7 +144,8 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
     fn begin(&mut self, span: Span, first: usize, tokens: usize, kv_head: usize) {
         let dims = self.problem.dims;
         let rows = tokens * dims.group();
-        load_rows(self.q, self.problem.q, span.query + first, tokens, kv_head, dims, dims.head_dim);
+        let (row, stored) = (span.query + first, takes_stored::<T>(rows));
+        load_rows(self.q, self.problem.q, row, tokens, kv_head, dims, dims.head_dim, stored);
         self.o[..rows * dims.value_dim].fill(0.0);
         for row in 0..rows {
             let sink = self.problem.sink(kv_head * dims.group() + row % dims.group());
@@ -186,8 +187,9 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
     fn logits(&mut self, keys: Keys<'_>, span: Span, tokens: usize, kv_head: usize) {
         let Dims { kv_heads, head_dim, .. } = self.problem.dims;
         let rows = tokens * self.problem.dims.group();
-        let k = key_rows(self.k, self.problem.k, keys, span, kv_head, kv_heads, head_dim);
-        let q = Mat::dense(&self.q[..rows * head_dim], rows, head_dim);
+        let stored = takes_stored::<T>(rows);
+        let k = key_rows(self.k, self.problem.k, keys, span, kv_head, kv_heads, head_dim, stored);
+        let q = loaded_rows(self.q, rows, head_dim, stored);
         self.problem.logits(&mut self.x[..rows * keys.len()], q, k, self.panels);
     }
 
@@ -196,10 +198,18 @@ impl<'a, 's, T: Element> Block<'a, 's, T> {
         let Dims { kv_heads, value_dim, .. } = self.problem.dims;
         let group = self.problem.dims.group();
         let rows = tokens * group;
-        let v = key_rows(self.v, self.problem.v, keys, span, kv_head, kv_heads, value_dim);
-        let e = Mat::dense(&self.x[..rows * keys.len()], rows, keys.len());
+        let stored = takes_stored::<T>(rows);
+        let v = key_rows(self.v, self.problem.v, keys, span, kv_head, kv_heads, value_dim, stored);
+        let rounding = self.problem.options.probabilities;
+        let by = round_factor(&mut self.x[..rows * keys.len()], 1.0, rounding, stored);
+        let e = Factor {
+            a: Mat::dense(&self.x[..rows * keys.len()], rows, keys.len()),
+            by,
+            transposed: false,
+            rounding,
+        };
         let seen = |row: usize| self.problem.columns(span, first + row / group, keys);
-        masked_product_add(&mut self.o[..rows * value_dim], 1.0, e, v, false, seen, self.panels);
+        masked_product_add(&mut self.o[..rows * value_dim], e, v, seen, self.panels);
     }
 
     /// Replaces x by e; where the maximum rises, sum and o are rescaled.

@@ -21,6 +21,11 @@
 //! (in the order of the list with `selected`), the sink last. The product with v and the division by l stay
 //! f32.
 //!
+//! Two more roundings are those of factors of a product: `probabilities` of e_j before the product with v,
+//! `gradient` of p_j before that with do and of s dx_j before those with k and q. Sums, l and D are not rounded.
+//! With online softmax, e_j is rounded with the m of its tile, so the result depends on the tiles, though not on
+//! the threads.
+//!
 //! Backward recomputes p_j = e_j / l from lse (with rounded logits from m and l, with the same roundings); D
 //! = do.o:
 //! ```text
@@ -115,6 +120,10 @@ pub struct Options {
     pub qk_product: Rounding,
     /// Rounding of the softmax: maximum, exp and sum.
     pub logits: Rounding,
+    /// Rounding of e as a factor of the product with v.
+    pub probabilities: Rounding,
+    /// Rounding of p and s dx as factors of the products of backward.
+    pub gradient: Rounding,
 }
 
 impl Options {

@@ -99,9 +99,10 @@ impl Reference {
                 }
                 r.lse[t * heads + h] = max + sum.ln();
                 let p: Vec<f64> = x.iter().map(|x| exp(*x) / sum).collect();
-                for (p, j) in p.iter().zip(&keys) {
+                for (x, j) in x.iter().zip(&keys) {
+                    let e = round(options.probabilities, exp(*x));
                     for c in 0..vd {
-                        r.o[o_at + c] += p * self.v[v_at(*j) + c];
+                        r.o[o_at + c] += e / sum * self.v[v_at(*j) + c];
                     }
                 }
                 // Backward.
@@ -110,7 +111,8 @@ impl Reference {
                 for ((p, x), j) in p.iter().zip(&x).zip(&keys) {
                     let dp = dot(d_out, &self.v[v_at(*j)..v_at(*j) + vd]);
                     let slope = options.soft_cap.map_or(1.0, |cap| 1.0 - (x / cap as f64).powi(2));
-                    let dx = scale * p * (dp - d) * slope;
+                    let dx = round(options.gradient, scale * p * (dp - d) * slope);
+                    let p = round(options.gradient, *p);
                     for (c, d_out) in d_out.iter().enumerate() {
                         r.dv[v_at(*j) + c] += p * d_out;
                     }

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use half::bf16;
+
 use super::Saved;
 use super::{Dims, Input, Options, Selected, UNUSED};
 use crate::Element;
@@ -69,6 +71,14 @@ impl Keys<'_> {
             Keys::List(list) => list.len(),
         }
     }
+
+    /// Position of key i.
+    fn position(&self, i: usize) -> usize {
+        match self {
+            Keys::Range { first, .. } => first + i,
+            Keys::List(list) => list[i] as usize,
+        }
+    }
 }
 
 /// Tiles of a range of keys, cut at multiples of [`KEYS`]. Forward and backward cut queries and keys at the
@@ -81,12 +91,20 @@ pub(crate) fn tiles<'k>(keys: Range<usize>) -> impl Iterator<Item = Keys<'k>> + 
     })
 }
 
+/// Rows of q, k, v or do in a product: widened, or as they are stored where products take them so.
+#[derive(Clone, Copy)]
+pub(crate) enum Rows<'a> {
+    Wide(Mat<'a>),
+    Stored(Mat<'a, bf16>),
+}
+
 /// Number of f32 of the buffer of [`key_rows`] for `width` columns of a tile.
 pub(crate) fn key_rows_len<T: Element>(width: usize, gathered: bool) -> usize {
     if gathered || T::as_f32(&[]).is_none() { KEYS * width } else { 0 }
 }
 
-/// Rows `keys` of one head of [rows, heads, width] as a matrix: a view if possible, else a copy in `buffer`.
+/// Rows `keys` of one head of [rows, heads, width]: a view if possible, else a copy in `buffer`.
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn key_rows<'a, T: Element>(
     buffer: &'a mut [f32],
     data: &'a [T],
@@ -95,42 +113,87 @@ pub(crate) fn key_rows<'a, T: Element>(
     head: usize,
     heads: usize,
     width: usize,
+    stored: bool,
+) -> Rows<'a> {
+    match T::as_bf16(data) {
+        Some(data) if stored => {
+            let copy = bytemuck::cast_slice_mut(buffer);
+            Rows::Stored(view_or_copy(copy, data, keys, span, head, heads, width))
+        }
+        _ => Rows::Wide(wide_key_rows(buffer, data, keys, span, head, heads, width)),
+    }
+}
+
+/// [`key_rows`] in f32.
+pub(crate) fn wide_key_rows<'a, T: Element>(
+    buffer: &'a mut [f32],
+    data: &'a [T],
+    keys: Keys<'_>,
+    span: Span,
+    head: usize,
+    heads: usize,
+    width: usize,
 ) -> Mat<'a> {
-    let stride = heads * width;
-    let at = |position: usize| (span.key + position) * stride + head * width;
-    match keys {
-        Keys::Range { first, count } => {
-            if let Some(data) = T::as_f32(data) {
-                return Mat::new(&data[at(first)..], count, width, stride);
-            }
-            for (i, row) in buffer.chunks_exact_mut(width).take(count).enumerate() {
-                T::load(row, &data[at(first + i)..at(first + i) + width]);
-            }
-        }
-        Keys::List(list) => {
-            for (row, position) in buffer.chunks_exact_mut(width).zip(list) {
-                let at = at(*position as usize);
-                T::load(row, &data[at..at + width]);
-            }
-        }
+    if let Some(data) = T::as_f32(data) {
+        return view_or_copy(buffer, data, keys, span, head, heads, width);
+    }
+    for (i, row) in buffer.chunks_exact_mut(width).take(keys.len()).enumerate() {
+        let at = ((span.key + keys.position(i)) * heads + head) * width;
+        T::load(row, &data[at..at + width]);
     }
     Mat::dense(&*buffer, keys.len(), width)
 }
 
-/// Rows of `tokens` queries of one kv head, [tokens x group, width], from [rows, heads, width].
+fn view_or_copy<'a, T: Element>(
+    buffer: &'a mut [T],
+    data: &'a [T],
+    keys: Keys<'_>,
+    span: Span,
+    head: usize,
+    heads: usize,
+    width: usize,
+) -> Mat<'a, T> {
+    let at = |position: usize| ((span.key + position) * heads + head) * width;
+    match keys {
+        Keys::Range { first, count } => Mat::new(&data[at(first)..], count, width, heads * width),
+        Keys::List(list) => {
+            for (row, position) in buffer.chunks_exact_mut(width).zip(list) {
+                row.copy_from_slice(&data[at(*position as usize)..][..width]);
+            }
+            Mat::dense(&*buffer, list.len(), width)
+        }
+    }
+}
+
+/// Copies the rows of `tokens` queries of one kv head, [tokens x group, width], from [rows, heads, width].
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn load_rows<T: Element>(
-    rows: &mut [f32],
+    buffer: &mut [f32],
     data: &[T],
     first: usize,
     tokens: usize,
     kv_head: usize,
     dims: Dims,
     width: usize,
+    stored: bool,
 ) {
     let len = dims.group() * width;
-    for (i, row) in rows.chunks_exact_mut(len).take(tokens).enumerate() {
+    let source = |i: usize| {
         let at = (first + i) * dims.heads * width + kv_head * len;
-        T::load(row, &data[at..at + len]);
+        &data[at..at + len]
+    };
+    if stored {
+        let rows = bytemuck::cast_slice_mut::<f32, T>(buffer).chunks_exact_mut(len);
+        return rows.take(tokens).enumerate().for_each(|(i, row)| row.copy_from_slice(source(i)));
+    }
+    buffer.chunks_exact_mut(len).take(tokens).enumerate().for_each(|(i, row)| T::load(row, source(i)));
+}
+
+/// The rows that [`load_rows`] has copied.
+pub(crate) fn loaded_rows(buffer: &[f32], rows: usize, width: usize, stored: bool) -> Rows<'_> {
+    match stored {
+        true => Rows::Stored(Mat::dense(&bytemuck::cast_slice(buffer)[..rows * width], rows, width)),
+        false => Rows::Wide(Mat::dense(&buffer[..rows * width], rows, width)),
     }
 }
 
@@ -139,24 +202,32 @@ pub(crate) fn load_rows<T: Element>(
 const FEW_ROWS: usize = 4;
 
 /// Number of f32 of the panels of a product with tensors of this type: none unless they are bf16 and the machine
-/// has AMX. Rows that were widened are exact in bf16, and a product with panels relies on it.
+/// has AMX.
 pub(crate) fn panels_len<T: Element>() -> usize {
     if level() >= Level::Amx && T::as_bf16(&[]).is_some() { AMX_SCRATCH } else { 0 }
 }
 
-/// c = by a b^T; a [m, n] and b [k, n] have contiguous rows, exact in bf16 if there are panels.
-pub(crate) fn product_t(c: &mut [f32], by: f32, a: Mat<'_>, b: Mat<'_>, panels: &mut [f32]) {
-    if a.rows() > FEW_ROWS && !panels.is_empty() {
-        matmul_amx(c, false, Left::Narrow(a), b.t(), panels);
-        return scale(c, by);
-    }
-    if a.rows() > FEW_ROWS {
-        return matmul(c, by, a, b.t());
-    }
-    for j in 0..b.rows() {
-        for i in 0..a.rows() {
-            c[i * b.rows() + j] = by * dot(a.row(i), b.row(j));
+/// Returns true if the products of so many queries take tensors of this type as they are stored.
+pub(crate) fn takes_stored<T: Element>(rows: usize) -> bool {
+    rows > FEW_ROWS && panels_len::<T>() > 0
+}
+
+/// c = by a b^T; a [m, n] and b [k, n], both widened or both as they are stored.
+pub(crate) fn product_t(c: &mut [f32], by: f32, a: Rows<'_>, b: Rows<'_>, panels: &mut [f32]) {
+    match (a, b) {
+        (Rows::Stored(a), Rows::Stored(b)) => {
+            matmul_amx(c, false, Left::Stored(a), b.t(), panels);
+            scale(c, by);
         }
+        (Rows::Wide(a), Rows::Wide(b)) if a.rows() > FEW_ROWS => matmul(c, by, a, b.t()),
+        (Rows::Wide(a), Rows::Wide(b)) => {
+            for j in 0..b.rows() {
+                for i in 0..a.rows() {
+                    c[i * b.rows() + j] = by * dot(a.row(i), b.row(j));
+                }
+            }
+        }
+        _ => unreachable!("rows of two kinds"),
     }
 }
 
@@ -173,47 +244,92 @@ pub(crate) fn product_add(c: &mut [f32], by: f32, a: Mat<'_>, b: Mat<'_>) {
     }
 }
 
-/// c += by a b, or a^T b with `transposed`; b is exact in bf16 if there are panels. `seen(i)` are the columns of
-/// row i of a that may be non-zero. A zero of a cancels its partner even if that is non-finite: 0 times infinity
-/// would be NaN.
+/// Rounds `by` x, a factor of products with rows of this kind, unless they do so themselves. Returns the factor
+/// that is left.
+pub(crate) fn round_factor(x: &mut [f32], by: f32, rounding: Rounding, stored: bool) -> f32 {
+    match rounding {
+        Rounding::F32 => by,
+        Rounding::Bf16 if stored => by,
+        rounding => {
+            scale(x, by);
+            rounding.round_all(x);
+            1.0
+        }
+    }
+}
+
+/// The left factor of a product: `by` a, or `by` a^T with `transposed`.
+#[derive(Clone, Copy)]
+pub(crate) struct Factor<'a> {
+    pub(crate) a: Mat<'a>,
+    pub(crate) by: f32,
+    pub(crate) transposed: bool,
+    /// Rounding of a product with stored rows. Other products take the factor as it is.
+    pub(crate) rounding: Rounding,
+}
+
+/// c += factor b. `seen(i)` are the columns of row i of a that may be non-zero. A zero of a cancels its partner
+/// even if that is non-finite: 0 times infinity would be NaN.
 pub(crate) fn masked_product_add(
     c: &mut [f32],
-    by: f32,
-    a: Mat<'_>,
-    b: Mat<'_>,
-    transposed: bool,
+    factor: Factor<'_>,
+    b: Rows<'_>,
     seen: impl Fn(usize) -> Range<usize>,
     panels: &mut [f32],
 ) {
-    let width = b.row(0).len();
-    let mut plain = |c: &mut [f32], b: Mat<'_>| match transposed {
-        _ if a.rows() > FEW_ROWS && !panels.is_empty() => {
-            let a = if transposed { a.t() } else { a };
-            matmul_amx(c, true, Left::Wide(a, by), b, panels);
+    let Factor { a, by, transposed, rounding } = factor;
+    match b {
+        Rows::Wide(b) => {
+            let plain = |c: &mut [f32], b: Mat<'_>| match transposed {
+                true => matmul_add(c, by, a.t(), b),
+                false => product_add(c, by, a, b),
+            };
+            finite_first(c, factor, b, seen, plain);
         }
-        true => matmul_add(c, by, a.t(), b),
-        false => product_add(c, by, a, b),
-    };
+        Rows::Stored(b) => {
+            let a = if transposed { a.t() } else { a };
+            let left = match rounding {
+                Rounding::Bf16 => Left::Rounded(a, by),
+                _ => Left::Wide(a, by),
+            };
+            finite_first(c, factor, b, seen, |c, b| matmul_amx(c, true, left, b, panels));
+        }
+    }
+}
+
+/// `plain` without the non-finite rows of b that have hidden partners, then these rows separately.
+fn finite_first<T: Element>(
+    c: &mut [f32],
+    Factor { a, by, transposed, .. }: Factor<'_>,
+    b: Mat<'_, T>,
+    seen: impl Fn(usize) -> Range<usize>,
+    mut plain: impl FnMut(&mut [f32], Mat<'_, T>),
+) {
     // Only a tile at the edge of the mask has hidden columns.
     let whole = (0..a.rows()).all(|i| seen(i).len() == a.row(0).len());
     if whole || (0..b.rows()).all(|i| is_finite(b.row(i))) {
         return plain(c, b);
     }
-    // Rare, so an allocation is acceptable: the product without the non-finite rows of b, then these rows
-    // separately.
-    let mut rest = Vec::with_capacity(b.rows() * width);
+    // Rare, so an allocation is acceptable.
+    let width = b.columns();
+    let (mut rest, mut wide) = (Vec::with_capacity(b.rows() * width), vec![0.0; width]);
     for i in 0..b.rows() {
         let row = b.row(i);
-        if is_finite(row) { rest.extend_from_slice(row) } else { rest.resize(rest.len() + width, 0.0) }
+        if is_finite(row) {
+            rest.extend_from_slice(row)
+        } else {
+            rest.resize(rest.len() + width, T::default())
+        }
     }
     plain(c, Mat::dense(&rest, b.rows(), width));
     for k in (0..b.rows()).filter(|k| !is_finite(b.row(*k))) {
+        T::load(&mut wide, b.row(k));
         for i in 0..a.rows() {
             for j in seen(i) {
                 // (row of b, row of c) of the element (i, j) of a
                 let (from, to) = if transposed { (i, j) } else { (j, i) };
                 if from == k {
-                    axpy(&mut c[to * width..(to + 1) * width], by * a.row(i)[j], b.row(k));
+                    axpy(&mut c[to * width..(to + 1) * width], by * a.row(i)[j], &wide);
                 }
             }
         }
@@ -273,7 +389,7 @@ impl<'a, T: Element> Problem<'a, T> {
     }
 
     /// x [rows, keys] of q [rows, hd] and k [keys, hd], as they enter the softmax.
-    pub(crate) fn logits(&self, x: &mut [f32], q: Mat<'_>, k: Mat<'_>, panels: &mut [f32]) {
+    pub(crate) fn logits(&self, x: &mut [f32], q: Rows<'_>, k: Rows<'_>, panels: &mut [f32]) {
         product_t(x, self.options.scale(self.dims), q, k, panels);
         self.options.qk_product.round_all(x);
         if let Some(cap) = self.options.soft_cap {
@@ -301,9 +417,28 @@ impl<'a, T: Element> Problem<'a, T> {
     }
 }
 
+/// Returns true if all values are finite.
+fn is_finite<T: Element>(x: &[T]) -> bool {
+    match (T::as_f32(x), T::as_bf16(x)) {
+        (Some(x), _) => is_finite_f32(x),
+        (_, Some(x)) => is_finite_bf16(x),
+        _ => x.iter().all(|x| x.to_f32().is_finite()),
+    }
+}
+
 simd_fn! {
-    /// Returns true if all values are finite.
-    fn is_finite(x: &[f32]) -> bool {
+    fn is_finite_bf16(x: &[bf16]) -> bool {
+        const EXPONENT: u16 = 0x7f80;
+        let mut found = false;
+        for x in x {
+            found |= x.to_bits() & EXPONENT == EXPONENT;
+        }
+        !found
+    }
+}
+
+simd_fn! {
+    fn is_finite_f32(x: &[f32]) -> bool {
         const EXPONENT: u32 = 0x7f80_0000;
         let mut found = false;
         for x in x {

@@ -7,8 +7,8 @@ use rayon::prelude::*;
 use super::score::Scorer;
 use super::{Dims, EPS, Input, LANES, Options, block_tokens, check_input};
 use crate::attention::tile::{
-    KEYS, Keys, Problem, Span, divide, exp_minus_sum, key_rows, key_rows_len, load_rows, masked_product_add,
-    maximum, panels_len, scale, spans, tiles,
+    Factor, KEYS, Keys, Problem, Rows, Span, divide, exp_minus_sum, key_rows, key_rows_len, load_rows,
+    loaded_rows, masked_product_add, maximum, panels_len, scale, spans, takes_stored, tiles,
 };
 use crate::attention::{self, Saved};
 use crate::error::{Result, check, check_len, check_shape};
@@ -16,7 +16,7 @@ use crate::matmul::Mat;
 use crate::scratch::{check_workspace, take};
 use crate::shared::Shared;
 use crate::simd::{axpy, simd_fn, sum_lanes};
-use crate::{Element, Scratch};
+use crate::{Element, Rounding, Scratch};
 
 /// Attention that the indexer serves. With `selected` in its input this is the sparse stage, without it the
 /// dense one.
@@ -287,13 +287,14 @@ impl<'s> Distribution<'s> {
         let group = problem.dims.group();
         let rows = tokens * group;
         for kv_head in 0..kv_heads {
-            load_rows(self.q, problem.q, span.query + first, tokens, kv_head, problem.dims, head_dim);
-            let q = Mat::dense(&self.q[..rows * head_dim], rows, head_dim);
+            let (row, stored) = (span.query + first, takes_stored::<T>(rows));
+            load_rows(self.q, problem.q, row, tokens, kv_head, problem.dims, head_dim, stored);
+            let q = loaded_rows(self.q, rows, head_dim, stored);
             let mut at = 0;
             for keys in tiles.clone() {
                 let count = keys.len();
                 let x = &mut self.x[..rows * count];
-                let k = key_rows(self.k, problem.k, keys, span, kv_head, kv_heads, head_dim);
+                let k = key_rows(self.k, problem.k, keys, span, kv_head, kv_heads, head_dim, stored);
                 problem.logits(x, q, k, self.panels);
                 for (row, x) in x.chunks_exact_mut(count).enumerate() {
                     let t = row / group;
@@ -454,12 +455,14 @@ impl<T: Element> Job<'_, T> {
                 let w = self.input.w[row * heads + r];
                 dw[r] += relu_backward(&mut x[seen.clone()], &dscore[seen], w, scale);
             }
-            let dx = Mat::dense(x, rows, count);
-            masked_product_add(&mut work.dq[..rows * dim], 1.0, dx, k, false, seen, &mut []);
+            let a = Mat::dense(x, rows, count);
+            let dx = Factor { a, by: 1.0, transposed: false, rounding: Rounding::F32 };
+            masked_product_add(&mut work.dq[..rows * dim], dx, Rows::Wide(k), seen, &mut []);
             match keys {
                 Keys::Range { first, .. } => {
                     let dk = &mut dk[first * dim..(first + count) * dim];
-                    masked_product_add(dk, 1.0, dx, Mat::dense(q, rows, dim), true, seen, &mut []);
+                    let q = Rows::Wide(Mat::dense(q, rows, dim));
+                    masked_product_add(dk, Factor { transposed: true, ..dx }, q, seen, &mut []);
                 }
                 Keys::List(list) => {
                     for (j, position) in list.iter().enumerate() {

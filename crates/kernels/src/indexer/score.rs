@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::ties::choose;
 use super::{Dims, Input, Options, block_tokens, check_dims, check_input};
 use crate::attention::UNUSED;
-use crate::attention::tile::{KEYS, Keys, Span, key_rows, key_rows_len, spans};
+use crate::attention::tile::{KEYS, Keys, Span, key_rows_len, spans, wide_key_rows};
 use crate::error::{Result, check, check_shape};
 use crate::matmul::{Mat, matmul};
 use crate::scratch::take;
@@ -62,7 +62,7 @@ impl<'s> Scorer<'s> {
     ) -> (&'k mut [f32], &'k [f32], Mat<'k>) {
         let Dims { heads, dim } = self.dims;
         let rows = tokens * heads;
-        let k = key_rows(self.k, input.k, keys, span, 0, 1, dim);
+        let k = wide_key_rows(self.k, input.k, keys, span, 0, 1, dim);
         let q = &self.q[..rows * dim];
         let x = &mut self.x[..rows * keys.len()];
         matmul(x, 1.0, Mat::dense(q, rows, dim), k.t());

@@ -138,7 +138,8 @@ pub fn linear_backward_input<X: Element, Y: Element, W: Element>(
     dims: Dims,
     scratch: &Scratch,
 ) -> Result {
-    backward_input(dx, false, dy, w, dims, scratch)
+    check_shape("dy", dy, [check_dims(dx, w, dims)?, dims.outputs])?;
+    backward_input(dx, false, dy, dims.outputs, w, dims, scratch)
 }
 
 /// dx [tokens, inputs] += dy W in f32, for several layers with the same x.
@@ -149,20 +150,22 @@ pub fn linear_backward_input_add<Y: Element, W: Element>(
     dims: Dims,
     scratch: &Scratch,
 ) -> Result {
-    backward_input(dx, true, dy, w, dims, scratch)
+    check_shape("dy", dy, [check_dims(dx, w, dims)?, dims.outputs])?;
+    backward_input(dx, true, dy, dims.outputs, w, dims, scratch)
 }
 
-fn backward_input<X: Element, Y: Element, W: Element>(
+/// dx [tokens, inputs] = (dx +) dy W, where the rows of dy are `stride` apart.
+pub(crate) fn backward_input<X: Element, Y: Element, W: Element>(
     dx: &mut [X],
     accumulate: bool,
     dy: &[Y],
+    stride: usize,
     w: &[W],
     dims: Dims,
     scratch: &Scratch,
 ) -> Result {
     let tokens = check_dims(dx, w, dims)?;
-    check_shape("dy", dy, [tokens, dims.outputs])?;
-    let (a, b) = (Operand::new(dy, dims.outputs), Operand::new(w, dims.inputs));
+    let (a, b) = (Operand::new(dy, stride), Operand::new(w, dims.inputs));
     product(dx, accumulate, a, b, (tokens, dims.inputs, dims.outputs), None, scratch);
     Ok(())
 }
@@ -181,11 +184,25 @@ pub fn linear_backward_weight<Y: Element, X: Element>(
     if let Some(dbias) = &dbias {
         check_len("dbias", dbias, dims.outputs)?;
     }
-    let (a, b) = (Operand::new(dy, dims.outputs).t(), Operand::new(x, dims.inputs));
-    product(dw, true, a, b, (dims.outputs, dims.inputs, tokens), None, scratch);
+    backward_weight(dw, dy, dims.outputs, x, dims, scratch)?;
     if let Some(dbias) = dbias {
         add_bias_gradient(dbias, dy, dims.outputs, scratch);
     }
+    Ok(())
+}
+
+/// dw [outputs, inputs] += dy^T x, where the rows of dy are `stride` apart.
+pub(crate) fn backward_weight<Y: Element, X: Element>(
+    dw: &mut [f32],
+    dy: &[Y],
+    stride: usize,
+    x: &[X],
+    dims: Dims,
+    scratch: &Scratch,
+) -> Result {
+    let tokens = check_dims(x, dw, dims)?;
+    let (a, b) = (Operand::new(dy, stride).t(), Operand::new(x, dims.inputs));
+    product(dw, true, a, b, (dims.outputs, dims.inputs, tokens), None, scratch);
     Ok(())
 }
 

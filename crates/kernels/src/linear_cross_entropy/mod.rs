@@ -9,7 +9,8 @@
 //! dh = s W^T du    dW += s du h^T                                  s the given scale, usually 1 / tokens
 //! ```
 //! Only the logits of one slice exist at a time, and their gradient replaces them in place: memory is slice x
-//! V f32 for any batch. A token with the target `ignore_index` adds nothing to loss, count or gradients.
+//! V f32 for any batch. `gradient` rounds s du where it enters the two products; in bf16 it is also stored so, in
+//! the first half of its row. A token with the target `ignore_index` adds nothing to loss, count or gradients.
 //!
 //! # Example
 //! ```
@@ -35,10 +36,11 @@
 #[cfg(test)]
 mod tests;
 
+use half::bf16;
 use rayon::prelude::*;
 
 use crate::error::{Result, check, check_len, check_shape};
-use crate::linear::{Dims, linear_backward_input, linear_backward_weight, linear_forward, linear_scratch};
+use crate::linear::{Dims, backward_input, backward_weight, linear_forward, linear_scratch};
 use crate::scratch::check_workspace;
 use crate::simd::{exp_f32, simd_fn, sum_by, tanh_f32};
 use crate::{Element, Rounding, Scratch};
@@ -56,6 +58,8 @@ pub struct Options {
     pub label_smoothing: f32,
     /// Rounding of the logits after the soft cap; it has derivative 1.
     pub logits: Rounding,
+    /// Rounding of the gradient s du of the logits, as a factor of dh and dW.
+    pub gradient: Rounding,
     /// Tokens per slice.
     pub slice: usize,
 }
@@ -68,6 +72,7 @@ impl Default for Options {
             z_loss: 0.0,
             label_smoothing: 0.0,
             logits: Rounding::F32,
+            gradient: Rounding::F32,
             slice: 256,
         }
     }
@@ -139,10 +144,15 @@ pub fn linear_cross_entropy<T: Element, W: Element>(
             .zip(targets)
             .map(|(row, target)| {
                 if *target == options.ignore_index {
+                    // In bf16 too.
                     row.fill(0.0);
                     return None;
                 }
-                Some(row_loss(row, *target as usize, options, scale))
+                let loss = row_loss(row, *target as usize, options, scale);
+                if scale.is_some() {
+                    round_gradient(row, options.gradient);
+                }
+                Some(loss)
             })
             .collect();
         for row in losses.into_iter().flatten() {
@@ -151,14 +161,64 @@ pub fn linear_cross_entropy<T: Element, W: Element>(
             loss.tokens += 1;
             loss.right += usize::from(row.right);
         }
-        if let Some(grads) = &mut grads {
-            linear_backward_input(&mut grads.dhidden[rows], logits, w, dims, scratch)?;
-            if let Some(dw) = &mut grads.dw {
-                linear_backward_weight(dw, None, logits, hidden, dims, scratch)?;
-            }
+        let Some(Grads { dhidden, dw, .. }) = &mut grads else { continue };
+        let (dhidden, dw) = (&mut dhidden[rows], dw.as_deref_mut());
+        if options.gradient == Rounding::Bf16 {
+            let gradient = bytemuck::cast_slice::<f32, bf16>(logits);
+            products(dhidden, dw, gradient, 2 * outputs, hidden, w, dims, scratch)?;
+        } else {
+            products(dhidden, dw, logits, outputs, hidden, w, dims, scratch)?;
         }
     }
     Ok(loss)
+}
+
+/// dh and dW from the gradient of the logits, whose rows are `stride` apart.
+fn products<G: Element, T: Element, W: Element>(
+    dhidden: &mut [T],
+    dw: Option<&mut [f32]>,
+    gradient: &[G],
+    stride: usize,
+    hidden: &[T],
+    w: &[W],
+    dims: Dims,
+    scratch: &Scratch,
+) -> Result {
+    backward_input(dhidden, false, gradient, stride, w, dims, scratch)?;
+    match dw {
+        Some(dw) => backward_weight(dw, gradient, stride, hidden, dims, scratch),
+        None => Ok(()),
+    }
+}
+
+/// Elements that are rounded at once.
+const LANES: usize = 16;
+
+/// Rounds the gradient of a row. In bf16 it is then in the first half of the row.
+fn round_gradient(row: &mut [f32], rounding: Rounding) {
+    match rounding {
+        Rounding::Bf16 => narrow_row(bytemuck::cast_slice_mut(row)),
+        rounding => rounding.round_all(row),
+    }
+}
+
+simd_fn! {
+    /// Rounds the f32 in the row to bf16, from its beginning on without gaps.
+    fn narrow_row(row: &mut [bf16]) {
+        let elements = row.len() / 2;
+        let whole = elements / LANES * LANES;
+        // A result never reaches an f32 that is not read yet.
+        for first in (0..whole).step_by(LANES) {
+            let wide: [bf16; 2 * LANES] = std::array::from_fn(|i| row[2 * first + i]);
+            let wide: [f32; LANES] = bytemuck::cast(wide);
+            let narrow = wide.map(<bf16 as Element>::from_f32);
+            row[first..first + LANES].copy_from_slice(&narrow);
+        }
+        for i in whole..elements {
+            let wide: f32 = bytemuck::cast([row[2 * i], row[2 * i + 1]]);
+            row[i] = <bf16 as Element>::from_f32(wide);
+        }
+    }
 }
 
 fn check_input<T, W>(

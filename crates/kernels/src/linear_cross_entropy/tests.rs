@@ -28,6 +28,7 @@ fn reference(hidden: &[f64], w: &[f64], targets: &[i64], dims: Dims, o: &Options
     loss
 }
 
+#[derive(Clone)]
 struct Problem {
     dims: Dims,
     options: Options,
@@ -198,4 +199,45 @@ fn right_predictions_are_counted() {
     let loss =
         linear_cross_entropy(None, &hidden, &w, &targets, dims, &options, &mut logits, &scratch).unwrap();
     assert_eq!((loss.tokens, loss.right), (3, 2));
+}
+
+/// Every element of the gradient is rounded, and nothing else: with one token, dh and dW are sums of one product.
+#[test]
+fn a_rounded_gradient_is_a_factor_of_both_products() {
+    for gradient in [Rounding::Bf16, Rounding::F16] {
+        for (tokens, outputs) in [(1, 1), (1, 7), (1, 16), (1, 53), (300, 37)] {
+            let plain = Problem::new(tokens, 1, outputs, Options::default(), 3 + outputs as u64);
+            // The weight 1 for one output and 0 for the others shows one element of the gradient at a time.
+            let one = |of: usize| (0..outputs).map(|i| f64::from(u8::from(i == of))).collect::<Vec<_>>();
+            for of in 0..outputs.min(3) {
+                let plain = Problem { w: one(of), targets: vec![0; tokens], ..plain.clone() };
+                let rounded = Problem { options: Options { gradient, ..plain.options }, ..plain.clone() };
+                let ((loss, dh, _), (other_loss, other_dh, _)) =
+                    (plain.run::<f32, f32>(), rounded.run::<f32, f32>());
+                assert_eq!(loss, other_loss);
+                let pairs = dh.iter().zip(&other_dh);
+                assert!(pairs.clone().all(|(plain, rounded)| gradient.round(*plain) == *rounded));
+                assert!(outputs == 1 || pairs.clone().any(|(plain, rounded)| plain != rounded));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gradient_in_bf16_is_close_and_leaves_out_tokens_without_loss() {
+    for seed in 0..8 {
+        let plain = Problem::new(37, 48, 101, Options { slice: 16, ..Options::default() }, seed);
+        let options = Options { gradient: Rounding::Bf16, ..plain.options };
+        let rounded = Problem { options, ..plain.clone() };
+        let (_, dh, dw) = plain.run::<bf16, bf16>();
+        let (_, other_dh, other_dw) = rounded.run::<bf16, bf16>();
+        let wide: Vec<f64> = other_dw.iter().map(|x| *x as f64).collect();
+        assert_close("dw", &dw, &wide, 3e-3);
+        for (t, target) in plain.targets.iter().enumerate() {
+            let (a, b) = (&dh[t * 48..(t + 1) * 48], &other_dh[t * 48..(t + 1) * 48]);
+            let ignored = *target == plain.options.ignore_index;
+            assert_eq!(b.iter().all(|x| *x == bf16::ZERO), ignored, "token {t}");
+            assert!(a.iter().zip(b).all(|(a, b)| (a.to_f32() - b.to_f32()).abs() < 0.02), "token {t}");
+        }
+    }
 }

@@ -20,6 +20,8 @@
 //! below 2^-103, and a product counts as zero below 2^-126. Infinity times an f32 is NaN where a part of that f32
 //! is zero.
 
+use half::bf16;
+
 use super::{Mat, Side, Tile, is_large};
 use crate::Element;
 use crate::shared::Shared;
@@ -123,19 +125,24 @@ pub(crate) unsafe fn matmul_tile_amx<A: Element, B: Element>(
 /// A left factor of [`matmul_amx`].
 #[derive(Clone, Copy)]
 pub(crate) enum Left<'a> {
-    /// Values that are exact in bf16.
-    Narrow(Mat<'a>),
-    /// Any values, each times a number.
+    /// Values as they are stored.
+    Stored(Mat<'a, bf16>),
+    /// Values times a number, in three parts.
     Wide(Mat<'a>, f32),
+    /// Values times a number, rounded to bf16.
+    Rounded(Mat<'a>, f32),
 }
 
-/// Row-major C [m, n] = (C +) A [m, k] B [k, n] without gaps, where the values of B are exact in bf16.
+/// Row-major C [m, n] = (C +) A [m, k] B [k, n] without gaps.
 ///
 /// # Panics
 /// If the shapes do not match, `panels` are shorter than [`SCRATCH`], or the machine has no AMX.
-pub(crate) fn matmul_amx(c: &mut [f32], add: bool, a: Left<'_>, b: Mat<'_>, panels: &mut [f32]) {
-    let (Left::Narrow(left) | Left::Wide(left, _)) = a;
-    let (m, n, k) = (left.rows, b.columns, left.columns);
+pub(crate) fn matmul_amx(c: &mut [f32], add: bool, a: Left<'_>, b: Mat<'_, bf16>, panels: &mut [f32]) {
+    let (m, k) = match a {
+        Left::Stored(a) => (a.rows, a.columns),
+        Left::Wide(a, _) | Left::Rounded(a, _) => (a.rows, a.columns),
+    };
+    let n = b.columns;
     assert_eq!(k, b.rows, "inner sizes");
     assert!(detected() >= Level::Amx, "this machine has no AMX");
     assert!(panels.len() >= SCRATCH, "panels must have {SCRATCH} f32, got {}", panels.len());
@@ -143,27 +150,21 @@ pub(crate) fn matmul_amx(c: &mut [f32], add: bool, a: Left<'_>, b: Mat<'_>, pane
         return;
     }
     let whole = Tile::new(&Shared::new(c), 0, n, m, n);
-    let outer_first = left.column_stride == 1;
-    let stride = if outer_first { left.row_stride } else { left.column_stride };
-    let rows = Side { data: left.data, stride, outer_first };
     for j in (0..n).step_by(N) {
-        let part = b.part(0..k, j..n.min(j + N));
-        let outer_first = part.column_stride != 1;
-        let stride = if outer_first { part.column_stride } else { part.row_stride };
-        let columns = Side { data: part.data, stride, outer_first };
+        let columns = b.part(0..k, j..n.min(j + N));
         // SAFETY: these columns of C, which is borrowed mutably. This machine has the level.
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         unsafe {
-            let tile = Tile { c: whole.c.add(j), n: part.columns, ..whole };
+            let tile = Tile { c: whole.c.add(j), n: columns.columns, ..whole };
+            let b = columns.t().side();
             match a {
-                Left::Narrow(_) => x86::blocks::<f32, f32, 1, 1>(tile, add, 1.0, rows, columns, k, panels),
-                Left::Wide(_, by) => {
-                    x86::blocks::<f32, f32, PARTS, 1>(tile, add, by, rows, columns, k, panels)
-                }
+                Left::Stored(a) => x86::blocks::<_, _, 1, 1>(tile, add, 1.0, a.side(), b, k, panels),
+                Left::Wide(a, by) => x86::blocks::<_, _, PARTS, 1>(tile, add, by, a.side(), b, k, panels),
+                Left::Rounded(a, by) => x86::blocks::<_, _, 1, 1>(tile, add, by, a.side(), b, k, panels),
             }
         };
         #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-        unreachable!("{:?} {:?}", (whole.c, add, rows.stride), columns.stride);
+        unreachable!("{:?} {add}", (whole.c, columns.columns));
     }
 }
 
@@ -570,12 +571,12 @@ mod x86 {
 
 #[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
 mod tests {
-    use half::bf16;
     use proptest::prelude::*;
 
     use super::*;
     use crate::matmul::matmul_strided;
     use crate::matmul::tests::{Matrix, assert_refusals, rms_error, values};
+    use crate::rounding::to_bf16;
 
     /// C = (C +) A B, or `None` if the machine has no AMX.
     fn product<A: Element, B: Element>(
@@ -726,34 +727,32 @@ mod tests {
     }
 
     #[test]
-    fn matrices_of_f32_that_are_exact_in_bf16_are_multiplied_in_one_part() {
+    fn left_factors_are_taken_as_stored_in_three_parts_or_rounded() {
         if detected() < Level::Amx {
             return;
         }
-        let (m, n, k) = (37, N + 3, 70);
+        let (m, n, k, by) = (37, N + 3, 70, 0.3);
         let mut panels = vec![f32::NAN; SCRATCH];
+        let before = values(m * n, 4);
+        let mut check = |add: bool,
+                         left: Left<'_>,
+                         factor: &dyn Fn(usize, usize) -> f32,
+                         b: &Matrix<bf16>| {
+            let mut c = before.clone();
+            matmul_amx(&mut c, add, left, b.stored_mat(), &mut panels);
+            for (at, c) in c.iter().enumerate() {
+                let (i, j) = (at / n, at % n);
+                let start = if add { before[at] as f64 } else { 0.0 };
+                let sum: f64 = (0..k).map(|l| factor(i, l) as f64 * b.at(l, j) as f64).sum();
+                assert!((*c as f64 - start - sum).abs() < 2e-6, "({i}, {j}): {c} instead of {}", start + sum);
+            }
+        };
         for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
-            let (a, b) = (Matrix::<bf16>::new(m, k, ta, 1), Matrix::<bf16>::new(k, n, tb, 2));
-            let narrow: Vec<f32> = a.stored.iter().map(|a| a.to_f32()).collect();
-            let wide: Vec<f32> = values(m * k, 3);
-            let before = values(m * n, 4);
-            let mut c = before.clone();
-            matmul_amx(&mut c, false, Left::Narrow(a.mat()), b.mat(), &mut panels);
-            let a_f32 = Matrix::from_stored(narrow, m, k, ta);
-            for (at, c) in c.iter().enumerate() {
-                let (i, j) = (at / n, at % n);
-                let exact: f64 = (0..k).map(|l| a_f32.at(i, l) as f64 * b.at(l, j) as f64).sum();
-                assert!((*c as f64 - exact).abs() < 1e-6, "({i}, {j}): {c} instead of {exact}");
-            }
-            let a = Matrix::from_stored(wide, m, k, ta);
-            let mut c = before.clone();
-            matmul_amx(&mut c, true, Left::Wide(a.mat(), 0.3), b.mat(), &mut panels);
-            for (at, c) in c.iter().enumerate() {
-                let (i, j) = (at / n, at % n);
-                let exact: f64 = (0..k).map(|l| a.at(i, l) as f64 * b.at(l, j) as f64).sum();
-                let exact = before[at] as f64 + 0.3f32 as f64 * exact;
-                assert!((*c as f64 - exact).abs() < 2e-6, "({i}, {j}): {c} instead of {exact}");
-            }
+            let (stored, b) = (Matrix::<bf16>::new(m, k, ta, 1), Matrix::<bf16>::new(k, n, tb, 2));
+            let wide = Matrix::<f32>::new(m, k, ta, 3);
+            check(false, Left::Stored(stored.stored_mat()), &|i, l| stored.at(i, l), &b);
+            check(true, Left::Wide(wide.mat(), by), &|i, l| by * wide.at(i, l), &b);
+            check(true, Left::Rounded(wide.mat(), by), &|i, l| to_bf16(by * wide.at(i, l)), &b);
         }
     }
 

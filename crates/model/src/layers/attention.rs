@@ -287,6 +287,8 @@ impl Attention {
             soft_cap: self.shape.soft_cap,
             qk_product: precision.site(Site::QkProduct),
             logits: precision.site(Site::Logits),
+            probabilities: precision.site(Site::Probabilities),
+            gradient: precision.site(Site::AttentionGradient),
         }
     }
 

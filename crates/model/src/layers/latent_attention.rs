@@ -386,6 +386,8 @@ impl LatentAttention {
             scale: Some(self.shape.scale),
             qk_product: precision.site(Site::QkProduct),
             logits: precision.site(Site::Logits),
+            probabilities: precision.site(Site::Probabilities),
+            gradient: precision.site(Site::AttentionGradient),
             ..kernel::Options::default()
         }
     }

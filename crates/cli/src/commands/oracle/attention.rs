@@ -30,6 +30,12 @@ pub(crate) struct AttentionArgs {
     /// Rounding of the logits before the softmax.
     #[arg(long, default_value = "f32")]
     logits: Site,
+    /// Rounding of the probabilities as they are multiplied by v.
+    #[arg(long, default_value = "f32")]
+    probabilities: Site,
+    /// Rounding of probabilities and gradients of logits as backward multiplies them.
+    #[arg(long, default_value = "f32")]
+    gradient: Site,
 }
 
 pub(super) fn run(args: AttentionArgs, global: &Global) -> anyhow::Result<Outcome> {
@@ -61,6 +67,8 @@ pub(super) fn run(args: AttentionArgs, global: &Global) -> anyhow::Result<Outcom
         soft_cap: args.cap.map_or_else(|| metadata_number(&file, "cap"), |c| Ok(Some(c)))?,
         qk_product: args.qk_product.into(),
         logits: args.logits.into(),
+        probabilities: args.probabilities.into(),
+        gradient: args.gradient.into(),
     };
     let (results, saved_bytes) = match args.common.storage {
         Storage::F32 => problem.solve::<f32>(&options)?,

@@ -126,8 +126,8 @@ fn backward_has_the_probabilities_that_forward_had_where_sites_are_lowered() {
     for dims in [narrow, wide] {
         for (window, topk) in [(None, None), (Some(150), None), (None, Some(100))] {
             for logits in [Rounding::F32, Rounding::Bf16] {
-                let options =
-                    Options { window, qk_product: Rounding::Bf16, logits, soft_cap: None, scale: Some(1.0) };
+                let qk_product = Rounding::Bf16;
+                let options = Options { window, qk_product, logits, scale: Some(1.0), ..Options::default() };
                 let p = Problem { options, topk, ..Problem::of(dims, &[600, 1, 257]) };
                 let (r, _) = p.build();
                 // Positive throughout, so that nothing cancels.
@@ -144,4 +144,71 @@ fn backward_has_the_probabilities_that_forward_had_where_sites_are_lowered() {
             }
         }
     }
+}
+
+#[test]
+fn rounded_factors_agree_with_the_twin_that_rounds_at_the_same_places() {
+    // Up to one tile of keys, so that every e has the final maximum. Groups of 2 and 8 queries: row by row, and
+    // in blocks with keys that are gathered.
+    let grouped = Dims { heads: 8, kv_heads: 1, head_dim: 20, value_dim: 24 };
+    for (dims, topk) in [(DIMS, None), (DIMS, Some(30)), (grouped, None), (grouped, Some(30))] {
+        for (rounding, limit) in [(Rounding::Bf16, 1e-4), (Rounding::F16, 2e-5)] {
+            for soft_cap in [None, Some(2.0)] {
+                let (probabilities, gradient) = (rounding, rounding);
+                let options = Options { probabilities, gradient, soft_cap, ..Options::default() };
+                let p = Problem { options, topk, sinks: true, ..Problem::of(dims, &[200, 1, 56]) };
+                let (r, d_o) = p.build();
+                let expected = r.run(dims, &options, &d_o);
+                let (got, _) = kernel::<f32>(&r, dims, &options, &d_o);
+                compare(&got, &expected, &r, dims, limit, &format!("{dims:?} {topk:?} {options:?}"));
+                let plain = Options { soft_cap, ..Options::default() };
+                let exact = r.run(dims, &plain, &d_o);
+                for ((name, got), (_, exact)) in fields(&got).into_iter().zip(fields(&exact)) {
+                    let (difference, _) = ratio(got, exact);
+                    let what = format!("{name} of {options:?} is off by {difference:e}");
+                    assert!(difference < 5e-3, "{what}");
+                    // Neither the sum nor the sinks' gradient is a product with a rounded factor.
+                    assert!(["lse", "dsinks"].contains(&name) || difference > limit / 5.0, "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn stored_rows_and_rounded_factors_give_what_widened_rows_give() {
+    // Inputs that are exact in bf16: whichever product the machine has, the results differ by rounding alone.
+    let dims = Dims { heads: 8, kv_heads: 2, head_dim: 40, value_dim: 24 };
+    for (rounding, topk, window) in [
+        (Rounding::F32, None, None),
+        (Rounding::F32, Some(60), None),
+        (Rounding::Bf16, None, None),
+        (Rounding::Bf16, None, Some(77)),
+        (Rounding::Bf16, Some(60), None),
+        (Rounding::F16, None, None),
+    ] {
+        let (probabilities, gradient) = (rounding, rounding);
+        let options = Options { probabilities, gradient, window, ..Options::default() };
+        let p = Problem { options, topk, ..Problem::of(dims, &[130, 3, 400]) };
+        let (r, d_o) = p.build();
+        let exact = |x: &[f64]| wide(&cast::<bf16>(x));
+        let r = Reference { q: exact(&r.q), k: exact(&r.k), v: exact(&r.v), ..r };
+        let d_o = exact(&d_o);
+        let (wide, _) = kernel::<f32>(&r, dims, &options, &d_o);
+        let (stored, _) = kernel::<bf16>(&r, dims, &options, &d_o);
+        compare(&stored, &wide, &r, dims, 3e-3, &format!("{options:?} {topk:?}"));
+    }
+}
+
+#[test]
+fn each_rounded_factor_changes_its_own_results_alone() {
+    let p = Problem::of(DIMS, &[70, 300]);
+    let (r, d_o) = p.build();
+    let (plain, _) = kernel::<f32>(&r, DIMS, &p.options, &d_o);
+    let (got, _) = kernel::<f32>(&r, DIMS, &Options { gradient: Rounding::Bf16, ..p.options }, &d_o);
+    assert_eq!((&got.o, &got.lse), (&plain.o, &plain.lse));
+    assert!(got.dq != plain.dq && got.dk != plain.dk && got.dv != plain.dv);
+    let (got, _) = kernel::<f32>(&r, DIMS, &Options { probabilities: Rounding::Bf16, ..p.options }, &d_o);
+    assert_eq!((&got.lse, &got.dv), (&plain.lse, &plain.dv));
+    assert!(got.o != plain.o);
 }
