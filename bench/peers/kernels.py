@@ -33,6 +33,11 @@ def rounds(peer, *arguments, count=3, each=3):
     return statistics.median(theirs), statistics.median(result["seconds"] for result in ours)
 
 
+def rounded(dtype):
+    """The factors of products that the preset `bf16` rounds; torch rounds these and more."""
+    return ["--rounded"] if dtype == "bf16" else []
+
+
 def gated_delta_rule(tokens, compiled):
     """Forward, and forward+backward, of transformers' chunk fallback; 16 heads of 128."""
     import torch
@@ -147,7 +152,7 @@ def run_attention(table, arguments):
     """Causal, 8 query heads on 2 kv heads of 256."""
     for dtype, tokens, target in [("f32", 2048, 1), ("bf16", 2048, 1.2), ("bf16", 8192, 1.2)]:
         forward, both = attention(dtype, tokens)
-        case = ["attention", "--tokens", tokens, "--storage", dtype, "--threads", arguments.threads]
+        case = ["attention", "--tokens", tokens, "--storage", dtype, "--threads", arguments.threads, *rounded(dtype)]
         label = f"attention, {dtype}, T {tokens}, 8/2 heads of 256"
         table.row(f"{label}, forward", *rounds(forward, *case), target)
         table.row(f"{label}, both", *rounds(both, *case, "--backward"), target)
@@ -206,6 +211,7 @@ def grown(work):
 def run_linear_cross_entropy(table, arguments):
     for dtype, vocabulary, target in [("f32", 32768, 1), ("bf16", 32768, 1.5), ("bf16", 151936, 1.5)]:
         case = ["linear-cross-entropy", "--vocabulary", vocabulary, "--storage", dtype, "--threads", arguments.threads]
+        case += rounded(dtype)
         label = f"linear_cross_entropy, {dtype}, T 2048, H 1024, V {vocabulary}"
         table.row(label, *rounds(loss_step(dtype, vocabulary), *case), target)
         # A process of its own for each: inputs are there before, gradients count.
