@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use crate::simd::simd_fn;
+use crate::simd::{Level, level, simd_fn};
 
 /// Storage type of a tensor. Arithmetic is always f32.
 pub trait Element: bytemuck::Pod + Default + Send + Sync + PartialEq + std::fmt::Debug {
@@ -76,6 +76,12 @@ impl Element for bf16 {
     }
 
     fn store(target: &mut [bf16], source: &[f32]) {
+        assert_eq!(target.len(), source.len());
+        #[cfg(target_arch = "x86_64")]
+        if level() >= Level::Avx512 {
+            // SAFETY: this machine has the level.
+            return unsafe { round_bf16_avx512(target, source) };
+        }
         round_bf16(target, source);
     }
 
@@ -110,6 +116,32 @@ simd_fn! {
     }
 }
 
+/// [`round_bf16`], whose narrowing AVX2 has no instruction for.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn round_bf16_avx512(target: &mut [bf16], source: &[f32]) {
+    use std::arch::x86_64::*;
+
+    let (whole, rest) = source.as_chunks::<16>();
+    let (narrow, narrow_rest) = target.split_at_mut(16 * whole.len());
+    for (t, s) in narrow.as_chunks_mut::<16>().0.iter_mut().zip(whole) {
+        // SAFETY: both have sixteen elements.
+        unsafe {
+            let x = _mm512_loadu_ps(s.as_ptr());
+            let bits = _mm512_castps_si512(x);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+            let quiet = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x40_0000));
+            let words = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(quiet));
+            _mm256_storeu_si256(t.as_mut_ptr().cast(), words);
+        }
+    }
+    for (t, s) in narrow_rest.iter_mut().zip(rest) {
+        *t = half::bf16::from_bits(bf16_bits(*s));
+    }
+}
+
 simd_fn! {
     fn round_bf16(target: &mut [bf16], source: &[f32]) {
         assert_eq!(target.len(), source.len());
@@ -134,6 +166,23 @@ mod tests {
                     "{x:e}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn every_way_to_round_a_slice_gives_the_same_bits() {
+        let around =
+            |high: u16| [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| ((high as u32) << 16) | low);
+        let all: Vec<f32> = (0..=u16::MAX).flat_map(around).map(f32::from_bits).collect();
+        // Lengths with and without a rest.
+        for part in [&all[..], &all[5..1000], &all[100_000..100_007], &[]] {
+            let (mut chosen, mut plain) = (vec![bf16::ZERO; part.len()], vec![bf16::ZERO; part.len()]);
+            bf16::store(&mut chosen, part);
+            round_bf16(&mut plain, part);
+            let differ = chosen.iter().zip(&plain).zip(part).find(|((a, b), _)| a.to_bits() != b.to_bits());
+            assert_eq!(differ, None);
+            let exact = part.iter().map(|x| <bf16 as Element>::from_f32(*x).to_bits());
+            assert!(chosen.iter().map(|x| x.to_bits()).eq(exact));
         }
     }
 
