@@ -137,6 +137,14 @@ pub struct Run {
     pub indexer_gradient_error: Option<f64>,
 }
 
+impl Findings {
+    /// Returns true if a run has the outputs of f32 and other gradients.
+    pub fn changes_gradients_alone(&self, run: &Run) -> bool {
+        let floor = self.runs.iter().find(|run| run.name == "f32");
+        run.first_difference.is_none() && floor.is_some_and(|f32| f32.gradient_error != run.gradient_error)
+    }
+}
+
 impl Run {
     /// Returns true if outputs were compared; a dump may have no logits, and its agreement is NaN.
     pub fn has_outputs(&self) -> bool {

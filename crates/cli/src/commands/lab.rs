@@ -311,6 +311,7 @@ fn runs_table(findings: &Findings) -> Table {
             (Some(bad), _) => format!("{}: {} non-finite", bad.site, count(bad.count as u64)),
             (None, Some(site)) => site.clone(),
             (None, None) if run.name == "f32" => "f32 baseline".into(),
+            (None, None) if findings.changes_gradients_alone(run) => "gradients alone".into(),
             (None, None) => "none, same bits as f32".into(),
         };
         rows.add_row([

@@ -138,7 +138,11 @@ fn run(index: usize, (name, what, kind, kl): &(&str, &str, Kind, f64)) -> Run {
         attention: softmax_layers().map(|layer| attention_error(layer, error, is_floor)).collect(),
         indexer: softmax_layers().map(|layer| indexer_error(layer, error, is_floor)).collect(),
         gradients: gradients(index, error, broken),
-        gradient_error: Some(if broken { f64::INFINITY } else { 2.7 * error * (0.8 + noise(index, 4)) }),
+        gradient_error: Some(match (broken, is_floor) {
+            (true, _) => f64::INFINITY,
+            (_, true) => 2.7 * error,
+            _ => 2.7 * error * (0.8 + noise(index, 4)),
+        }),
         indexer_gradient_error: Some(if broken { f64::NAN } else { 5.0 * error * (0.5 + noise(index, 5)) }),
     }
 }

@@ -131,7 +131,9 @@ fn worst(findings: &Findings) -> Option<String> {
 }
 
 fn worst_single(findings: &Findings) -> Option<String> {
-    let mut singles = policies(findings).filter(|run| is_single(run) && !is_broken(run) && run.kl.mean > 0.0);
+    let changes_outputs = |run: &&Run| run.kl.mean > 0.0 && !findings.changes_gradients_alone(run);
+    let mut singles =
+        policies(findings).filter(|run| is_single(run) && !is_broken(run)).filter(changes_outputs);
     let run = singles.next()?;
     let floor = times_floor(run.kl.mean, floor(findings).map(|floor| floor.kl.mean));
     let then = singles
@@ -146,25 +148,25 @@ fn worst_single(findings: &Findings) -> Option<String> {
     ))
 }
 
-/// Single choices that change no bit, and those that are indistinguishable from f32.
+/// Single choices that change no bit, or gradients alone, and those that are indistinguishable from f32.
 fn harmless(findings: &Findings) -> Option<String> {
     let limit = floor(findings).map_or(0.0, |floor| INDISTINCT * floor.kl.mean);
     let singles: Vec<&Run> = policies(findings).filter(|run| is_single(run) && !is_broken(run)).collect();
-    let names = |same: bool| -> Vec<&str> {
-        (singles.iter())
-            .filter(|run| run.first_difference.is_none() == same && (same || run.kl.mean <= limit))
-            .map(|run| &run.name[..])
-            .collect()
+    let names = |wanted: &dyn Fn(&Run) -> bool| -> Vec<&str> {
+        singles.iter().filter(|run| wanted(run)).map(|run| &run.name[..]).collect()
     };
-    let (same, near) = (names(true), names(false));
+    let same = names(&|run| run.first_difference.is_none() && !findings.changes_gradients_alone(run));
+    let gradients = names(&|run| findings.changes_gradients_alone(run));
+    let near = names(&|run| run.first_difference.is_some() && run.kl.mean <= limit);
     let verb = |number: usize| if number == 1 { "changes" } else { "change" };
-    let same_part = (!same.is_empty()).then(|| format!("{} {} no bit", list(&same, NAMES), verb(same.len())));
-    let near_part =
-        (!near.is_empty()).then(|| format!("{} cannot be told from f32 rounding", list(&near, NAMES)));
-    match (same_part, near_part) {
-        (None, None) => None,
-        (same, near) => Some(same.into_iter().chain(near).collect::<Vec<_>>().join("; ")),
-    }
+    let parts = [
+        (!same.is_empty()).then(|| format!("{} {} no bit", list(&same, NAMES), verb(same.len()))),
+        (!gradients.is_empty())
+            .then(|| format!("{} {} gradients alone", list(&gradients, NAMES), verb(gradients.len()))),
+        (!near.is_empty()).then(|| format!("{} cannot be told from f32 rounding", list(&near, NAMES))),
+    ];
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    (!parts.is_empty()).then(|| parts.join("; "))
 }
 
 fn facts(findings: &Findings) -> String {

@@ -136,6 +136,7 @@ fn table(findings: &Findings) -> String {
         cells.push(match &run.first_difference {
             Some(site) => code(site),
             None if is_floor(run) => String::new(),
+            None if findings.changes_gradients_alone(run) => "gradients alone".into(),
             None => "<span class=\"soft\">none</span>".into(),
         });
         cells.extend(lost.then(|| run.not_finite.as_ref().map_or(String::new(), not_finite)));

@@ -100,6 +100,17 @@ fn each_section_alone_makes_a_page() {
 }
 
 #[test]
+fn a_choice_that_changes_gradients_alone_is_not_said_to_change_nothing() {
+    let mut findings = example::findings();
+    let router = findings.runs.iter_mut().find(|run| run.name == "router").unwrap();
+    router.gradient_error = Some(0.001);
+    let html = html(&findings);
+    for caption in ["<code>out_norm</code> changes no bit", "<code>router</code> changes gradients alone"] {
+        assert!(body(&html).contains(caption), "{caption}");
+    }
+}
+
+#[test]
 fn each_plot_says_what_one_sees() {
     let html = html(&example::findings());
     for caption in [
