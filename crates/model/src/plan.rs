@@ -198,7 +198,7 @@ impl Model {
             let transient =
                 |keep| layer.transient::<A>(&self.config, self.precision(), sequences, keep, stage);
             let (kept, alive) = match recompute {
-                Recompute::Full => (stream, saved(Keep::Everything) - stream + transient(Keep::Everything)),
+                Recompute::Full => (stream, saved(Keep::Selective) - stream + transient(Keep::Selective)),
                 _ => (saved(recompute.keep()), transient(recompute.keep())),
             };
             plan.transient = plan.transient.max(alive);
