@@ -399,13 +399,13 @@ const LATER_SITES: [Site; 3] = [Site::Probabilities, Site::AttentionGradient, Si
 /// The configuration as a checkpoint has it.
 pub(crate) fn saved_config(config: &TrainConfig, precision: &Precision) -> Result<String> {
     let mut config = config.clone();
-    for site in LATER_SITES {
-        let lowered = match precision.site(site) {
-            Rounding::F32 => continue,
+    for site in LATER_SITES.into_iter().filter(|_| config.precision.preset != "f32") {
+        let rounding = match precision.site(site) {
+            Rounding::F32 => "f32",
             Rounding::Bf16 => "bf16",
             Rounding::F16 => "f16",
         };
-        config.precision.sites.entry(site.name().into()).or_insert(lowered.into());
+        config.precision.sites.entry(site.name().into()).or_insert(rounding.into());
     }
     config.to_toml()
 }
