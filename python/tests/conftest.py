@@ -17,7 +17,12 @@ BF16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Turns AMX off in torch where it crashes: on virtual machines that hide the sizes of its tiles."""
+    """Makes the tests independent of the shell and the machine.
+
+    A process that a shell starts in the background ignores interrupts, which some tests send.
+    torch crashes on AMX where a virtual machine hides the sizes of its tiles.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cpus = Path("/proc/cpuinfo")
     if find_spec("torch") and cpus.exists() and "amx_bf16" in cpus.read_text():
         product = subprocess.run([sys.executable, "-c", BF16_PRODUCT], capture_output=True, check=False)
