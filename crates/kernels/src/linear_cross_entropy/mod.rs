@@ -191,33 +191,17 @@ fn products<G: Element, T: Element, W: Element>(
     }
 }
 
-/// Elements that are rounded at once.
-const LANES: usize = 16;
-
 /// Rounds the gradient of a row. In bf16 it is then in the first half of the row.
 fn round_gradient(row: &mut [f32], rounding: Rounding) {
-    match rounding {
-        Rounding::Bf16 => narrow_row(bytemuck::cast_slice_mut(row)),
-        rounding => rounding.round_all(row),
+    if rounding != Rounding::Bf16 {
+        return rounding.round_all(row);
     }
-}
-
-simd_fn! {
-    /// Rounds the f32 in the row to bf16, from its beginning on without gaps.
-    fn narrow_row(row: &mut [bf16]) {
-        let elements = row.len() / 2;
-        let whole = elements / LANES * LANES;
-        // A result never reaches an f32 that is not read yet.
-        for first in (0..whole).step_by(LANES) {
-            let wide: [bf16; 2 * LANES] = std::array::from_fn(|i| row[2 * first + i]);
-            let wide: [f32; LANES] = bytemuck::cast(wide);
-            let narrow = wide.map(<bf16 as Element>::from_f32);
-            row[first..first + LANES].copy_from_slice(&narrow);
-        }
-        for i in whole..elements {
-            let wide: f32 = bytemuck::cast([row[2 * i], row[2 * i + 1]]);
-            row[i] = <bf16 as Element>::from_f32(wide);
-        }
+    let mut wide = [0.0; 256];
+    for first in (0..row.len()).step_by(wide.len()) {
+        let count = wide.len().min(row.len() - first);
+        // The copy is read; the result never reaches an f32 that is not copied yet.
+        wide[..count].copy_from_slice(&row[first..first + count]);
+        bf16::store(&mut bytemuck::cast_slice_mut(row)[first..first + count], &wide[..count]);
     }
 }
 
