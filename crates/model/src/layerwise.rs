@@ -159,7 +159,7 @@ impl Model {
         let not_saved = || Error::Input(format!("layer {index}: no saved activations for backward"));
         let saved = match trail.layers.pop().ok_or_else(not_saved)? {
             LayerTrail::Saved(saved) => *saved,
-            LayerTrail::Input(x) => layer.forward(run, x.into_f32(), links, None, Keep::Selective)?.1,
+            LayerTrail::Input(x) => layer.forward(run, x.into_f32(), links, None, Keep::Mixer)?.1,
         };
         layer.backward(run, grads, &mut trail.x, links, saved)
     }

@@ -193,15 +193,18 @@ impl Model {
             ..Plan::default()
         };
         let stage = loss.indexer.map(|loss| loss.stage);
-        for (layer, shape) in self.layers().iter().zip(&self.config.layers) {
+        // Backward frees the last stream, and what the layers after a layer have kept.
+        let mut freed = stream;
+        for (layer, shape) in self.layers().iter().zip(&self.config.layers).rev() {
             let saved = |keep| layer.saved_bytes::<A>(&self.config, self.precision(), sequences, keep, stage);
             let transient =
                 |keep| layer.transient::<A>(&self.config, self.precision(), sequences, keep, stage);
             let (kept, alive) = match recompute {
-                Recompute::Full => (stream, saved(Keep::Selective) - stream + transient(Keep::Selective)),
+                Recompute::Full => (stream, saved(Keep::Mixer) - stream + transient(Keep::Mixer)),
                 _ => (saved(recompute.keep()), transient(recompute.keep())),
             };
-            plan.transient = plan.transient.max(alive);
+            plan.transient = plan.transient.max(alive.saturating_sub(freed));
+            freed += kept;
             match shape.mixer {
                 Mixer::Linear(_) => plan.linear_layers += kept,
                 Mixer::Softmax(_) => plan.softmax_layers += kept,

@@ -66,7 +66,8 @@ impl Precision {
         Precision::of("f32", Storage::F32, "strict")
     }
 
-    /// Returns the preset `bf16`: bf16 storage, the strict contract, every site f32 but `residual`.
+    /// Returns the preset `bf16`: bf16 storage, the strict contract, every site f32 but `attention_gradient` and
+    /// `loss_gradient`.
     pub fn bf16() -> Precision {
         Precision::of("bf16", Storage::Bf16, "strict")
     }

@@ -421,7 +421,7 @@ impl Attention {
         }
         let kv = self.finish_key_values(run, layers, saved)?;
         // A tensor before its norm is saved for the norm's backward, or to recompute k and v.
-        let recomputed = keep == Keep::Selective && layers.k_norm.is_some();
+        let recomputed = keep != Keep::Everything && layers.k_norm.is_some();
         if !keep.any() || layers.k_norm.is_none() {
             saved.k_raw = Vec::new();
         }

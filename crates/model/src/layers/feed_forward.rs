@@ -165,7 +165,13 @@ impl FeedForward {
         Ok(y)
     }
 
-    /// Replaces the gradient of the stream after this part by the gradient of x, the stream before it.
+    /// Returns true if backward can recompute all that it needs from x, slice by slice of an MLP.
+    pub(crate) fn is_recomputed_from_stream(&self) -> bool {
+        self.experts.is_none() && self.after.is_none()
+    }
+
+    /// Replaces the gradient of the stream after this part by the gradient of x, the stream before it; `saved`
+    /// may be empty if [`FeedForward::is_recomputed_from_stream`].
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -180,7 +186,7 @@ impl FeedForward {
             None => narrowed(d_stream)?,
         };
         if saved.norm.y.is_empty() {
-            saved.norm.y = self.norm.forward_again(run, x)?;
+            (saved.norm.y, saved.norm.saved) = self.norm.forward_again(run, x)?;
         }
         let normed = std::mem::take(&mut saved.norm.y);
         let mut d_normed = vec![0.0; normed.len()];
@@ -243,7 +249,7 @@ impl FeedForward {
         dense.backward(run, grads, d_normed, &d, normed, dense_saved)?;
         let d = after_experts.backward(run, grads, dy, &saved.experts_out, &saved.after_experts)?;
         if saved.before_experts.y.is_empty() {
-            saved.before_experts.y = before_experts.forward_again(run, x)?;
+            (saved.before_experts.y, _) = before_experts.forward_again(run, x)?;
         }
         let (mut d_input, mut d_x) = (vec![0.0; x.len()], vec![0.0; x.len()]);
         let input = &saved.before_experts.y;

@@ -215,7 +215,8 @@ impl Layer {
         }
     }
 
-    /// Returns the residual stream after this layer. In decoding, `states` are the states of all layers.
+    /// Returns the residual stream after this layer, or with [`Keep::Mixer`] some stream inside it. In decoding,
+    /// `states` are the states of all layers.
     pub(crate) fn forward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -249,6 +250,9 @@ impl Layer {
         drop(mixed);
         run.see_stream("", index, "middle", &x);
         saved.middle = Stream::kept(keep, &x, rounding)?;
+        if self.skips_feed_forward(keep) {
+            return Ok((x, saved));
+        }
         let (y, kept): (Vec<A>, _) = self.feed_forward.forward(run, &x, keep)?;
         saved.feed_forward = kept;
         accumulate_rounded(&mut x, &y, rounding)?;
@@ -263,6 +267,15 @@ impl Layer {
         }
         run.see_stream("", index, "out", &x);
         Ok((x, saved))
+    }
+
+    fn skips_feed_forward(&self, keep: Keep) -> bool {
+        keep == Keep::Mixer && self.feed_forward.is_recomputed_from_stream() && self.per_layer_input.is_none()
+    }
+
+    /// What the feed-forward part saves.
+    fn feed_forward_keep(&self, keep: Keep) -> Keep {
+        if self.skips_feed_forward(keep) { Keep::Nothing } else { keep }
     }
 
     fn mix<A: Element>(
@@ -337,7 +350,7 @@ impl Layer {
         drop(middle);
         run.see_stream("d.", index, "middle", d_stream);
         if normed.is_empty() {
-            normed = self.norm.forward_again(run, &x)?;
+            (normed, _) = self.norm.forward_again(run, &x)?;
         }
         let d_mixed: Vec<A> = match &self.after {
             Some(norm) => norm.backward(run, grads, d_stream, &mixed, &after)?,
@@ -347,7 +360,7 @@ impl Layer {
         let mut d_normed = vec![0.0; normed.len()];
         match (&self.mixer, mixer) {
             (Mixer::Linear(mixer), MixerSaved::Linear(saved)) => {
-                mixer.backward(run, grads, &mut d_normed, &d_mixed, &normed, saved)?;
+                mixer.backward(run, grads, &mut d_normed, d_mixed, &normed, saved)?;
             }
             (Mixer::Softmax(mixer), MixerSaved::Softmax(saved)) => {
                 mixer.backward(run, grads, &mut d_normed, &d_mixed, &normed, links, saved)?;
@@ -357,7 +370,6 @@ impl Layer {
             }
             _ => unreachable!("saved activations are those of this layer's mixer"),
         }
-        drop(d_mixed);
         let mut dn = normed;
         convert(&mut dn, &d_normed)?;
         drop(d_normed);
@@ -397,7 +409,7 @@ impl Layer {
             + after
             + mixer
             + per_layer_input
-            + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep)
+            + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, self.feed_forward_keep(keep))
     }
 
     /// Returns the temporary bytes of backward: the stream's gradient in f32, the gradient of the current
@@ -421,9 +433,10 @@ impl Layer {
         };
         let per_layer_input =
             self.per_layer_input.as_ref().map_or(0, |part| part.transient::<A>(tokens, config.hidden));
-        let feed_forward = self.feed_forward.transient::<A>(tokens, config.hidden, keep);
+        let later = self.feed_forward_keep(keep);
+        let feed_forward = self.feed_forward.transient::<A>(tokens, config.hidden, later);
         let middle = tokens * config.hidden * Stream::element_bytes(precision.site(Site::Residual));
-        let gone = middle + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, keep);
+        let gone = middle + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, later);
         wide + per_layer_input.max(feed_forward).max((tensor + wide + normed + mixer).saturating_sub(gone))
     }
 

@@ -318,6 +318,10 @@ impl<V> Linear<V> {
         self.dims
     }
 
+    pub(crate) fn inputs(&self) -> usize {
+        self.dims.inputs
+    }
+
     pub(crate) fn outputs(&self) -> usize {
         self.dims.outputs
     }

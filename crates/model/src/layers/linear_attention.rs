@@ -218,7 +218,7 @@ impl LinearAttention {
         run: &Run<'_>,
         grads: &mut Grads,
         dx: &mut [f32],
-        dy: &[A],
+        dy: Vec<A>,
         x: &[A],
         saved: Saved<A>,
     ) -> Result {
@@ -230,11 +230,8 @@ impl LinearAttention {
             normed = zeros(o.len());
             gated_rms_norm_forward(&mut normed, None, &o, &z, weight, self.eps)?;
         }
-        if g.is_empty() {
-            mixed = self.convolve(run, &unmixed, &earlier, None)?;
-            (g, beta) = self.gates(run, &a, &b)?;
-        }
-        let d_normed = self.out.backward_alone(run, grads, dy, &normed)?;
+        let d_normed = self.out.backward_alone(run, grads, &dy, &normed)?;
+        drop(dy);
         let (mut d_o, mut dz) = (normed, zeros(z.len()));
         let mut unused = vec![0.0; weight.len()];
         let dw = grads.of(self.norm).unwrap_or(&mut unused);
@@ -243,6 +240,10 @@ impl LinearAttention {
         run.see_gradient(layer, "linear_attn.o", &d_o);
         self.z.backward(run, grads, dx, &dz, x)?;
         drop((z, dz));
+        if g.is_empty() {
+            mixed = self.convolve(run, &unmixed, &earlier, None)?;
+            (g, beta) = self.gates(run, &a, &b)?;
+        }
         let mut d_mixed = [0, 1, 2].map(|part| zeros::<A>(mixed[part].len()));
         let (mut dg, mut dbeta) = (zeros(g.len()), zeros(beta.len()));
         self.rule_backward(run, &mut d_mixed, &mut dg, &mut dbeta, &d_o, &mixed, &g, &beta, &rule)?;
@@ -565,15 +566,15 @@ impl LinearAttention {
         }
     }
 
-    /// Returns the temporary bytes of backward: the gradients of q, k and v after the convolution and of one
-    /// of them before it, or the gradients of o and z; and recomputed activations.
+    /// Returns the temporary bytes of backward, beyond the saved ones and dy: the gradients of o and z, or the
+    /// gradients of q, k and v when o, z and dy are freed; and recomputed activations.
     pub(crate) fn transient<A>(&self, tokens: usize, keep: Keep) -> usize {
         let channels: usize = self.qkv.iter().map(Linear::outputs).sum();
-        let largest = self.qkv.iter().map(Linear::outputs).max().unwrap_or(0);
         let (vd, hv) = (self.z.outputs(), self.shape.value_heads);
-        let recomputed = if keep == Keep::Everything { 0 } else { channels + vd };
-        let gates = 4 * tokens * 4 * hv;
-        gates + tokens * (recomputed + (channels + largest).max(2 * vd)) * size_of::<A>()
+        let (mixed, normed) = if keep == Keep::Everything { (0, 0) } else { (channels, vd) };
+        let freed = 2 * vd + self.out.outputs();
+        let wide = (normed + 2 * vd).max((normed + mixed + channels).saturating_sub(freed));
+        tokens * (4 * 4 * hv + wide * size_of::<A>())
     }
 
     pub(crate) fn scratch(&self, tokens: usize) -> usize {

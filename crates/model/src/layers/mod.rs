@@ -30,6 +30,9 @@ pub(crate) use residual::{Stream, narrowed, with_stream};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Keep {
     Nothing,
+    /// As `Selective`, without the feed-forward part if backward can recompute that from the stream, some tokens
+    /// at a time; the output of the layer is then not computed. For a layer that backward runs again.
+    Mixer,
     /// Only activations that are expensive to recompute.
     Selective,
     Everything,

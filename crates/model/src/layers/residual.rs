@@ -92,9 +92,9 @@ impl Stream {
 
 /// Norms that read the stream.
 impl Norm {
-    /// Recomputes y, the output of [`Norm::forward`], from a stored stream.
-    pub(crate) fn forward_again<Y: Element>(&self, run: &Run<'_>, x: &Stream) -> Result<Vec<Y>> {
-        with_stream!(x, |x| Ok(self.forward(run, x)?.0))
+    /// Runs [`Norm::forward`] again on a stored stream.
+    pub(crate) fn forward_again<Y: Element>(&self, run: &Run<'_>, x: &Stream) -> Result<(Vec<Y>, NormSaved)> {
+        with_stream!(x, |x| self.forward(run, x))
     }
 
     /// Returns dx in the type of x; adds the gradient of the weight.
