@@ -22,7 +22,10 @@ mod bf16;
 mod packed;
 mod small;
 
-pub(crate) use amx::{Left, SCRATCH as AMX_SCRATCH, amx_tile, is_amx, matmul_amx, matmul_tile_amx};
+pub(crate) use amx::{
+    AMX_STRIP, Left, SCRATCH as AMX_SCRATCH, Sums, amx_tile, is_amx, is_one_block, matmul_amx,
+    matmul_tile_amx,
+};
 pub(crate) use bf16::{SCRATCH as BF16_SCRATCH, dot_bf16, matmul_tile_bf16};
 pub(crate) use packed::{SCRATCH as PACKED_SCRATCH, is_packed, matmul_tile_packed};
 pub(crate) use small::{By, Onto, matmul_small};

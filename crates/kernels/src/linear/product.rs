@@ -1,11 +1,13 @@
 //! C [m, n] (+)= A B in tiles, for operands of any storage type.
 
+use std::ops::Range;
+
 use half::bf16;
 use rayon::prelude::*;
 
 use crate::matmul::{
-    AMX_SCRATCH, BF16_SCRATCH, Mat, PACKED_SCRATCH, Side, amx_tile, is_amx, is_packed, matmul_tile,
-    matmul_tile_amx, matmul_tile_bf16, matmul_tile_packed,
+    AMX_SCRATCH, AMX_STRIP, BF16_SCRATCH, Mat, PACKED_SCRATCH, Side, Sums, amx_tile, is_amx, is_one_block,
+    is_packed, matmul_tile, matmul_tile_amx, matmul_tile_bf16, matmul_tile_packed,
 };
 use crate::shared::Shared;
 use crate::{Element, Scratch};
@@ -130,7 +132,7 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
         _ => Way::Panels,
     };
     let (rows, columns) = match way {
-        Way::Amx => amx_tile::<A, B>(m, n, most),
+        Way::Amx => amx_tile::<A, B>((m, n, k), most),
         Way::Packed => packed_tile(m, n, most),
         Way::Panels => panels_tile(m, n),
     };
@@ -141,18 +143,21 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     };
     let tasks = (0..down * across).into_par_iter().map(tile);
     if let Some(c) = C::as_f32_mut(c) {
-        let c = Shared::new(c);
+        let c = &Shared::new(c);
         tasks.for_each(|tile| {
+            let begin = tile.i * n + tile.j;
+            let sums = Sums { c, begin, row_stride: n, add: accumulate, in_turn: false };
+            let mut done = |rows: Range<usize>| {
+                let Some(finish) = finish else { return };
+                for row in rows {
+                    // SAFETY: this row of the tile belongs to this task alone, and is complete.
+                    finish(unsafe { c.part(begin + row * n, tile.columns) }, tile.j);
+                }
+            };
             // SAFETY: tiles do not overlap.
             scratch.with(SCRATCH, |slot| unsafe {
-                fill(&c, tile.i * n + tile.j, n, accumulate, a, b, tile, k, &mut slot[..PANELS]);
+                fill(sums, a, b, tile, k, &mut slot[..PANELS], &mut done);
             });
-            if let Some(finish) = finish {
-                for row in tile.i..tile.i + tile.rows {
-                    // SAFETY: this row of the tile belongs to this task alone.
-                    finish(unsafe { c.part(row * n + tile.j, tile.columns) }, tile.j);
-                }
-            }
         });
         return;
     }
@@ -160,22 +165,30 @@ pub(super) fn product<C: Element, A: Element, B: Element>(
     tasks.for_each(|tile| {
         scratch.with(SCRATCH, |slot| {
             let (panels, sum) = slot.split_at_mut(PANELS);
-            let sum = &mut sum[..tile.rows * tile.columns];
-            // SAFETY: the sum is this task's alone.
-            unsafe { fill(&Shared::new(sum), 0, tile.columns, false, a, b, tile, k, panels) };
-            for (row, sum) in (tile.i..).zip(sum.chunks_mut(tile.columns)) {
-                // SAFETY: this row of the tile belongs to this task alone.
-                let target = unsafe { c.part(row * n + tile.j, tile.columns) };
-                if accumulate {
-                    for (sum, c) in sum.iter_mut().zip(&*target) {
-                        *sum += c.to_f32();
+            let in_turn = way == Way::Amx && is_one_block::<B>(tile.columns, k);
+            let rows = if in_turn { AMX_STRIP } else { tile.rows };
+            let sum = &Shared::new(&mut sum[..rows * tile.columns]);
+            let sums = Sums { c: sum, begin: 0, row_stride: tile.columns, add: false, in_turn };
+            let mut done = |done: Range<usize>| {
+                for row in done {
+                    // SAFETY: the row of sums is complete, and this task's alone, as is this row of the tile.
+                    let (sum, target) = unsafe {
+                        let sum = sum.part(row % rows * tile.columns, tile.columns);
+                        (sum, c.part((tile.i + row) * n + tile.j, tile.columns))
+                    };
+                    if accumulate {
+                        for (sum, c) in sum.iter_mut().zip(&*target) {
+                            *sum += c.to_f32();
+                        }
                     }
+                    if let Some(finish) = finish {
+                        finish(sum, tile.j);
+                    }
+                    C::store(target, sum);
                 }
-                if let Some(finish) = finish {
-                    finish(sum, tile.j);
-                }
-                C::store(target, sum);
-            }
+            };
+            // SAFETY: the sums are this task's alone.
+            unsafe { fill(sums, a, b, tile, k, panels, &mut done) };
         });
     });
 }
@@ -198,52 +211,52 @@ fn packed_tile(m: usize, n: usize, most: usize) -> (usize, usize) {
     PACKED_TILES.into_iter().find(even).unwrap_or(PACKED_TILES[PACKED_TILES.len() - 1])
 }
 
-/// One tile of A B, at `begin` of c, whose rows are `stride` apart. Panels are multiplied in bf16 if both
+/// One tile of A B; `done` is called with the rows whose sums are complete. Panels are multiplied in bf16 if both
 /// operands are and the machine supports it.
 ///
 /// # Safety
-/// No part of the tile's rows may be read or written elsewhere during the call.
+/// No part of the tile's rows may be read or written elsewhere during the call, except by `done`.
 unsafe fn fill<A: Element, B: Element>(
-    c: &Shared<'_, f32>,
-    begin: usize,
-    stride: usize,
-    accumulate: bool,
+    sums: Sums<'_, '_>,
     a: Operand<'_, A>,
     b: Operand<'_, B>,
     Tile { i, j, rows, columns, way }: Tile,
     k: usize,
     panels: &mut [f32],
+    done: &mut dyn FnMut(Range<usize>),
 ) {
-    if k == 0 && !accumulate {
-        for row in 0..rows {
-            // SAFETY: the caller's guarantee.
-            unsafe { c.part(begin + row * stride, columns) }.fill(0.0);
-        }
-    }
+    let Sums { c, begin, row_stride, add, .. } = sums;
     if k == 0 {
-        return;
+        for row in 0..if add { 0 } else { rows } {
+            // SAFETY: the caller's guarantee.
+            unsafe { c.part(begin + row * row_stride, columns) }.fill(0.0);
+        }
+        return done(0..rows);
     }
     let (left, right, shape) = (a.side(i, 0, true), b.side(0, j, false), (rows, columns, k));
     if way == Way::Amx {
         // SAFETY: the caller's guarantee.
-        return unsafe { matmul_tile_amx(c, begin, stride, accumulate, left, right, shape, panels) };
+        return unsafe { matmul_tile_amx(sums, left, right, shape, panels, done) };
     }
-    if let (Some(left), Some(right)) = (in_bf16(left), in_bf16(right)) {
+    let multiplied = match (in_bf16(left), in_bf16(right)) {
         // SAFETY: the caller's guarantee.
-        if unsafe { matmul_tile_bf16(c, begin, stride, accumulate, left, right, shape, panels) } {
-            return;
+        (Some(left), Some(right)) => unsafe {
+            matmul_tile_bf16(c, begin, row_stride, add, left, right, shape, panels)
+        },
+        _ => false,
+    };
+    if !multiplied && way == Way::Packed {
+        // SAFETY: the caller's guarantee.
+        unsafe { matmul_tile_packed(c, begin, row_stride, add, left, right, shape, panels) };
+    } else if !multiplied {
+        let (pa, pb) = panels.split_at_mut(panel(M));
+        for l in (0..k).step_by(K) {
+            let inner = K.min(k - l);
+            let beta = if add || l > 0 { 1.0 } else { 0.0 };
+            let (a, b) = (a.block(pa, i, l, rows, inner), b.block(pb, l, j, inner, columns));
+            // SAFETY: the caller's guarantee.
+            unsafe { matmul_tile(c, begin, row_stride, a, b, beta) };
         }
     }
-    if way == Way::Packed {
-        // SAFETY: the caller's guarantee.
-        return unsafe { matmul_tile_packed(c, begin, stride, accumulate, left, right, shape, panels) };
-    }
-    let (pa, pb) = panels.split_at_mut(panel(M));
-    for l in (0..k).step_by(K) {
-        let inner = K.min(k - l);
-        let beta = if accumulate || l > 0 { 1.0 } else { 0.0 };
-        let (a, b) = (a.block(pa, i, l, rows, inner), b.block(pb, l, j, inner, columns));
-        // SAFETY: the caller's guarantee.
-        unsafe { matmul_tile(c, begin, stride, a, b, beta) };
-    }
+    done(0..rows);
 }

@@ -20,6 +20,8 @@
 //! below 2^-103, and a product counts as zero below 2^-126. Infinity times an f32 is NaN where a part of that f32
 //! is zero.
 
+use std::ops::Range;
+
 use half::bf16;
 
 use super::{Mat, Side, Tile, is_large};
@@ -31,7 +33,7 @@ use crate::simd::{Level, detected, level};
 pub(crate) const N: usize = 1024;
 /// Most columns for a B in three parts: its copy then stays in the L2 cache.
 const N_PARTS: usize = 512;
-/// Inner elements of one block of a B in one part.
+/// Inner elements of one block of a B with [`N`] columns in one part, and of a copy of an A in three parts.
 const K: usize = 512;
 /// Parts of an f32.
 const PARTS: usize = 3;
@@ -39,6 +41,8 @@ const PARTS: usize = 3;
 const K_PARTS: usize = 256;
 /// Rows or columns of a tile in a register.
 const SIDE: usize = 16;
+/// Rows of C, and columns, that are computed at once: 2 x 2 tiles in registers.
+pub(crate) const AMX_STRIP: usize = 2 * SIDE;
 /// Inner elements of a tile.
 const STEP: usize = 32;
 /// Pairs of bf16 of a tile.
@@ -54,7 +58,7 @@ const _: () = assert!(N_PARTS * PARTS * K_PARTS <= N * K);
 /// does not depend on the type of one operand if the other is f32: values that are exact in bf16 then give the
 /// same bits in either type.
 pub(crate) fn is_amx<A: Element, B: Element>(shape: (usize, usize, usize)) -> bool {
-    level() >= Level::Amx && (is_large(shape) || parts::<A>() == 1 && parts::<B>() == 1)
+    level() >= Level::Amx && shape.2 > 0 && (is_large(shape) || parts::<A>() == 1 && parts::<B>() == 1)
 }
 
 /// Number of bf16 whose sum is an element.
@@ -62,64 +66,121 @@ const fn parts<T: Element>() -> usize {
     if size_of::<T>() == 2 { 1 } else { PARTS }
 }
 
-/// Rows and columns of the tiles of an m x n product of which the least is packed: at most `most` elements, and
-/// threads that end at about the same time.
-pub(crate) fn amx_tile<A: Element, B: Element>(m: usize, n: usize, most: usize) -> (usize, usize) {
-    let threads = rayon::current_num_threads();
-    // An assumption: an f32 is rounded twice, and three parts are written.
-    let cost = |parts: usize| if parts == 1 { 1 } else { 6 };
-    let widest = if parts::<B>() == 1 { N } else { N_PARTS };
-    let sizes = [1024, 512, 256, 128, 64].into_iter();
-    let tiles = sizes.flat_map(|rows| [1024, 512, 256, 128].map(|columns| (rows, columns)));
-    let fits = |(rows, columns): &(usize, usize)| {
-        let fullest = (m.div_ceil(*rows) * n.div_ceil(*columns)).div_ceil(threads);
-        let even = 25 * fullest * rows.min(&m) * columns.min(&n) * threads <= 26 * m * n;
-        *columns <= widest && rows * columns <= most && even
-    };
-    let packed = |(rows, columns): &(usize, usize)| {
-        cost(parts::<A>()) * m * n.div_ceil(*columns) + cost(parts::<B>()) * n * m.div_ceil(*rows)
-    };
-    tiles.filter(fits).min_by_key(packed).unwrap_or((64, 128))
+/// Inner elements of one block of a B with n columns: its copy stays in the L2 cache. The longer a block, the fewer
+/// times sums are loaded and stored.
+const fn depth(b_parts: usize, n: usize) -> usize {
+    match b_parts {
+        1 if n <= N / 2 => 2 * K,
+        1 => K,
+        _ => K_PARTS,
+    }
 }
 
-/// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C whose first element is `begin`, while other
-/// threads write other tiles.
+/// Returns true if the inner index of a product with n columns is one block: the sums of a strip of rows are then
+/// complete before the next strip begins.
+pub(crate) fn is_one_block<B: Element>(n: usize, k: usize) -> bool {
+    k <= depth(parts::<B>(), n)
+}
+
+/// Rows and columns of the tiles of a product C [m, n] = A [m, k] B [k, n] that takes the least time by an
+/// estimate. A tile whose inner index is several blocks has at most `most` elements.
+pub(crate) fn amx_tile<A: Element, B: Element>(
+    (m, n, k): (usize, usize, usize),
+    most: usize,
+) -> (usize, usize) {
+    let threads = rayon::current_num_threads();
+    // Products of tiles, and the time to pack a row or a column: 64 times that of a product, by measurement, and
+    // an assumption for f32, which is rounded twice and written in three parts.
+    let products = [[1, 3], [3, 6]][usize::from(parts::<A>() > 1)][usize::from(parts::<B>() > 1)];
+    let packing = |parts: usize| if parts == 1 { 64 } else { 6 * 64 };
+    let widest = match parts::<B>() {
+        1 if k <= K => N,
+        1 => N / 2,
+        _ => N_PARTS,
+    };
+    let estimate = |(rows, columns): &(usize, usize)| {
+        let fullest = (m.div_ceil(*rows) * n.div_ceil(*columns)).div_ceil(threads);
+        let packed = packing(parts::<A>()) * rows + packing(parts::<B>()) * columns;
+        fullest * (products * rows * columns + packed)
+    };
+    let fewest = n.div_ceil(widest);
+    let tiles = (fewest..fewest + 8).flat_map(|across| {
+        let columns = n.div_ceil(across).next_multiple_of(AMX_STRIP);
+        let highest = if is_one_block::<B>(columns, k) { usize::MAX } else { most / columns };
+        (1..=4).map(move |times| {
+            let down = (threads * times).div_ceil(n.div_ceil(columns));
+            let rows = m.div_ceil(down).next_multiple_of(AMX_STRIP);
+            (rows.min(highest / AMX_STRIP * AMX_STRIP).max(AMX_STRIP), columns)
+        })
+    });
+    tiles.min_by_key(estimate).expect("there are several")
+}
+
+/// Where the sums of a tile of C are.
+#[derive(Clone, Copy)]
+pub(crate) struct Sums<'a, 'c> {
+    pub(crate) c: &'a Shared<'c, f32>,
+    /// First element of the tile.
+    pub(crate) begin: usize,
+    pub(crate) row_stride: usize,
+    /// Sums start from the values in C, not from zero.
+    pub(crate) add: bool,
+    /// All strips of [`AMX_STRIP`] rows are in the first rows of the tile, one after the other; only if the inner
+    /// index [`is_one_block`].
+    pub(crate) in_turn: bool,
+}
+
+/// Row-major C [m, n] = (C +) A [m, k] B [k, n] for a tile of C, while other threads write other tiles. `done` is
+/// called with the rows of every strip when their sums are complete.
 ///
 /// # Safety
-/// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere during the call.
+/// No part of the tile's rows, gaps between rows excepted, may be read or written elsewhere during the call,
+/// except those that `done` is called with, by `done`.
 ///
 /// # Panics
 /// If the shapes do not match, the tile has more columns than [`amx_tile`] gives, `panels` are shorter than
 /// [`SCRATCH`], or the machine has no AMX.
 pub(crate) unsafe fn matmul_tile_amx<A: Element, B: Element>(
-    c: &Shared<'_, f32>,
-    begin: usize,
-    row_stride: usize,
-    add: bool,
+    sums: Sums<'_, '_>,
     a: Side<'_, A>,
     b: Side<'_, B>,
     (m, n, k): (usize, usize, usize),
     panels: &mut [f32],
+    done: &mut dyn FnMut(Range<usize>),
 ) {
     assert!(detected() >= Level::Amx, "this machine has no AMX");
     assert!(n <= if parts::<B>() == 1 { N } else { N_PARTS }, "a tile of {m}x{n}");
     assert!(panels.len() >= SCRATCH, "panels must have {SCRATCH} f32, got {}", panels.len());
+    assert!(!sums.in_turn || is_one_block::<B>(n, k), "strips in turn, but several blocks");
     if m == 0 || n == 0 {
         return;
     }
-    let tile = Tile::new(c, begin, row_stride, m, n);
+    let rows = if sums.in_turn { m.min(AMX_STRIP) } else { m };
+    let tile = Tile::new(sums.c, sums.begin, sums.row_stride, rows, n);
+    let to = Target { tile, m, add: sums.add };
     // SAFETY: the tile lies inside C; exclusive by the caller's guarantee. This machine has the level.
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     unsafe {
         match (parts::<A>(), parts::<B>()) {
-            (1, 1) => x86::blocks::<A, B, 1, 1>(tile, add, 1.0, a, b, k, panels),
-            (1, _) => x86::blocks::<A, B, 1, PARTS>(tile, add, 1.0, a, b, k, panels),
-            (_, 1) => x86::blocks::<A, B, PARTS, 1>(tile, add, 1.0, a, b, k, panels),
-            _ => x86::blocks::<A, B, PARTS, PARTS>(tile, add, 1.0, a, b, k, panels),
+            (1, 1) => x86::blocks::<A, B, 1, 1>(to, 1.0, a, b, k, panels, done),
+            (1, _) => x86::blocks::<A, B, 1, PARTS>(to, 1.0, a, b, k, panels, done),
+            (_, 1) => x86::blocks::<A, B, PARTS, 1>(to, 1.0, a, b, k, panels, done),
+            _ => x86::blocks::<A, B, PARTS, PARTS>(to, 1.0, a, b, k, panels, done),
         }
     };
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-    unreachable!("{:?} {:?}", (tile.c, tile.row_stride, tile.m, tile.n), (add, a.stride, b.stride, k));
+    {
+        done(0..0);
+        unreachable!("{:?} {:?}", (to.tile.c, to.tile.row_stride, to.m, to.add), (a.stride, b.stride, k));
+    }
+}
+
+/// A tile of C with all of its m rows, or one strip of it, which all strips use in turn.
+#[derive(Clone, Copy)]
+struct Target {
+    tile: Tile,
+    m: usize,
+    add: bool,
 }
 
 /// A left factor of [`matmul_amx`].
@@ -156,11 +217,11 @@ pub(crate) fn matmul_amx(c: &mut [f32], add: bool, a: Left<'_>, b: Mat<'_, bf16>
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         unsafe {
             let tile = Tile { c: whole.c.add(j), n: columns.columns, ..whole };
-            let b = columns.t().side();
+            let (to, b, done) = (Target { tile, m, add }, columns.t().side(), &mut |_| {});
             match a {
-                Left::Stored(a) => x86::blocks::<_, _, 1, 1>(tile, add, 1.0, a.side(), b, k, panels),
-                Left::Wide(a, by) => x86::blocks::<_, _, PARTS, 1>(tile, add, by, a.side(), b, k, panels),
-                Left::Rounded(a, by) => x86::blocks::<_, _, 1, 1>(tile, add, by, a.side(), b, k, panels),
+                Left::Stored(a) => x86::blocks::<_, _, 1, 1>(to, 1.0, a.side(), b, k, panels, done),
+                Left::Wide(a, by) => x86::blocks::<_, _, PARTS, 1>(to, by, a.side(), b, k, panels, done),
+                Left::Rounded(a, by) => x86::blocks::<_, _, 1, 1>(to, by, a.side(), b, k, panels, done),
             }
         };
         #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
@@ -178,11 +239,8 @@ mod x86 {
     use half::bf16;
 
     use super::super::bf16::transposed;
-    use super::{K, K_PARTS, PARTS, SIDE, STEP, Side, TILE, Tile};
+    use super::{AMX_STRIP as BLOCK, K, PARTS, SIDE, STEP, Side, TILE, Target, Tile, depth};
     use crate::Element;
-
-    /// Rows of C, and columns, that are computed at once: 2 x 2 tiles.
-    const BLOCK: usize = 2 * SIDE;
 
     /// Sixteen rows of 64 bytes in each of the eight tile registers, as `ldtilecfg` reads them.
     #[repr(C, align(64))]
@@ -202,42 +260,44 @@ mod x86 {
         rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
     };
 
-    /// C (+)= by A B, block after block of the inner index; only an f32 A has a factor other than 1. Tiles are
-    /// configured for the call alone: other libraries of the process configure theirs, and a thread without tiles
-    /// is cheaper to suspend.
+    /// C (+)= by A B, block after block of the inner index, and in each strip after strip of rows; only an f32 A
+    /// has a factor other than 1. Tiles are configured for the call alone: other libraries of the process
+    /// configure theirs, and a thread without tiles is cheaper to suspend.
     ///
     /// # Safety
     /// The tile is valid for reading and writing and used by the caller alone; the machine has the
     /// instructions.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     pub(super) unsafe fn blocks<A: Element, B: Element, const A_PARTS: usize, const B_PARTS: usize>(
-        tile: Tile,
-        add: bool,
+        to: Target,
         by: f32,
         a: Side<'_, A>,
         b: Side<'_, B>,
         k: usize,
         panels: &mut [f32],
+        done: &mut dyn FnMut(Range<usize>),
     ) {
         let panels = bytemuck::cast_slice_mut::<f32, u32>(panels);
         let skipped = panels.as_ptr().align_offset(64).min(super::ALIGN);
         let panels = &mut panels[skipped..];
         let (a_panel, b_panel) = panels.split_at_mut(BLOCK * PARTS * K / 2);
-        let depth = if B_PARTS == 1 { K } else { K_PARTS };
+        let Target { tile, m, add } = to;
+        let depth = depth(B_PARTS, tile.n);
+        let depth_of_a = if A_PARTS == 1 { depth } else { K };
         // SAFETY: the machine has the instruction, and the configuration is valid.
         unsafe {
             asm!("ldtilecfg [{}]", in(reg) &CONFIGURATION, options(nostack, readonly, preserves_flags))
         };
         for first in (0..k).step_by(depth) {
-            let inner = first..k.min(first + depth);
-            let steps = inner.len().div_ceil(STEP);
+            let block = first..k.min(first + depth);
+            let steps = block.len().div_ceil(STEP);
             // All steps of a strip of columns at once. A B that is stored by rows and passes through the cache is
             // read row by row, all columns of a step at once.
             let at_once = if b.outer_first || k <= depth { depth } else { STEP };
-            for l in inner.clone().step_by(at_once) {
+            for l in block.clone().step_by(at_once) {
                 for j in (0..tile.n).step_by(BLOCK) {
                     let step = j / BLOCK * steps + (l - first) / STEP;
-                    let (columns, inner) = (j..tile.n.min(j + BLOCK), l..inner.end.min(l + at_once));
+                    let (columns, inner) = (j..tile.n.min(j + BLOCK), l..block.end.min(l + at_once));
                     pack::<B, false, B_PARTS>(
                         &mut b_panel[step * B_PARTS * 2 * TILE..],
                         1.0,
@@ -247,21 +307,32 @@ mod x86 {
                     );
                 }
             }
-            for i in (0..tile.m).step_by(BLOCK) {
-                pack::<A, true, A_PARTS>(a_panel, by, a, i..tile.m.min(i + BLOCK), inner.clone());
-                for j in (0..tile.n).step_by(BLOCK) {
-                    let strip = &b_panel[j / BLOCK * steps * B_PARTS * 2 * TILE..];
-                    // SAFETY: row i and column j are inside the tile, and the panels hold `steps` steps of
-                    // both; the rest is the caller's guarantee.
-                    unsafe {
-                        let part = Tile {
-                            c: tile.c.add(i * tile.row_stride + j),
-                            m: BLOCK.min(tile.m - i),
-                            n: BLOCK.min(tile.n - j),
-                            ..tile
-                        };
-                        sums::<A_PARTS, B_PARTS>(part, add || first > 0, a_panel, strip, steps);
+            for i in (0..m).step_by(BLOCK) {
+                let rows = i..m.min(i + BLOCK);
+                // The row of C that has the first sums of the strip.
+                let place = if tile.m < m { 0 } else { i };
+                for l in block.clone().step_by(depth_of_a) {
+                    let inner = l..block.end.min(l + depth_of_a);
+                    pack::<A, true, A_PARTS>(a_panel, by, a, rows.clone(), inner.clone());
+                    for j in (0..tile.n).step_by(BLOCK) {
+                        let step = j / BLOCK * steps + (l - first) / STEP;
+                        let columns = &b_panel[step * B_PARTS * 2 * TILE..];
+                        // SAFETY: the row and column are inside the tile, and the panels hold the steps of both;
+                        // the rest is the caller's guarantee.
+                        unsafe {
+                            let part = Tile {
+                                c: tile.c.add(place * tile.row_stride + j),
+                                m: rows.len(),
+                                n: BLOCK.min(tile.n - j),
+                                ..tile
+                            };
+                            let steps = inner.len().div_ceil(STEP);
+                            sums::<A_PARTS, B_PARTS>(part, add || l > 0, a_panel, columns, steps);
+                        }
                     }
+                }
+                if block.end == k {
+                    done(rows);
                 }
             }
         }
@@ -281,6 +352,11 @@ mod x86 {
     ) {
         for (l, step) in inner.clone().step_by(STEP).zip(panel.chunks_exact_mut(PARTS * 2 * TILE)) {
             let inner = l..inner.end.min(l + STEP);
+            if let Some(data) = T::as_bf16(side.data).filter(|_| outer.len() == BLOCK && inner.len() == STEP)
+            {
+                whole_tiles::<BY_OUTER>(step, data, side.stride, side.outer_first, outer.start, l);
+                continue;
+            }
             for (o, first) in outer.clone().step_by(SIDE).zip([0, TILE]) {
                 let outer = o..outer.end.min(o + SIDE);
                 for (part, lines) in lines::<T, PARTS>(by, side, outer, inner.clone()).into_iter().enumerate()
@@ -295,6 +371,63 @@ mod x86 {
             }
         }
     }
+
+    /// Two whole tiles of bf16 as they are stored: 32 rows of A (`BY_OUTER`) or columns of B from `outer` on, and 32
+    /// inner elements from `inner` on.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn whole_tiles<const BY_OUTER: bool>(
+        step: &mut [u32],
+        data: &[bf16],
+        stride: usize,
+        outer_first: bool,
+        outer: usize,
+        inner: usize,
+    ) {
+        // Loops and no closures that others call: those would not have the instructions.
+        let mut tiles = [[_mm512_setzero_si512(); SIDE]; 2];
+        for at in 0..SIDE {
+            if outer_first {
+                tiles[0][at] = line(data, (outer + at) * stride + inner);
+                tiles[1][at] = line(data, (outer + SIDE + at) * stride + inner);
+            } else {
+                let even = line(data, (inner + 2 * at) * stride + outer);
+                let odd = line(data, (inner + 2 * at + 1) * stride + outer);
+                for (tile, order) in tiles.iter_mut().zip(&PAIRS) {
+                    // SAFETY: the order has 32 words.
+                    let order = unsafe { _mm512_loadu_si512(order.as_ptr().cast()) };
+                    tile[at] = _mm512_permutex2var_epi16(even, order, odd);
+                }
+            }
+        }
+        for (target, lines) in step.chunks_exact_mut(TILE).zip(tiles) {
+            let lines = if outer_first == BY_OUTER { lines } else { transposed(lines) };
+            for (target, line) in target.chunks_exact_mut(SIDE).zip(lines) {
+                // SAFETY: sixteen elements.
+                unsafe { _mm512_storeu_si512(target.as_mut_ptr().cast(), line) };
+            }
+        }
+    }
+
+    /// Loads 32 elements.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn line(data: &[bf16], first: usize) -> __m512i {
+        let words = &data[first..][..STEP];
+        // SAFETY: 32 words.
+        unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
+    }
+
+    /// Words of two lines, the second from 32 on, as pairs: of the lower halves, and of the upper.
+    const PAIRS: [[u16; 32]; 2] = {
+        let (mut order, mut i) = ([[0; 32]; 2], 0);
+        while i < 32 {
+            order[0][i] = (i / 2 + i % 2 * 32) as u16;
+            order[1][i] = order[0][i] + 16;
+            i += 1;
+        }
+        order
+    };
 
     /// Parts of up to 16 x 32 elements, times `by`: a line has the 16 pairs of an outer index if that is stored
     /// first, else the 16 outer indices of a pair.
@@ -595,8 +728,14 @@ mod tests {
         let shape = (a.rows, b.columns, a.columns);
         // SAFETY: C is this call's alone.
         unsafe {
-            let c = Shared::new(&mut c);
-            matmul_tile_amx(&c, 0, stride, add, a.side(true), b.side(false), shape, &mut panels);
+            let c = &Shared::new(&mut c);
+            let sums = Sums { c, begin: 0, row_stride: stride, add, in_turn: false };
+            let mut rows = 0;
+            matmul_tile_amx(sums, a.side(true), b.side(false), shape, &mut panels, &mut |done| {
+                assert_eq!(done.start, rows);
+                rows = done.end;
+            });
+            assert!(rows == a.rows || a.columns == 0, "{rows} of {} rows are done", a.rows);
         }
         Some(c)
     }
@@ -652,6 +791,8 @@ mod tests {
             check::<f32, bf16>((17, N, K + 7), by, true, 0, 1);
             check::<bf16, f32>((33, 40, 2 * K_PARTS + 1), by, false, 1, 1);
             check::<f32, bf16>((20, 60, 2 * K + 31), by, false, 0, 1);
+            check::<bf16, bf16>((40, N / 2, 2 * K + 40), by, true, 0, 1);
+            check::<bf16, bf16>((40, N / 2 + 1, 2 * K + 40), by, false, 0, 1);
             check::<f32, f32>((16, N_PARTS, K_PARTS + 33), by, true, 0, 1);
         }
     }
@@ -757,6 +898,63 @@ mod tests {
     }
 
     #[test]
+    fn strips_in_turn_have_the_bits_of_the_whole_tile() {
+        let (m, n, k) = (75, 100, 2 * K);
+        let (a, b) = (Matrix::<bf16>::new(m, k, false, 1), Matrix::<bf16>::new(k, n, true, 2));
+        let Some(whole) = product(&vec![0.0; m * n], n, false, &a, &b) else { return };
+        let (mut strip, mut all) = (vec![f32::NAN; AMX_STRIP * n], Vec::new());
+        let c = &Shared::new(&mut strip);
+        let sums = Sums { c, begin: 0, row_stride: n, add: false, in_turn: true };
+        let mut panels = vec![f32::NAN; SCRATCH];
+        // SAFETY: C is this call's alone, and read when a strip is complete.
+        unsafe {
+            matmul_tile_amx(sums, a.side(true), b.side(false), (m, n, k), &mut panels, &mut |rows| {
+                all.extend_from_slice(c.part(0, rows.len() * n));
+            });
+        }
+        assert!(all == whole);
+    }
+
+    #[test]
+    fn strips_in_turn_need_one_block() {
+        if detected() < Level::Amx {
+            return;
+        }
+        let k = 2 * K + 1;
+        let (a, b) = (Matrix::<bf16>::new(1, k, false, 1), Matrix::<bf16>::new(k, 1, true, 2));
+        let result = std::panic::catch_unwind(|| {
+            let (mut c, mut panels) = (vec![0.0; AMX_STRIP], vec![0.0; SCRATCH]);
+            let sums = Sums { c: &Shared::new(&mut c), begin: 0, row_stride: 1, add: false, in_turn: true };
+            // SAFETY: C is this call's alone.
+            unsafe {
+                matmul_tile_amx(sums, a.side(true), b.side(false), (1, 1, k), &mut panels, &mut |_| {})
+            };
+        });
+        let problem = result.unwrap_err();
+        assert!(problem.downcast_ref::<&str>().is_some_and(|problem| problem.contains("several blocks")));
+    }
+
+    #[test]
+    fn tiles_fit_the_panels_and_keep_all_threads_busy() {
+        for threads in [1, 2, 7, 64] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            for (m, n, k) in
+                [(1, 1, 1), (24, 3584, 1024), (1024, 3584, 1024), (1024, 1024, 3584), (9, 5000, 400)]
+            {
+                let most = 512 * 512;
+                let (rows, columns) = pool.install(|| amx_tile::<bf16, bf16>((m, n, k), most));
+                assert!(rows % AMX_STRIP == 0 && columns <= N, "{m}x{n}x{k}: {rows}x{columns}");
+                assert!(is_one_block::<bf16>(columns, k) || rows * columns <= most);
+                let (rows, columns) = pool.install(|| amx_tile::<f32, f32>((m, n, k), most));
+                assert!(rows % AMX_STRIP == 0 && columns <= N_PARTS, "{m}x{n}x{k}: {rows}x{columns}");
+            }
+            let (rows, columns) = pool.install(|| amx_tile::<bf16, bf16>((2048, 4096, 1024), usize::MAX));
+            let tiles = 2048usize.div_ceil(rows) * 4096usize.div_ceil(columns);
+            assert!(tiles >= threads, "{threads} threads, {tiles} tiles");
+        }
+    }
+
+    #[test]
     fn without_an_inner_index_c_stays() {
         let (a, b) = (Matrix::<bf16>::new(3, 0, false, 1), Matrix::<f32>::new(0, 40, false, 1));
         if let Some(c) = product(&[2.0; 120], 40, true, &a, &b) {
@@ -770,8 +968,9 @@ mod tests {
             return;
         }
         assert_refusals(SCRATCH, |c, stride, side, shape, panels| {
+            let sums = Sums { c, begin: 0, row_stride: stride, add: false, in_turn: false };
             // SAFETY: C is this call's alone.
-            unsafe { matmul_tile_amx(c, 0, stride, false, side, side, shape, panels) }
+            unsafe { matmul_tile_amx(sums, side, side, shape, panels, &mut |_| {}) }
         });
     }
 }
