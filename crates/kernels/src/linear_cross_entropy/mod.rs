@@ -60,7 +60,8 @@ pub struct Options {
     pub logits: Rounding,
     /// Rounding of the gradient s du of the logits, as a factor of dh and dW.
     pub gradient: Rounding,
-    /// Tokens per slice.
+    /// Tokens per slice. Every slice reads the weight twice and its gradient once, and writes the gradient: with
+    /// more tokens there is less of this, and the logits take more memory.
     pub slice: usize,
 }
 
@@ -73,7 +74,7 @@ impl Default for Options {
             label_smoothing: 0.0,
             logits: Rounding::F32,
             gradient: Rounding::F32,
-            slice: 256,
+            slice: 512,
         }
     }
 }
