@@ -37,3 +37,5 @@ else:
     ledger.close()
 
 save_pretrained(model, result, "strict")
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()  # without it, a rank may abort while it ends
