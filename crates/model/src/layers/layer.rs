@@ -273,7 +273,7 @@ impl Layer {
         keep == Keep::Mixer && self.feed_forward.is_recomputed_from_stream() && self.per_layer_input.is_none()
     }
 
-    /// What the feed-forward part saves.
+    /// Level of saving of the feed-forward part.
     fn feed_forward_keep(&self, keep: Keep) -> Keep {
         if self.skips_feed_forward(keep) { Keep::Nothing } else { keep }
     }
