@@ -94,6 +94,12 @@ pub enum Error {
         /// Bytes available.
         available: u64,
     },
+    /// The system starts no more threads.
+    #[error(
+        "cannot start a thread: {0}; use fewer with --threads, or raise the limit (ulimit -u, ulimit -v, the \
+         container's pids limit)"
+    )]
+    Threads(io::Error),
     /// A hub or a web server did not answer as needed.
     #[error("{address}: {problem}")]
     Hub {
@@ -135,6 +141,12 @@ impl fmt::Display for Place {
         }
         Ok(())
     }
+}
+
+/// Returns true if a device or a quota is full, a file is larger than allowed, or memory is short.
+pub fn is_full(error: &io::Error) -> bool {
+    use io::ErrorKind::{FileTooLarge, OutOfMemory, QuotaExceeded, StorageFull};
+    matches!(error.kind(), FileTooLarge | OutOfMemory | QuotaExceeded | StorageFull)
 }
 
 fn in_front(checkpoint: &Option<PathBuf>) -> String {
@@ -188,7 +200,7 @@ impl Error {
             Error::Tensor { checkpoint, .. } => checkpoint.as_deref(),
             Error::Hub { address, .. } => Some(Path::new(address)),
             Error::DownloadInterrupted { cache } => Some(cache),
-            Error::Refused(_) | Error::Verification(_) | Error::Interrupted => None,
+            Error::Refused(_) | Error::Threads(_) | Error::Verification(_) | Error::Interrupted => None,
         }
     }
 
@@ -206,12 +218,8 @@ impl Error {
         match self {
             Error::Verification(_) => ErrorKind::Check,
             Error::Refused(_) => ErrorKind::Usage,
-            Error::NoSpace { .. } => ErrorKind::Space,
-            Error::Io { cause, .. }
-                if matches!(cause.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) =>
-            {
-                ErrorKind::Space
-            }
+            Error::NoSpace { .. } | Error::Threads(_) => ErrorKind::Space,
+            Error::Io { cause, .. } if is_full(cause) => ErrorKind::Space,
             Error::Interrupted | Error::DownloadInterrupted { .. } => ErrorKind::Interrupted,
             _ => ErrorKind::Input,
         }

@@ -52,7 +52,12 @@ pub(crate) fn write_verified(
             results.extend(run(plan, &files, verifier.as_ref(), &work, observer)?);
             let (file, path) = (&files[shard], plan.shard_path(shard));
             plan.seal(shard, file)?;
-            flushes.push(scope.spawn(move || file.sync_all().map_err(Error::io(path, "flush"))));
+            let flush = move || file.sync_all().map_err(Error::io(path, "flush"));
+            match std::thread::Builder::new().spawn_scoped(scope, flush) {
+                Ok(thread) => flushes.push(thread),
+                // No more threads: flush here.
+                Err(_) => flush()?,
+            }
         }
         let verifier = match verifier.take() {
             Some(verifier) => verifier,

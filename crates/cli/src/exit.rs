@@ -4,6 +4,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use ballast_checkpoint::error::is_full;
 use ballast_checkpoint::{Error, ErrorKind};
 use ballast_contract::rules::PolicyError;
 use ballast_lab::Error as LabError;
@@ -67,12 +68,6 @@ fn ended(outcome: Outcome, printed: io::Result<()>) -> u8 {
         Outcome::Interrupted => 130,
         Outcome::Failed(code) => code,
     }
-}
-
-/// Returns true if a device or a quota is full.
-fn is_full(error: &io::Error) -> bool {
-    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
-    matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
 }
 
 /// Returns the exit code of a command and prints its error.

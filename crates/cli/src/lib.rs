@@ -21,6 +21,7 @@ pub use call::{Answer, Call, Failure, call};
 
 /// Runs the program with its arguments, the first of which is its name. Returns its exit code.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
+    ballast_model::limits::become_errors();
     ballast_model::memory::keep_freed();
     progress::watch_waits();
     match commands::Cli::try_parse_from(args) {

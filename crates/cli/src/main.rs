@@ -1,6 +1,9 @@
 //! The `ballast` command.
 #![forbid(unsafe_code)]
 
+#[global_allocator]
+static ALLOCATOR: ballast_model::limits::Allocator = ballast_model::limits::Allocator;
+
 fn main() -> std::process::ExitCode {
     std::process::ExitCode::from(ballast_ml::run(std::env::args_os()))
 }

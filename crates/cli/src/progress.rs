@@ -67,12 +67,15 @@ impl Progress {
     /// Installs the signal handler: the first interrupt or termination signal cancels the work, the second
     /// ends the process.
     pub(crate) fn new(quiet: bool) -> Progress {
-        // Fails only if this handler is already set.
-        let _ = ctrlc::set_handler(|| {
+        let set = ctrlc::set_handler(|| {
             if INTERRUPTED.swap(true, Ordering::SeqCst) || IDLE.load(Ordering::SeqCst) {
                 std::process::exit(130);
             }
         });
+        // A handler that is already set is this one.
+        if let Err(ctrlc::Error::System(error)) = set {
+            output::note(&format!("cannot start the thread for Ctrl-C: {error}; end this program with SIGKILL"));
+        }
         Progress { quiet, done: AtomicU64::new(0), phase: Mutex::new(None), caller: None }
     }
 

@@ -15,7 +15,7 @@ use ballast_checkpoint::jobs::{Observer, Silent};
 use ballast_checkpoint::synthetic::SyntheticModel;
 use ballast_checkpoint::{Checkpoint, Error, ErrorKind};
 use ballast_contract::{Dtype, Registry};
-use common::{Scratch, ballast, on_small_disk, run, snapshot};
+use common::{Run, Scratch, ballast, on_small_disk, run, snapshot};
 
 /// A checkpoint of some 3 MB in one shard at `src`.
 fn scratch_with_model() -> Scratch {
@@ -224,4 +224,52 @@ fn a_shard_that_was_touched_while_it_was_converted_is_an_error_that_leaves_nothi
     let error = convert(&scratch.src(), &scratch.dst(), None, &observer).unwrap_err().to_string();
     assert!(error.contains("src/model.safetensors: the file was changed while it was read"), "{error}");
     assert_eq!(fs::read_dir(scratch.path("")).unwrap().count(), 1, "only src is there");
+}
+
+/// Runs the binary under limits of the shell, such as `ulimit -v 100000`.
+fn under(limits: &str, scratch: &Scratch, args: &[&str]) -> Run {
+    let mut shell = std::process::Command::new("sh");
+    shell.args(["-c", &format!("{limits} && exec \"$0\" \"$@\" --quiet"), env!("CARGO_BIN_EXE_ballast")]);
+    run(shell.args(args).current_dir(scratch.path("")))
+}
+
+#[test]
+fn a_file_beyond_the_allowed_size_is_an_error_that_leaves_nothing() {
+    let scratch = scratch_with_model();
+    let before = scratch.snapshot();
+    let words = ["model.safetensors: cannot ", "File too large"];
+    under("ulimit -f 64", &scratch, &["convert", "src", "dst", "--dtype", "f32"]).exits(4).says(&words);
+    assert!(scratch.snapshot() == before, "something was left");
+}
+
+#[test]
+fn threads_that_cannot_start_are_an_error() {
+    let scratch = scratch_with_model();
+    // Every thread has a stack of 2 MiB and more of address space.
+    let words = ["cannot start a thread", "--threads"];
+    for command in [&["audit", "src"][..], &["convert", "src", "dst"]] {
+        let args = [command, &["--threads", "16"]].concat();
+        under("ulimit -v 70000", &scratch, &args).exits(4).says(&words);
+    }
+}
+
+#[test]
+fn every_limit_of_memory_is_success_or_exit_code_4() {
+    let scratch = scratch_with_model();
+    let mut codes = [0; 2];
+    for mebibytes in (60..1500).step_by(90) {
+        for args in [&["train", "--steps", "1", "--out", "run", "--force"][..], &["convert", "src", "dst", "--force"]] {
+            let args = [args, &["--threads", "2"]].concat();
+            let run = under(&format!("ulimit -v {}", mebibytes << 10), &scratch, &args);
+            match run.code {
+                Some(0) => codes[0] += 1,
+                Some(4) => {
+                    codes[1] += 1;
+                    assert!(run.stderr.contains("not enough memory") || run.stderr.contains("thread"), "{}", run.stderr);
+                }
+                other => panic!("{args:?} with {mebibytes} MiB: {other:?}: {}", run.stderr),
+            }
+        }
+    }
+    assert!(codes[0] > 2 && codes[1] > 2, "{codes:?}");
 }

@@ -21,6 +21,7 @@ mod layers;
 mod layerwise;
 mod lazy;
 mod load;
+pub mod limits;
 pub mod memory;
 mod model;
 pub mod params;

@@ -6,10 +6,21 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Returns the bytes that this process can still allocate without swapping: the free memory of the machine,
-/// or of its control group if that is less. `None` if the system does not report it.
+/// Returns the bytes that this process can still allocate without swapping: the free memory of the machine, of its
+/// control group, or what the limits of the process (`ulimit -v`, `ulimit -d`) leave, whichever is less. `None` if the
+/// system does not report it.
 pub fn available() -> Option<u64> {
-    [field("/proc/meminfo", "MemAvailable:"), cgroup::available(Path::new("/"))].into_iter().flatten().min()
+    let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    let below = |limit: &str, used: &str| {
+        Some(soft_limit(&limits, limit)?.saturating_sub(field("/proc/self/status", used).unwrap_or(0)))
+    };
+    let bounds = [
+        field("/proc/meminfo", "MemAvailable:"),
+        cgroup::available(Path::new("/")),
+        below("Max address space", "VmSize:"),
+        below("Max data size", "VmData:"),
+    ];
+    bounds.into_iter().flatten().min()
 }
 
 /// Returns the resident memory of this process in bytes.
@@ -80,6 +91,13 @@ pub fn check(what: &str, needed: u64) -> Result {
     }
 }
 
+/// Returns a limit in bytes from the text of /proc/self/limits: name, soft limit, hard limit, unit. `None` if there is
+/// none.
+fn soft_limit(limits: &str, name: &str) -> Option<u64> {
+    let line = limits.lines().find_map(|line| line.strip_prefix(name))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
 /// Reads a field in kB from a file in /proc, and returns bytes.
 fn field(file: &str, name: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
@@ -118,6 +136,16 @@ mod tests {
         if let (Some(now), Some(all)) = (current(), with_all_code()) {
             assert!(all + (1 << 20) > now);
         }
+    }
+
+    #[test]
+    fn limits_of_the_process_are_read_and_unlimited_is_none() {
+        let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
+                      Max data size             unlimited            unlimited            bytes     \n\
+                      Max address space         268435456            unlimited            bytes     \n";
+        assert_eq!(soft_limit(limits, "Max address space"), Some(256 << 20));
+        assert_eq!(soft_limit(limits, "Max data size"), None);
+        assert_eq!(soft_limit("", "Max data size"), None);
     }
 
     #[test]

@@ -194,8 +194,12 @@ fn in_ranges(client: &Client, wanted: &Wanted, done: u64, output: &mut Output<'_
         }
     };
     std::thread::scope(|scope| {
-        for _ in 0..(limits.parallel as u64).min(count) {
-            scope.spawn(work);
+        for started in 0..(limits.parallel as u64).min(count) {
+            match std::thread::Builder::new().spawn_scoped(scope, work) {
+                Ok(_) => {}
+                Err(error) if started == 0 => return Err(Error::Threads(error)),
+                Err(_) => break, // fewer will do
+            }
         }
         let mut write = || {
             for i in 0..count {

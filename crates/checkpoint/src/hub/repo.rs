@@ -412,17 +412,22 @@ pub(super) fn parallel<T: Sync, R: Send>(
     let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
     let results: Mutex<Vec<(usize, Result<R>)>> = Mutex::default();
     std::thread::scope(|scope| {
-        for _ in 0..threads.clamp(1, items.len().max(1)) {
-            scope.spawn(|| {
-                while !failed.load(Ordering::Relaxed) {
-                    let i = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(item) = items.get(i) else { break };
-                    let result = work(item);
-                    failed.fetch_or(result.is_err(), Ordering::Relaxed);
-                    results.lock().unwrap_or_else(|e| e.into_inner()).push((i, result));
-                }
-            });
+        let worker = || {
+            while !failed.load(Ordering::Relaxed) {
+                let i = next.fetch_add(1, Ordering::Relaxed);
+                let Some(item) = items.get(i) else { break };
+                let result = work(item);
+                failed.fetch_or(result.is_err(), Ordering::Relaxed);
+                results.lock().unwrap_or_else(|e| e.into_inner()).push((i, result));
+            }
+        };
+        // This thread works too, so that a system without more threads is slow and nothing else.
+        for _ in 1..threads.clamp(1, items.len().max(1)) {
+            if std::thread::Builder::new().spawn_scoped(scope, worker).is_err() {
+                break;
+            }
         }
+        worker();
     });
     let mut results = results.into_inner().unwrap_or_else(|e| e.into_inner());
     results.sort_by_key(|(i, _)| *i);

@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context;
-use ballast_checkpoint::Checkpoint;
+use ballast_checkpoint::{Checkpoint, Error};
 use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::hub::{self, Part, RemoteSummary};
 use ballast_checkpoint::tensor_file::TensorFile;
@@ -149,7 +149,7 @@ impl Command {
 impl Global {
     fn start_threads(&self, on_all_ranks: bool) -> anyhow::Result<()> {
         let share = || launch().filter(|_| on_all_ranks).map(|launch| launch.threads());
-        let Some(threads) = self.threads().or_else(share) else { return Ok(()) };
+        let threads = self.threads().or_else(share).unwrap_or(0); // 0: one per core
         if launch().is_some() && threads > cores() {
             self.warnings.add(&format!(
                 "{threads} threads on {}: the launcher binds each rank to its cores; with Open MPI use \
@@ -157,8 +157,9 @@ impl Global {
                 output::plural(cores(), "core")
             ));
         }
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
-        pool.build_global().context("cannot start the threads")
+        // Here, where it can fail; the first parallel loop would panic.
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
+        Ok(pool.map_err(|error| Error::Threads(std::io::Error::other(error)))?)
     }
 
     /// Prints `value` as the JSON document of `command`, or hands it to the caller.
