@@ -74,7 +74,9 @@ impl Progress {
         });
         // A handler that is already set is this one.
         if let Err(ctrlc::Error::System(error)) = set {
-            output::note(&format!("cannot start the thread for Ctrl-C: {error}; end this program with SIGKILL"));
+            output::note(&format!(
+                "cannot start the thread for Ctrl-C: {error}; end this program with SIGKILL"
+            ));
         }
         Progress { quiet, done: AtomicU64::new(0), phase: Mutex::new(None), caller: None }
     }

@@ -115,6 +115,9 @@ mod tests {
     fn the_message_of_a_failed_allocation_fits_without_memory() {
         let mut buffer = [0; 160];
         let message = String::from_utf8(refusal(usize::MAX, &mut buffer).to_vec()).unwrap();
-        assert!(message.contains("18446744073709551615 bytes;") && message.ends_with("(ulimit -v)\n"), "{message}");
+        assert!(
+            message.contains("18446744073709551615 bytes;") && message.ends_with("(ulimit -v)\n"),
+            "{message}"
+        );
     }
 }

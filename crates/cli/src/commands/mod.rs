@@ -23,10 +23,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context;
-use ballast_checkpoint::{Checkpoint, Error};
 use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::hub::{self, Part, RemoteSummary};
 use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_checkpoint::{Checkpoint, Error};
 use ballast_contract::{Policy, Registry};
 use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
