@@ -8,6 +8,7 @@
 //! - [`holder`]: the `_fp32_params` convention: recognize, route, strip, upcast, force.
 //! - [`pattern`]: patterns over tensor names.
 //! - [`role`]: the role of a tensor in a model, by its name.
+//! - [`rounded`]: f32 values that were rounded to bf16, f16 or fewer bits before.
 
 #![forbid(unsafe_code)]
 
@@ -16,6 +17,7 @@ pub mod family;
 pub mod holder;
 pub mod pattern;
 pub mod role;
+pub mod rounded;
 pub mod rules;
 
 pub use dtype::Dtype;
