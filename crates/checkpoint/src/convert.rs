@@ -12,6 +12,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::folder::look_at;
 use crate::gguf::{self, GgufFile};
 use crate::hub;
 use crate::jobs::Observer;
@@ -358,7 +359,7 @@ pub fn execute(
     }
     .map_err(|e| e.of(&source.root))?;
     let more_bytes: u64 = options.files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
-    staging.check_space(files.file_bytes() + source.sidecar_bytes() + more_bytes)?;
+    staging.check_space(files.file_bytes() + source.sidecar_bytes()? + more_bytes)?;
     let folder = options.format.folder(staging.folder());
     fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
     let sidecars = if single_file { 0 } else { copy_sidecars(source, &folder, options.dtype)? };
@@ -386,7 +387,7 @@ pub(crate) fn copy_sidecars(source: &Checkpoint, folder: &Path, dtype: Option<Dt
         let (from, to) = (source.root.join(name), folder.join(name));
         if name.as_os_str() == "config.json"
             && let Some(config) = source.config.clone()
-            && (dtype.is_some() || source.is_in_memory() || !from.exists())
+            && (dtype.is_some() || source.is_in_memory() || look_at(&from)?.is_none())
         {
             let config = match dtype {
                 Some(dtype) => config_with_dtype(config, dtype),

@@ -1,6 +1,7 @@
 //! The folder of a checkpoint: on disk, or on a server.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
@@ -12,11 +13,11 @@ pub(crate) trait Folder {
     /// Path or address of the folder; joined with a name, that of the file.
     fn path(&self) -> &Path;
 
-    /// Returns the names of the files, sorted.
+    /// Returns the names of the files, sorted; an error if one of them cannot be looked at.
     fn names(&self) -> Result<Vec<PathBuf>>;
 
     /// Returns true if there is a file of this name, as far as is known without opening it.
-    fn has(&self, name: &Path) -> bool;
+    fn has(&self, name: &Path) -> Result<bool>;
 
     /// Reads a whole file.
     fn read(&self, name: &Path) -> Result<Vec<u8>>;
@@ -38,16 +39,27 @@ impl Folder for Disk<'_> {
         let mut names = Vec::new();
         for entry in entries {
             let entry = entry.map_err(Error::io(self.0, "list"))?;
-            if entry.path().is_file() {
-                names.push(PathBuf::from(entry.file_name()));
+            let (path, name) = (entry.path(), PathBuf::from(entry.file_name()));
+            if name.to_string_lossy().starts_with('.') {
+                // No part of a checkpoint, and editors lock files by hidden links to nothing.
+                names.extend(path.is_file().then_some(name));
+                continue;
+            }
+            match look_at(&path)? {
+                Some(found) if found.is_file() => names.push(name),
+                Some(found) if !found.is_dir() => {
+                    let problem = "not a file or folder; move it away".into();
+                    return Err(Error::NoCheckpoint { path, problem });
+                }
+                _ => {}
             }
         }
         names.sort();
         Ok(names)
     }
 
-    fn has(&self, name: &Path) -> bool {
-        self.0.join(name).exists()
+    fn has(&self, name: &Path) -> Result<bool> {
+        Ok(look_at(&self.0.join(name))?.is_some())
     }
 
     fn read(&self, name: &Path) -> Result<Vec<u8>> {
@@ -57,5 +69,24 @@ impl Folder for Disk<'_> {
 
     fn open(&self, names: &[PathBuf]) -> Result<Vec<(ShardFile, Header)>> {
         names.iter().map(|name| open_shard(&self.0.join(name))).collect()
+    }
+}
+
+/// Returns what is at a path, or none if there is nothing. What cannot be looked at is an error; so is a link to
+/// nothing, because what it stood for was lost.
+pub fn look_at(path: &Path) -> Result<Option<fs::Metadata>> {
+    let fail = |cause| Err(Error::io(path, "look at")(cause));
+    let is_missing = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
+    match fs::metadata(path) {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if !is_missing(&error) => fail(error),
+        Err(_) => match fs::read_link(path) {
+            Ok(target) => {
+                let problem = format!("a link to {}, which does not exist", target.display());
+                fail(io::Error::new(io::ErrorKind::NotFound, problem))
+            }
+            Err(error) if is_missing(&error) => Ok(None),
+            Err(error) => fail(error),
+        },
     }
 }

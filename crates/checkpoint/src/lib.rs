@@ -35,6 +35,7 @@ pub mod view;
 pub mod write;
 
 pub use error::{Error, ErrorKind, Result};
+pub use folder::look_at;
 pub use open::Checkpoint;
 pub use view::View;
 

@@ -19,7 +19,7 @@ use crate::assembly::Assembly;
 use crate::cast::{self, Buffer};
 use crate::encoding::without_mark;
 use crate::error::{Error, Result};
-use crate::folder::{Disk, Folder};
+use crate::folder::{Disk, Folder, look_at};
 use crate::gguf;
 use crate::header::{self, Header, TensorInfo};
 use crate::hub::{self, Remote};
@@ -155,7 +155,7 @@ impl Checkpoint {
     pub(crate) fn open_in(folder: &dyn Folder, file: Option<&Path>) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint::empty(folder.path());
         let config = Path::new("config.json");
-        if folder.has(config) {
+        if folder.has(config)? {
             let path = folder.path().join(config);
             checkpoint.config = Some(parse_config(&path, &folder.read(config)?)?);
         }
@@ -332,7 +332,8 @@ impl Checkpoint {
             return Vec::new();
         }
         // A config.json by Megatron's arguments is not on disk.
-        let sidecars = self.sidecars.iter().map(|name| self.root.join(name)).filter(|path| path.exists());
+        let sidecars = self.sidecars.iter().map(|name| self.root.join(name));
+        let sidecars = sidecars.filter(|path| !matches!(look_at(path), Ok(None)));
         let files = self.files.iter().filter(|f| f.handle().is_some()).map(|f| f.path.clone());
         std::iter::once(self.root.clone()).chain(files).chain(sidecars).collect()
     }
@@ -343,8 +344,9 @@ impl Checkpoint {
     }
 
     /// Returns the number of bytes of the other files.
-    pub fn sidecar_bytes(&self) -> u64 {
-        self.sidecars.iter().filter_map(|name| fs::metadata(self.root.join(name)).ok()).map(|m| m.len()).sum()
+    pub fn sidecar_bytes(&self) -> Result<u64> {
+        let found = self.sidecars.iter().map(|name| look_at(&self.root.join(name)));
+        found.map(|found| Ok(found?.map_or(0, |file| file.len()))).sum()
     }
 
     /// Returns the architecture by config.json, or by tensor names if there is none.
@@ -473,7 +475,12 @@ impl Checkpoint {
         let text = folder.read(index_name)?;
         let index = Index::parse(&index_path, without_mark(&text))?;
         let shards: Vec<PathBuf> = index.shards().iter().map(PathBuf::from).collect();
-        let missing: Vec<&PathBuf> = shards.iter().filter(|shard| !folder.has(shard)).collect();
+        let mut missing = Vec::new();
+        for shard in &shards {
+            if !folder.has(shard)? {
+                missing.push(shard);
+            }
+        }
         if let Some(first) = missing.first() {
             let problem = format!(
                 "shard {first:?} not found ({} of {} shards are missing)",
@@ -562,7 +569,7 @@ pub(crate) fn is_sidecar(name: &str) -> bool {
 }
 
 fn read_config(path: &Path) -> Result<Option<Value>> {
-    if !path.try_exists().map_err(Error::io(path, "look at"))? {
+    if look_at(path)?.is_none() {
         return Ok(None);
     }
     require_file(path)?;

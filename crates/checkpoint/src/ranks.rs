@@ -7,6 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
+use crate::folder::look_at;
 
 const PREFIX: &str = "mp_rank_";
 
@@ -36,9 +37,14 @@ impl RankFolders {
     /// Returns the rank folders in `folder`, or none if it has none.
     pub(crate) fn in_folder(folder: &Path) -> Result<Option<RankFolders>> {
         let entries = fs::read_dir(folder).map_err(Error::io(folder, "list"))?;
-        let names = entries.flatten().filter(|entry| entry.path().is_dir());
-        let names = names.map(|entry| entry.file_name().to_string_lossy().into_owned());
-        let mut names: Vec<String> = names.filter(|name| is_rank_folder(name)).collect();
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(Error::io(folder, "list"))?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if is_rank_folder(&name) && look_at(&entry.path())?.is_some_and(|found| found.is_dir()) {
+                names.push(name);
+            }
+        }
         if names.is_empty() {
             return Ok(None);
         }

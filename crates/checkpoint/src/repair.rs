@@ -241,7 +241,7 @@ fn write(
         &checkpoint.metadata,
         DEFAULT_SHARD_BYTES,
     )?;
-    staging.check_space(files.file_bytes() + checkpoint.sidecar_bytes())?;
+    staging.check_space(files.file_bytes() + checkpoint.sidecar_bytes()?)?;
     if !single_file {
         copy_sidecars(checkpoint, staging.folder(), None)?;
     }

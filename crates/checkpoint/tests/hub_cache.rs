@@ -77,6 +77,20 @@ fn a_snapshot_that_is_there_is_used_without_a_request() {
 }
 
 #[test]
+fn a_file_whose_content_was_removed_is_downloaded_again() {
+    let stage = Stage::new();
+    let folder = stage.download().unwrap();
+    let lost = std::fs::canonicalize(folder.join("tokenizer_config.json")).unwrap();
+    std::fs::remove_file(lost).unwrap();
+    let offline = Hub::new(Settings { offline: true, ..stage.settings() }).unwrap();
+    assert_says(&offline.open(Path::new(ADDRESS)).unwrap_err(), &["does not have all of its files"]);
+    let pinned = format!("{ADDRESS}@{COMMIT}");
+    let again = stage.hub().download(Path::new(&pinned), Part::All, &Silent).unwrap();
+    assert_eq!(again, folder);
+    assert!(folder.join("tokenizer_config.json").is_file());
+}
+
+#[test]
 fn offline_no_request_is_made() {
     let stage = Stage::new();
     let offline = || Hub::new(Settings { offline: true, ..stage.settings() }).unwrap();

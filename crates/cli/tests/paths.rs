@@ -48,6 +48,61 @@ fn flags_of_train_take_any_utf8_name() {
     }
 }
 
+/// Replaces a file by a link to nothing, as in a cache whose content was removed.
+fn lose(scratch: &Scratch, name: &str) {
+    let _ = fs::remove_file(scratch.path(name));
+    std::os::unix::fs::symlink("../blobs/lost", scratch.path(name)).unwrap();
+}
+
+#[test]
+fn a_file_that_cannot_be_looked_at_is_named_by_every_command() {
+    let lost = |name: &str| [name.to_string(), "a link to ../blobs/lost, which does not exist".to_string()];
+    for name in ["tokenizer.json", "config.json", "generation_config.json", "model.safetensors", "notes.md"] {
+        let scratch = Scratch::with_text_model();
+        lose(&scratch, &format!("src/{name}"));
+        let [name, problem] = lost(&format!("src/{name}"));
+        scratch.every_command_refuses(&[&name, &problem]);
+    }
+    for name in ["chat_template.jinja", "tokenizer_config.json"] {
+        let scratch = Scratch::with_text_model();
+        lose(&scratch, &format!("src/{name}"));
+        let [name, problem] = lost(&format!("src/{name}"));
+        scratch.put("data.txt", "some words to learn, and some more of them\n");
+        let generate = ["generate", "src/model.safetensors", "--prompt", "the", "--max-tokens", "1"];
+        scratch.refuses(&generate, 3, &[&name, &problem]);
+        let train = ["train", "--model", "src/model.safetensors", "--data", "data.txt", "--out", "run"];
+        scratch.run(&train).exits(3).says(&[&name, &problem]);
+    }
+}
+
+#[test]
+fn hidden_links_to_nothing_and_folders_are_left_alone() {
+    let scratch = Scratch::with_text_model();
+    lose(&scratch, "src/.#config.json");
+    scratch.put("src/original/notes.md", "x");
+    scratch.converts(&[]);
+    assert!(scratch.dst().join("tokenizer.json").is_file());
+}
+
+#[test]
+fn a_pipe_beside_the_weights_is_named() {
+    let scratch = Scratch::with_text_model();
+    std::process::Command::new("mkfifo").arg(scratch.path("src/notes.md")).status().unwrap();
+    scratch.every_command_refuses(&["src/notes.md", "not a file or folder"]);
+}
+
+#[test]
+fn a_checkpoint_of_a_run_that_cannot_be_looked_at_is_not_skipped() {
+    let scratch = Scratch::with_text_model();
+    scratch.put("data.txt", "some words to learn, and some more of them\n");
+    let mut train = vec!["train", "--model", "src", "--data", "data.txt", "--out", "run", "--steps", "1"];
+    train.extend(settings());
+    scratch.run(&train).exits(0);
+    lose(&scratch, "run/checkpoints/step-00000009");
+    let words = ["run/checkpoints/step-00000009", "which does not exist"];
+    scratch.run(&["train", "--resume", "run", "--steps", "2"]).exits(3).says(&words);
+}
+
 #[test]
 fn a_name_that_is_not_utf8_is_refused_by_train_with_the_flag_and_the_reason() {
     let bad = PathBuf::from(OsStr::from_bytes(b"ru\xffn"));

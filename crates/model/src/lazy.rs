@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::layout::{self, Layout};
-use ballast_checkpoint::{Checkpoint, View};
+use ballast_checkpoint::{Checkpoint, View, look_at};
 use ballast_contract::Dtype;
 use rayon::prelude::*;
 
@@ -114,9 +114,13 @@ fn config_alone(folder: &Path) -> Result<Option<Config>> {
     let (Ok(text), Ok(entries)) = (std::fs::read_to_string(&file), std::fs::read_dir(folder)) else {
         return Ok(None);
     };
-    let holds_tensors =
-        |path: &Path| path.is_dir() || path.extension().is_some_and(|end| end == "safetensors");
-    if entries.flatten().any(|entry| holds_tensors(&entry.path())) {
+    // An entry that cannot be listed or looked at may hold tensors; the checkpoint is opened, which names it.
+    let holds_tensors = |entry: std::io::Result<std::fs::DirEntry>| {
+        let path = entry.map(|entry| entry.path()).unwrap_or_default();
+        let is_tensors = path.extension().is_some_and(|end| end == "safetensors");
+        is_tensors || !look_at(&path).is_ok_and(|found| found.is_some_and(|found| !found.is_dir()))
+    };
+    if entries.into_iter().any(holds_tensors) {
         return Ok(None);
     }
     let json = serde_json::from_str(text_without_mark(&text)).map_err(|error| Error::Config {

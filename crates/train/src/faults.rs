@@ -130,7 +130,7 @@ impl Trainer {
                 Ok(false)
             }
             OnFault::Rollback => {
-                let newest = self.ranks.world.is_first().then(|| self.store.steps().pop());
+                let newest = self.ranks.on_first(|| Ok(self.store.all_steps()?.pop()))?;
                 let Some(last) = self.ranks.value_of_first(newest.as_ref())? else {
                     return Err(Error::Diverged(format!("{text}. There is no checkpoint to roll back to")));
                 };

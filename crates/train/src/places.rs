@@ -31,7 +31,7 @@ const WRITTEN: [&str; 10] = [
 pub fn check_new(config: &TrainConfig) -> Result {
     check_overlap(config)?;
     let out = &config.out;
-    if !state::steps_in(&out.join("checkpoints")).is_empty() {
+    if !state::steps_in(&out.join("checkpoints"))?.is_empty() {
         let problem = format!("{} has checkpoints of a run; resume it or set another `out`", out.display());
         return Err(Error::Config(problem));
     }

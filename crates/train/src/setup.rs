@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_checkpoint::encoding::text_without_mark;
+use ballast_checkpoint::look_at;
 use ballast_contract::pattern::wildcard_matches as matches;
 use ballast_model::params::{Grads, Specs};
 use ballast_model::{Config, Model, Precision};
@@ -160,7 +161,7 @@ pub fn sidecars(config: &TrainConfig) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = Vec::new();
     for name in names {
         let path = folder.join(name);
-        if path.is_file() {
+        if look_at(&path)?.is_some() {
             files.push((name.to_string(), std::fs::read(&path).map_err(Error::io(&path, "read"))?));
         }
     }
@@ -209,10 +210,10 @@ pub(crate) fn tokenizer_checksum(encoder: &TextEncoder) -> Result<u64> {
     for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
     {
         let path = encoder.tokenizer.file().with_file_name(name);
-        let bytes = match std::fs::read(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
-            read => read.map_err(Error::io(&path, "read"))?,
-        };
+        if look_at(&path)?.is_none() {
+            continue;
+        }
+        let bytes = std::fs::read(&path).map_err(Error::io(&path, "read"))?;
         content.add(name.as_bytes());
         content.add(&bytes);
     }

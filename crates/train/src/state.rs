@@ -19,6 +19,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::jobs::Observer;
+use ballast_checkpoint::look_at;
 use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_kernels::Rounding;
@@ -201,6 +202,11 @@ impl Store {
 
     /// Steps with a checkpoint, ascending.
     pub fn steps(&self) -> Vec<u64> {
+        self.all_steps().unwrap_or_default()
+    }
+
+    /// Steps with a checkpoint, ascending; an error if the folder cannot be listed.
+    pub(crate) fn all_steps(&self) -> Result<Vec<u64>> {
         steps_in(&self.folder)
     }
 
@@ -318,7 +324,7 @@ impl Store {
 
     /// Removes the checkpoints that the configuration does not keep.
     pub fn prune(&self, config: &CheckpointsConfig, best: Option<u64>) -> Result {
-        let steps = self.steps();
+        let steps = self.all_steps()?;
         let newest = steps.len().saturating_sub(config.keep_last);
         for step in &steps[..newest] {
             let kept = config.keep_every > 0 && step.is_multiple_of(config.keep_every)
@@ -342,7 +348,7 @@ impl Store {
     /// with the new checkpoint, which is complete once it has its name, else with the old one.
     fn clean_up(&self) {
         for kind in ["new", "old"] {
-            for step in steps_named(&self.folder, &format!(".{kind}-")) {
+            for step in steps_named(&self.folder, &format!(".{kind}-")).unwrap_or_default() {
                 if !self.path(step).exists() {
                     let _ = fs::rename(self.hidden(kind, step), self.path(step));
                 }
@@ -358,20 +364,25 @@ impl Store {
 }
 
 /// Steps with a checkpoint in this folder, ascending.
-pub(crate) fn steps_in(folder: &Path) -> Vec<u64> {
+pub(crate) fn steps_in(folder: &Path) -> Result<Vec<u64>> {
     steps_named(folder, "step-")
 }
 
-fn steps_named(folder: &Path, prefix: &str) -> Vec<u64> {
-    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
-    let step = |name: String| name.strip_prefix(prefix)?.parse().ok();
-    let mut steps: Vec<u64> = entries
-        .flatten()
-        .filter(|entry| entry.path().is_dir())
-        .filter_map(|entry| step(entry.file_name().to_string_lossy().into_owned()))
-        .collect();
+fn steps_named(folder: &Path, prefix: &str) -> Result<Vec<u64>> {
+    let mut steps: Vec<u64> = Vec::new();
+    if look_at(folder)?.is_none() {
+        return Ok(steps);
+    }
+    for entry in fs::read_dir(folder).map_err(Error::io(folder, "list"))? {
+        let entry = entry.map_err(Error::io(folder, "list"))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let Some(step) = name.strip_prefix(prefix).and_then(|step| step.parse().ok()) else { continue };
+        if look_at(&entry.path())?.is_some_and(|found| found.is_dir()) {
+            steps.push(step);
+        }
+    }
     steps.sort_unstable();
-    steps
+    Ok(steps)
 }
 
 /// Writes a file atomically; an old one stays until the new one is complete.

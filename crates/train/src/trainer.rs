@@ -132,7 +132,7 @@ impl Trainer {
         }
         let all = Ranks::equal(world.clone());
         let store = all.on_first(|| Store::open(out))?.unwrap_or_else(|| Store::of_first(out));
-        let newest = world.is_first().then(|| store.steps().pop());
+        let newest = all.on_first(|| Ok(store.all_steps()?.pop()))?;
         let step = all.value_of_first(newest.as_ref())?.ok_or_else(none)?;
         let checkpoint = store.path(step);
         let state = state::read_state(&checkpoint)?;
@@ -603,7 +603,7 @@ impl Trainer {
 fn open_new(config: &TrainConfig) -> Result<Store> {
     places::check_new(config)?;
     let store = Store::open(&config.out)?;
-    if !store.steps().is_empty() {
+    if !store.all_steps()?.is_empty() {
         let problem =
             format!("{} has checkpoints of a run; resume it or set another `out`", config.out.display());
         return Err(Error::Config(problem));

@@ -12,6 +12,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
+use crate::folder::{Disk, Folder};
 use crate::hub::address::is_commit;
 use crate::index::{INDEX_SUFFIX, Index};
 
@@ -91,7 +92,8 @@ impl Cache {
     }
 
     /// Returns the folder or file of a snapshot if it has all weights: the file itself, every shard of the
-    /// index, or model.safetensors. Shards without their index may be a part of them only.
+    /// index, or model.safetensors. Shards without their index may be a part of them only. Nor is a folder
+    /// complete that has a link to content that was removed.
     pub(super) fn complete(&self, commit: &str, path: &str) -> Option<PathBuf> {
         let place = if path.is_empty() { self.snapshot(commit) } else { self.snapshot(commit).join(path) };
         if place.is_file() {
@@ -101,7 +103,8 @@ impl Cache {
         let index = place.join("model.safetensors.index.json");
         let weights =
             if index.is_file() { has_shards(&index) } else { place.join("model.safetensors").is_file() };
-        (weights && place.join("config.json").is_file()).then_some(place)
+        let all = weights && place.join("config.json").is_file() && Disk(&place).names().is_ok();
+        all.then_some(place)
     }
 
     /// Returns the folder of a snapshot if it has a config.json.

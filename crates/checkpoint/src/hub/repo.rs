@@ -269,7 +269,7 @@ impl<'a> RepoFolder<'a> {
     /// Returns the weights: `file` and, if it is an index, its shards; else those of the folder.
     fn weights(&self, file: Option<&str>) -> Result<Vec<PathBuf>> {
         let standard = ["model.safetensors.index.json", "model.safetensors"];
-        let has = |name: &&str| self.has(Path::new(name));
+        let has = |name: &&str| self.names.iter().any(|known| known == Path::new(name));
         match file.or_else(|| standard.into_iter().find(has)) {
             Some(index) if index.ends_with(INDEX_SUFFIX) => {
                 let path = self.path.join(index);
@@ -303,8 +303,8 @@ impl Folder for RepoFolder<'_> {
         Ok(self.names.clone())
     }
 
-    fn has(&self, name: &Path) -> bool {
-        self.names.iter().any(|known| known == name)
+    fn has(&self, name: &Path) -> Result<bool> {
+        Ok(self.names.iter().any(|known| known == name))
     }
 
     fn read(&self, name: &Path) -> Result<Vec<u8>> {
@@ -381,8 +381,8 @@ impl Folder for UrlFolder<'_> {
         Ok(vec![self.url.file_name().into()])
     }
 
-    fn has(&self, name: &Path) -> bool {
-        name != Path::new("config.json") || self.config.is_some()
+    fn has(&self, name: &Path) -> Result<bool> {
+        Ok(name != Path::new("config.json") || self.config.is_some())
     }
 
     fn read(&self, name: &Path) -> Result<Vec<u8>> {

@@ -105,12 +105,10 @@ impl ChatTemplate {
     /// `tokenizer_config.json`; `None` where there is neither.
     pub fn load(folder: &Path) -> Result<Option<ChatTemplate>> {
         let file = folder.join("chat_template.jinja");
-        match std::fs::read_to_string(&file) {
-            Ok(source) => {
-                return ChatTemplate::new(&[("default", text_without_mark(&source))], &file).map(Some);
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-            Err(error) => return Err(text_error(&file, format!("cannot read: {error}"))),
+        if ballast_checkpoint::look_at(&file)?.is_some() {
+            let source = std::fs::read_to_string(&file)
+                .map_err(|error| text_error(&file, format!("cannot read: {error}")))?;
+            return ChatTemplate::new(&[("default", text_without_mark(&source))], &file).map(Some);
         }
         let file = folder.join("tokenizer_config.json");
         match read_object(&file)?.get("chat_template") {

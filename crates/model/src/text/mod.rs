@@ -36,11 +36,10 @@ fn text_error(file: &Path, problem: impl ToString) -> Error {
 
 /// Reads a JSON object from a file; a missing file gives an empty object.
 fn read_object(file: &Path) -> Result<Map<String, Value>> {
-    let bytes = match std::fs::read(file) {
-        Ok(bytes) => bytes,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
-        Err(error) => return Err(text_error(file, format!("cannot read: {error}"))),
-    };
+    if ballast_checkpoint::look_at(file)?.is_none() {
+        return Ok(Map::new());
+    }
+    let bytes = std::fs::read(file).map_err(|error| text_error(file, format!("cannot read: {error}")))?;
     match serde_json::from_slice(ballast_checkpoint::encoding::without_mark(&bytes)) {
         Ok(Value::Object(object)) => Ok(object),
         Ok(_) => Err(text_error(file, "not a JSON object")),
