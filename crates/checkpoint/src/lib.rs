@@ -24,6 +24,7 @@ pub mod open;
 mod ranks;
 pub mod repair;
 mod shard_file;
+mod shards;
 pub mod staging;
 pub mod synthetic;
 pub mod tensor_file;

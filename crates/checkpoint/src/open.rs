@@ -27,6 +27,7 @@ use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
 use crate::ranks::RankFolders;
 pub use crate::shard_file::ShardFile;
 use crate::shard_file::{open_shard, require_file};
+use crate::shards::{missing_file, missing_layer};
 use crate::torch;
 
 /// A tensor in memory that is treated like one in a file.
@@ -461,7 +462,16 @@ impl Checkpoint {
             let problem = "no safetensors file and no index in this folder".into();
             return Err(Error::NoCheckpoint { path: folder.path().into(), problem });
         } else {
+            let refused = |problem| Error::NoCheckpoint { path: folder.path().into(), problem };
+            if let Some(problem) = missing_file(&shards) {
+                return Err(refused(problem));
+            }
+            let before = self.tensors.len();
             self.add_files(folder.open(&shards)?, rank);
+            let names = self.tensors[before..].iter().map(|t| t.name.as_str());
+            if let Some(problem) = missing_layer(self.config.as_ref(), names) {
+                return Err(refused(problem));
+            }
         }
         let used: Vec<&OsStr> = self.files[first..].iter().filter_map(|file| file.path.file_name()).collect();
         let unused = shards.iter().filter(|shard| !used.contains(&shard.as_os_str()));

@@ -97,6 +97,37 @@ fn a_tensor_in_two_files_without_an_index_is_a_disagreement() {
     disagreement(&scratch, "\"a\" is in both 1.safetensors and 2.safetensors");
 }
 
+/// Shards by their file name.
+fn without_index(shards: &[&str]) -> Scratch {
+    let scratch = Scratch::new();
+    for (number, name) in shards.iter().enumerate() {
+        let tensor = format!("model.layers.{number}.mlp.up_proj.weight");
+        scratch.put(&format!("src/{name}"), valid_file(&[(&tensor, "U8", &[4], b"aaaa")]));
+    }
+    scratch
+}
+
+#[test]
+fn a_folder_without_an_index_that_lacks_a_shard_is_refused() {
+    let scratch = without_index(&["model-00001-of-00002.safetensors"]);
+    let words = ["src", "model-00002-of-00002.safetensors not found (1 of 2 shards are there)"];
+    scratch.every_command_refuses(&words);
+    let both = without_index(&["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]);
+    both.converts(&[]);
+}
+
+#[test]
+fn a_folder_without_an_index_that_lacks_a_layer_of_the_configuration_is_refused() {
+    let scratch = without_index(&["first.safetensors"]);
+    let config = json!({ "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 2 }).to_string();
+    scratch.put("src/config.json", &config);
+    let words = ["src", "no tensor of layer 1 found, while config.json has 2 layers"];
+    scratch.every_command_refuses(&words);
+    let both = without_index(&["first.safetensors", "second.safetensors"]);
+    both.put("src/config.json", &config);
+    both.converts(&[]);
+}
+
 #[test]
 fn a_wrong_total_size_is_a_disagreement() {
     let scratch = sharded(&index(9, json!({ "a": "1.safetensors", "b": "2.safetensors" })));
