@@ -553,6 +553,9 @@ fn layers_windows_and_heads_are_in_the_entries() {
     let ple = header_of(7, &|_| {});
     let widths = entry(&ple, "gemma4.feed_forward_length").elements().unwrap();
     assert_eq!((&widths[5], &widths[6]), (&Value::U32(96), &Value::U32(192)));
+    let padded = json!({"05": {"head_dim": 32}, "09": {"head_dim": 32}});
+    let padded = header_of(7, &|c| c["per_layer_config"] = padded.clone());
+    assert_eq!(padded.entries, ple.entries, "keys of models with more than 10 layers are padded");
     let deepseek = header_of(8, &|_| {});
     assert_eq!(entry(&deepseek, "deepseek32.expert_gating_func"), &Value::U32(2));
     assert_eq!(entry(&deepseek, "deepseek32.attention.key_length"), &Value::U32(24));

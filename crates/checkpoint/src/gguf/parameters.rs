@@ -1,5 +1,9 @@
 //! Hyperparameters: config.json to entries of the header. What llama.cpp cannot express is refused.
 
+use std::collections::HashMap;
+
+use serde_json::Value as Json;
+
 use super::family::{Config, Family, Rope};
 use super::header::{Entry, Value};
 use crate::error::Result;
@@ -353,8 +357,9 @@ impl Gemma4Heads {
         let is_shared = config.flag("attention_k_eq_v", false)?;
         let full_kv = if is_shared { config.count_or("num_global_key_value_heads", kv)? } else { kv };
         // Newer configurations list the layers that differ.
+        let listed = per_layer(config, sliding.len())?;
         let own = |layer: usize, key: &str, default: u64| {
-            let value = config.get("per_layer_config").and_then(|c| c.get(layer.to_string())?.get(key));
+            let value = listed.get(&layer).and_then(|own| own.get(key));
             value.filter(|v| !v.is_null()).map_or(Ok(default), |v| config.as_count(key, v))
         };
         let mut kinds: [Option<(u64, u64)>; 2] = [None; 2];
@@ -377,6 +382,20 @@ impl Gemma4Heads {
         let (sliding_dim, sliding_kv) = windowed.unwrap_or((dim, kv));
         Ok(Gemma4Heads { full_dim, sliding_dim, full_kv, sliding_kv })
     }
+}
+
+/// Returns `per_layer_config`, settings of single layers. Keys are layer numbers, possibly padded with zeros.
+fn per_layer<'a>(config: &Config<'a>, layers: usize) -> Result<HashMap<usize, &'a Json>> {
+    let mut found = HashMap::new();
+    for (key, own) in config.get("per_layer_config").and_then(Json::as_object).into_iter().flatten() {
+        let number = key.parse().ok().filter(|layer| *layer < layers && !key.starts_with('+'));
+        if number.is_none_or(|layer| found.insert(layer, own).is_some()) {
+            let problem =
+                format!("`per_layer_config`: {key:?} is not one of {layers} layers, or names one twice");
+            return Err(config.fail(problem));
+        }
+    }
+    Ok(found)
 }
 
 fn gemma4_rope(config: &Config, heads: &Gemma4Heads, out: &mut Entries) -> Result<()> {
