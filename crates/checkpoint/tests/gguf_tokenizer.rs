@@ -110,6 +110,70 @@ fn a_tokenizer_of_characters_with_bytes_is_gemmas() {
     assert_eq!(header.entry("tokenizer.ggml.bos_token_id"), Some(&Value::U32(5)));
 }
 
+fn is_added(header: &Header) -> Option<&Value> {
+    header.entry("tokenizer.ggml.add_bos_token")
+}
+
+#[test]
+fn bos_is_added_where_the_tokenizer_adds_it_and_not_where_only_its_settings_say_so() {
+    // DeepSeek: `add_bos_token` without a token in tokenizer.json, which transformers does not add.
+    let says = |_: &mut Json, settings: &mut Json| {
+        settings["bos_token"] = "<|im_start|>".into();
+        settings["add_bos_token"] = true.into();
+    };
+    assert_eq!(is_added(&header_of(&says)), Some(&Value::Bool(false)));
+    let folder = tempfile::tempdir().unwrap();
+    write_model(folder.path(), &says);
+    let notes = planned(folder.path()).unwrap().notes;
+    assert!(notes.iter().any(|note| note.starts_with("add_bos_token of tokenizer_config.json")), "{notes:?}");
+    // The token is the one of tokenizer.json's template.
+    let header = header_of(&|tokenizer, settings| {
+        settings["bos_token"] = "<|im_end|>".into();
+        let special = json!({"SpecialToken": {"id": "<|im_start|>", "type_id": 0}});
+        let single = json!([special, {"Sequence": {"id": "A", "type_id": 0}}]);
+        tokenizer["post_processor"] = json!({"type": "TemplateProcessing", "single": single});
+    });
+    assert_eq!(is_added(&header), Some(&Value::Bool(true)));
+    assert_eq!(header.entry("tokenizer.ggml.bos_token_id"), Some(&Value::U32(158)));
+}
+
+#[test]
+fn added_tokens_that_look_special_are_control_tokens_as_in_llama_cpps_converter() {
+    let names = ["<|end|>", "<\u{ff5c}User\u{ff5c}>", "<unused3>", "<think>"];
+    let header = header_of(&|tokenizer, _| {
+        for (i, name) in names.iter().enumerate() {
+            let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+            vocabulary.retain(|_, id| *id != 40 + i);
+            let added = json!({"id": 40 + i, "content": name, "special": false});
+            tokenizer["added_tokens"].as_array_mut().unwrap().push(added);
+        }
+        tokenizer["model"]["merges"] = json!([]);
+    });
+    let kinds = header.entry("tokenizer.ggml.token_type").unwrap().elements().unwrap();
+    assert_eq!(kinds[40..44], [3, 3, 3, 4].map(Value::I32));
+}
+
+#[test]
+fn gemma_3s_token_of_images_is_dropped_where_the_embedding_has_no_row_for_it() {
+    let folder = tempfile::tempdir().unwrap();
+    write_model(folder.path(), &|tokenizer, _| {
+        let image = json!({"id": 160, "content": "<image_soft_token>", "special": true});
+        tokenizer["added_tokens"].as_array_mut().unwrap().push(image);
+    });
+    let error = planned(folder.path()).err().unwrap();
+    assert!(error.contains("has id 160"), "Gemma 2: {error}");
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixture("models/gemma3").join(name), folder.path().join(name)).unwrap();
+    }
+    let path = folder.path().join("config.json");
+    let mut config: Json = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["query_pre_attn_scalar"] = 16.into();
+    std::fs::write(&path, config.to_string()).unwrap();
+    let notes = planned(folder.path()).unwrap().notes;
+    let is_named = |note: &String| note.ends_with("1 tokens, first \"<image_soft_token>\"");
+    assert!(notes.iter().any(is_named), "{notes:?}");
+}
+
 #[test]
 fn a_model_without_a_tokenizer_is_written_with_a_note() {
     let plan = planned(&fixture("models/gemma2")).unwrap();
@@ -119,7 +183,7 @@ fn a_model_without_a_tokenizer_is_written_with_a_note() {
 #[test]
 fn tokenizers_that_llama_cpp_does_not_have_are_refused() {
     type Change = fn(&mut Json, &mut Json);
-    let cases: [(Change, &str); 9] = [
+    let cases: [(Change, &str); 10] = [
         (|t, _| t["model"]["type"] = "Unigram".into(), "only BPE"),
         (|t, _| t["normalizer"] = json!({"type": "Lowercase"}), "Lowercase"),
         (|t, _| t["pre_tokenizer"] = json!({"type": "Whitespace"}), "Whitespace"),
@@ -131,6 +195,7 @@ fn tokenizers_that_llama_cpp_does_not_have_are_refused() {
             },
             "[a-z]+",
         ),
+        (|t, _| t["post_processor"] = json!({"type": "BertProcessing"}), "BertProcessing"),
         (|t, _| t["model"]["ignore_merges"] = true.into(), "ignore_merges"),
         (|t, _| t["model"]["merges"] = json!(["a b c"]), "a b c"),
         (|t, _| t["added_tokens"][0]["id"] = 160.into(), "has id 160"),

@@ -71,7 +71,7 @@ pub(crate) fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result
     entries.push(entry("general.file_type", Value::U32(file_type(&outputs))));
     entries.push(entry("general.quantization_version", Value::U32(2)));
     entries.extend(parameters::parameters(family, &config, found.predictors)?.list);
-    let (tokens, notes) = tokenizer::entries(source, &config)?;
+    let (tokens, notes) = tokenizer::entries(source, family, &config)?;
     entries.extend(tokens);
     plan.tensors = outputs.len();
     plan.notes.extend(notes);

@@ -12,7 +12,7 @@ use std::path::Path;
 
 use serde_json::Value as Json;
 
-use super::family::Config;
+use super::family::{Config, Family};
 use super::header::{Entry, Value};
 use crate::encoding::without_mark;
 use crate::error::{Error, Result};
@@ -57,7 +57,11 @@ const PRE_TOKENIZERS: [(&[&str], &str); 4] = [
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
 /// Returns the entries of a model's tokenizer, and notes for the user.
-pub(super) fn entries(source: &Checkpoint, config: &Config) -> Result<(Vec<Entry>, Vec<String>)> {
+pub(super) fn entries(
+    source: &Checkpoint,
+    family: Family,
+    config: &Config,
+) -> Result<(Vec<Entry>, Vec<String>)> {
     let beside = |name: &str| source.config_path().with_file_name(name);
     let path = beside("tokenizer.json");
     let Some(json) = read_json(&path)? else {
@@ -68,11 +72,22 @@ pub(super) fn entries(source: &Checkpoint, config: &Config) -> Result<(Vec<Entry
     let settings = read_json(&beside("tokenizer_config.json"))?.unwrap_or(Json::Null);
     let generation = read_json(&beside("generation_config.json"))?.unwrap_or(Json::Null);
     let tokenizer = Tokenizer { json: &json, settings: &settings, generation: &generation, path: &path };
-    let vocabulary = tokenizer.vocabulary(config.count("vocab_size")?)?;
-    let mut entries = tokenizer.model(&vocabulary)?;
-    entries.extend(tokenizer.special_tokens(config, &vocabulary)?);
+    let rows = config.count("vocab_size")?;
+    // Gemma 3's tokenizer has the token of images, for which its text models have no row.
+    let vocabulary = tokenizer.vocabulary(rows, family == Family::Gemma3)?;
+    let form = tokenizer.form()?;
+    let mut entries = tokenizer.model(form, &vocabulary)?;
+    let mut notes = Vec::new();
+    if let Some(first) = vocabulary.dropped.first() {
+        let count = vocabulary.dropped.len();
+        notes.push(format!(
+            "not written (id beyond the {rows} rows of the embedding): {count} tokens, first {first:?}"
+        ));
+    }
+    let around = tokenizer.added_around(form, &mut notes)?;
+    entries.extend(tokenizer.special_tokens(config, &vocabulary, &around)?);
     entries.extend(chat_templates(&settings, &beside("chat_template.jinja"))?);
-    Ok((entries, Vec::new()))
+    Ok((entries, notes))
 }
 
 fn key(name: &str) -> String {
@@ -93,6 +108,16 @@ fn read_json(path: &Path) -> Result<Option<Json>> {
 struct Vocabulary {
     tokens: Vec<(String, i32)>,
     ids: HashMap<String, u32>,
+    /// Added tokens whose ids have no row in the embedding.
+    dropped: Vec<String>,
+}
+
+/// Special tokens that the tokenizer adds around a text.
+struct Around {
+    adds_bos: bool,
+    adds_eos: bool,
+    /// Text of the first token, where tokenizer.json names it.
+    bos: Option<String>,
 }
 
 struct Tokenizer<'a> {
@@ -103,6 +128,7 @@ struct Tokenizer<'a> {
 }
 
 /// Parts of a tokenizer that decide its form.
+#[derive(Clone, Copy, PartialEq)]
 enum Form {
     ByteLevel,
     Characters,
@@ -117,8 +143,9 @@ impl<'a> Tokenizer<'a> {
         Error::Refused(format!("{}: {problem}", self.path.display()))
     }
 
-    /// Returns the tokens of a model with `size` rows in its embedding; ids without a token are unused.
-    fn vocabulary(&self, size: u64) -> Result<Vocabulary> {
+    /// Returns the tokens of a model with `size` rows in its embedding; ids without a token are unused. Added
+    /// tokens without a row are an error, unless they can be dropped.
+    fn vocabulary(&self, size: u64, can_drop: bool) -> Result<Vocabulary> {
         let model = &self.json["model"];
         if model["type"].as_str().is_some_and(|kind| kind != "BPE") || !model["vocab"].is_object() {
             return Err(self.refuse(&format!("only BPE tokenizers are written, got {}", model["type"])));
@@ -143,11 +170,16 @@ impl<'a> Tokenizer<'a> {
             };
             place(text, id, kind)?;
         }
+        let mut dropped = Vec::new();
         for token in self.json["added_tokens"].as_array().into_iter().flatten() {
             let Some(text) = token["content"].as_str() else {
                 return Err(self.fail("an added token has no content"));
             };
-            let is_special = token["special"].as_bool() == Some(true);
+            if can_drop && token["id"].as_u64().is_some_and(|id| id >= size) {
+                dropped.push(text.to_string());
+                continue;
+            }
+            let is_special = token["special"].as_bool() == Some(true) || looks_special(text);
             let kind = match is_special {
                 _ if Some(text) == unknown => kind::UNKNOWN,
                 true => kind::CONTROL,
@@ -155,11 +187,11 @@ impl<'a> Tokenizer<'a> {
             };
             place(text, &token["id"], kind)?;
         }
-        self.indexed(tokens)
+        self.indexed(tokens, dropped)
     }
 
     /// Names the unused ids, and checks that no two tokens have the same text.
-    fn indexed(&self, tokens: Vec<Option<(String, i32)>>) -> Result<Vocabulary> {
+    fn indexed(&self, tokens: Vec<Option<(String, i32)>>, dropped: Vec<String>) -> Result<Vocabulary> {
         let named = |(id, token): (usize, Option<(String, i32)>)| {
             token.unwrap_or_else(|| (format!("[PAD{id}]"), kind::UNUSED))
         };
@@ -172,15 +204,15 @@ impl<'a> Tokenizer<'a> {
                 )));
             }
         }
-        Ok(Vocabulary { tokens, ids })
+        Ok(Vocabulary { tokens, ids, dropped })
     }
 
     /// Returns model, pre-tokenizer, tokens and merges.
-    fn model(&self, vocabulary: &Vocabulary) -> Result<Vec<Entry>> {
+    fn model(&self, form: Form, vocabulary: &Vocabulary) -> Result<Vec<Entry>> {
         let merges = self.merges()?;
         let mut entries = Vec::new();
         let mut add = |name: &str, value: Value| entries.push((key(name), value));
-        match self.form()? {
+        match form {
             Form::ByteLevel => {
                 add("model", Value::String("gpt2".into()));
                 add("pre", Value::String(self.pre_tokenizer(merges.is_empty())?.into()));
@@ -303,7 +335,12 @@ impl<'a> Tokenizer<'a> {
     }
 
     /// Returns ids of special tokens, and whether texts begin and end with them.
-    fn special_tokens(&self, config: &Config, vocabulary: &Vocabulary) -> Result<Vec<Entry>> {
+    fn special_tokens(
+        &self,
+        config: &Config,
+        vocabulary: &Vocabulary,
+        around: &Around,
+    ) -> Result<Vec<Entry>> {
         let named = |name: &str| {
             let token = &self.settings[name];
             let text = token.as_str().or_else(|| token["content"].as_str())?;
@@ -333,11 +370,14 @@ impl<'a> Tokenizer<'a> {
         if let Some(eot) = ends.into_iter().find(|id| seen.insert(*id)) {
             entries.push((key("eot_token_id"), Value::U32(eot)));
         }
-        let (adds_bos, adds_eos) = self.added_around();
-        let bos = named("bos_token").or_else(|| of_config("bos_token_id").first().copied());
+        let of_template = around.bos.as_ref().and_then(|text| vocabulary.ids.get(text).copied());
+        let bos =
+            of_template.or_else(|| named("bos_token")).or_else(|| of_config("bos_token_id").first().copied());
         match bos {
             Some(bos) => entries.push((key("bos_token_id"), Value::U32(bos))),
-            None if adds_bos => return Err(self.refuse("texts begin with a bos token, but no file names it")),
+            None if around.adds_bos || self.says("add_bos_token") => {
+                return Err(self.refuse("texts begin with a bos token, but no file names it"));
+            }
             None => {}
         }
         if let Some(pad) = named("pad_token").or_else(|| of_config("pad_token_id").first().copied()) {
@@ -347,25 +387,56 @@ impl<'a> Tokenizer<'a> {
         if let Some(unknown) = unknown {
             entries.push((key("unknown_token_id"), Value::U32(*unknown)));
         }
-        entries.push((key("add_bos_token"), Value::Bool(adds_bos)));
-        entries.push((key("add_eos_token"), Value::Bool(adds_eos)));
+        entries.push((key("add_bos_token"), Value::Bool(around.adds_bos)));
+        entries.push((key("add_eos_token"), Value::Bool(around.adds_eos)));
         Ok(entries)
     }
 
-    /// Returns whether texts begin with a bos token and end with an eos token.
-    fn added_around(&self) -> (bool, bool) {
+    /// Returns what is added around a text. With a byte-level tokenizer only tokenizer.json decides, as in
+    /// transformers and `ballast generate`; `add_bos_token` of tokenizer_config.json has no effect there
+    /// (DeepSeek).
+    fn added_around(&self, form: Form, notes: &mut Vec<String>) -> Result<Around> {
         let post = &self.json["post_processor"];
         let parts: Vec<&Json> = match post["processors"].as_array() {
             Some(parts) => parts.iter().collect(),
+            None if post.is_null() => Vec::new(),
             None => vec![post],
         };
-        let template = parts.into_iter().find_map(|part| part["single"].as_array());
-        let is_special = |part: Option<&Json>| part.is_some_and(|part| part["SpecialToken"].is_object());
-        let first = template.is_some_and(|template| is_special(template.first()));
-        let last = template.is_some_and(|template| template.len() > 1 && is_special(template.last()));
-        let says = |name: &str| self.settings[name].as_bool() == Some(true);
-        (first || says("add_bos_token"), last || says("add_eos_token"))
+        let is_known = |part: &&Json| part["type"] == "ByteLevel" || part["single"].is_array();
+        if let Some(part) = parts.iter().find(|part| !is_known(part)) {
+            return Err(self.refuse(&format!("post-processor {} is unknown to llama.cpp", part["type"])));
+        }
+        let template = parts.iter().find_map(|part| part["single"].as_array());
+        let special = |part: Option<&Json>| part?["SpecialToken"]["id"].as_str().map(String::from);
+        let bos = template.and_then(|template| special(template.first()));
+        let eos = template.filter(|t| t.len() > 1).and_then(|template| special(template.last()));
+        let mut adds = |name: &str, by_template: bool| {
+            if self.says(name) && !by_template && form == Form::ByteLevel {
+                notes.push(format!(
+                    "{name} of tokenizer_config.json is not applied: tokenizer.json has no such token, and transformers does not add it"
+                ));
+            }
+            by_template || self.says(name) && form == Form::Characters
+        };
+        let (adds_bos, adds_eos) =
+            (adds("add_bos_token", bos.is_some()), adds("add_eos_token", eos.is_some()));
+        Ok(Around { adds_bos, adds_eos, bos })
     }
+
+    /// Returns true if a setting of tokenizer_config.json is true.
+    fn says(&self, name: &str) -> bool {
+        self.settings[name].as_bool() == Some(true)
+    }
+}
+
+/// Returns true for added tokens that llama.cpp takes for control tokens whatever `special` says: it leaves
+/// them out of texts, and ends a text at some of them.
+fn looks_special(text: &str) -> bool {
+    let is_between = |begin: &str, end: &str| text.starts_with(begin) && text.ends_with(end);
+    ["<pad>", "<mask>", "<2mass>", "[@BOS@]"].contains(&text)
+        || is_between("<|", "|>")
+        || is_between("<\u{ff5c}", "\u{ff5c}>")
+        || is_between("<unused", ">")
 }
 
 fn is_isolated(part: &Json) -> bool {
