@@ -317,7 +317,8 @@ mod tests {
     fn a_busy_rank_is_waited_for_beyond_the_time_limit() {
         let results = threads::run_with_timeout(3, Duration::from_secs(1), |group| {
             if group.rank() == 1 {
-                group.while_busy(|| std::thread::sleep(Duration::from_secs(3)));
+                let _pulse = group.pulse().unwrap();
+                std::thread::sleep(Duration::from_secs(3));
             }
             group.barrier()
         });
@@ -328,7 +329,9 @@ mod tests {
     fn a_rank_that_was_busy_before_it_stopped_is_named() {
         let results = threads::run_with_timeout(3, Duration::from_secs(1), |group| {
             if group.rank() == 1 {
-                group.while_busy(|| std::thread::sleep(Duration::from_secs(2)));
+                let pulse = group.pulse().unwrap();
+                std::thread::sleep(Duration::from_secs(2));
+                drop(pulse);
                 std::thread::sleep(Duration::from_secs(3));
                 return Ok(());
             }
@@ -341,9 +344,51 @@ mod tests {
     #[test]
     fn a_panic_ends_busy_work() {
         let caught = std::panic::catch_unwind(|| {
-            threads::run(2, |group| group.while_busy(|| panic!("in the work of {}", group.rank())))
+            threads::run(2, |group| {
+                let _pulse = group.pulse().unwrap();
+                panic!("in the work of {}", group.rank())
+            })
         });
         assert!(caught.is_err());
+    }
+
+    #[test]
+    fn ranks_that_compute_and_wait_in_turn_are_waited_for_beyond_the_time_limit() {
+        let results = threads::run_with_timeout(3, Duration::from_secs(1), |group| -> Result {
+            let _pulse = group.pulse().unwrap();
+            for late in [1, 2, 1] {
+                if group.rank() == late {
+                    std::thread::sleep(Duration::from_secs(4));
+                }
+                group.barrier()?;
+            }
+            Ok(())
+        });
+        assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
+    }
+
+    /// After rank 1 has computed for long, each rank waits for the one after it, because the message of rank 2 to rank
+    /// 1 takes its time.
+    #[test]
+    fn ranks_that_wait_for_a_message_on_its_way_are_not_taken_for_stopped() {
+        let on_its_way = |seconds: u64| std::thread::sleep(Duration::from_secs(seconds));
+        let results = threads::run_with_timeout(3, Duration::from_secs(3), |group| {
+            let _pulse = group.pulse().unwrap();
+            let (from, to) = ((group.rank() + 1) % 3, (group.rank() + 2) % 3);
+            std::thread::scope(|scope| {
+                match group.rank() {
+                    1 => on_its_way(6),
+                    2 => drop(scope.spawn(|| {
+                        on_its_way(8);
+                        group.send(1, Kind::States, vec![2])
+                    })),
+                    _ => {}
+                }
+                group.wait(group.receive(from, 1)?)?;
+                if group.rank() < 2 { group.send(to, Kind::States, vec![0]) } else { Ok(()) }
+            })
+        });
+        assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
     }
 
     #[test]

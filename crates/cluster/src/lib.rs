@@ -20,6 +20,7 @@
 mod collective;
 mod error;
 mod group;
+mod presence;
 pub mod threads;
 mod traffic;
 mod transport;
@@ -27,7 +28,8 @@ mod tree;
 
 pub use collective::{Gather, ReduceScatter, even_parts};
 pub use error::{Error, Result};
-pub use group::{Group, Receive, WAITING};
+pub use group::{Group, Receive};
+pub use presence::{PRESENCE, Pulse};
 pub use traffic::{Kind, Traffic};
 pub use transport::{Solo, Ticket, Transport};
 pub use tree::{TreeSum, fits_tree};

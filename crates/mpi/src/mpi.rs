@@ -25,7 +25,7 @@ use mpi::environment::Universe;
 use mpi::ffi;
 use mpi::traits::Communicator;
 
-use ballast_cluster::{Error, Group, Result, Ticket, Transport, WAITING};
+use ballast_cluster::{Error, Group, PRESENCE, Result, Ticket, Transport};
 
 /// Bytes that one MPI message carries at most.
 const LARGEST_PIECE: usize = 1 << 30;
@@ -116,9 +116,9 @@ pub fn finish(world: &Group) -> Result {
     world.flush()?;
     world.barrier()?;
     let Some(transport) = RUNNING.get() else { return Ok(()) };
-    // Messages about waiting ranks that nobody asked for.
+    // What others said about themselves meanwhile.
     for from in 0..transport.size {
-        while transport.poll(from, WAITING)?.is_some() {}
+        while transport.poll(from, PRESENCE)?.is_some() {}
     }
     world.flush()?;
     transport.state()?.universe = None;

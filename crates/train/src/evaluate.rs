@@ -93,9 +93,7 @@ impl Trainer {
                 let world = engine.ranks.world.clone();
                 engine.with_whole_model(|model| {
                     let documents = documents.iter().filter(|_| world.is_first());
-                    world.while_busy(|| {
-                        documents.map(|document| sample(model, &encoder, document, tokens, step)).collect()
-                    })
+                    documents.map(|document| sample(model, &encoder, document, tokens, step)).collect()
                 })
             }
         };

@@ -182,7 +182,7 @@ impl Trainer {
         // Also after an error, when it is wanted most; a failed report hides neither the result nor the
         // error.
         let report = match self.ranks.world.is_first() {
-            true => self.ranks.world.while_busy(|| self.write_report(&samples)).map(Some),
+            true => self.write_report(&samples).map(Some),
             false => Ok(None),
         };
         if let Err(error) = &report {

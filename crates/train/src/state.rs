@@ -476,8 +476,7 @@ pub(crate) fn restore(
     }
     if model.params.adapters().is_empty() {
         let shares = division.shares(model);
-        let load = || model.reload_shares(&checkpoint.join("model"), shares.as_deref());
-        division.ranks.world.while_busy(load)?;
+        model.reload_shares(&checkpoint.join("model"), shares.as_deref())?;
         check_config(&checkpoint.join("model/config.json"), model)?;
     } else {
         model.drop_adapters();

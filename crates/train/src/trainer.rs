@@ -130,7 +130,7 @@ impl Trainer {
         if !out.join("checkpoints").is_dir() {
             return Err(none());
         }
-        let all = Ranks::equal(world.clone());
+        let all = Ranks::equal(world.clone())?;
         let store = all.on_first(|| Store::open(out))?.unwrap_or_else(|| Store::of_first(out));
         let newest = all.on_first(|| Ok(store.all_steps()?.pop()))?;
         let step = all.value_of_first(newest.as_ref())?.ok_or_else(none)?;
@@ -200,7 +200,7 @@ impl Trainer {
                 shard.divides_weights().then(|| (0..specs.weights.len()).map(own).collect())
             })
         };
-        let mut model = ranks.world.while_busy(load)?;
+        let mut model = load()?;
         let shards = shards_of(&config, &model.config, &model.specs, rank, size);
         if ranks.context.size() > 1 {
             model.set_context(Some(ranks.context.clone()));
@@ -232,7 +232,7 @@ impl Trainer {
         ledger.check(&model, "cast")?;
         ranks.on_first(|| setup::write_tokenizer(&config))?;
         let encoder = Arc::new(setup::encoder(&config)?);
-        let documents = |split| ranks.world.while_busy(|| setup::documents(&config, split, &encoder));
+        let documents = |split| setup::documents(&config, split, &encoder);
         let Some(training) = documents(Split::Train)? else {
             return Err(Error::Config("`data` has no documents to train on".into()));
         };

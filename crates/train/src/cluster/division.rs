@@ -106,11 +106,11 @@ impl Division {
         fill: &mut dyn FnMut(&SharedFile) -> Result,
     ) -> Result {
         let created = self.ranks.on_first(|| Ok(SharedFile::create(path, tensors)?))?;
-        let written = self.ranks.world.while_busy(|| {
+        let mut write = || {
             let file = created.map_or_else(|| SharedFile::open(path, tensors), Ok)?;
             fill(&file)?;
             Ok::<_, Error>(file.finish()?)
-        });
-        self.ranks.all_succeeded(written)
+        };
+        self.ranks.all_succeeded(write())
     }
 }

@@ -18,7 +18,9 @@ mod reduce;
 mod resident;
 mod shards;
 
-use ballast_cluster::{Group, Kind, fits_tree};
+use std::sync::Arc;
+
+use ballast_cluster::{Group, Kind, Pulse, fits_tree};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -47,6 +49,8 @@ pub struct Ranks {
     pub(crate) shard: Shard,
     /// Parts of the model whose messages are on their way at once.
     pub(crate) window: usize,
+    /// The others wait for this rank as long as it computes, reads or writes.
+    _pulse: Arc<Pulse>,
 }
 
 impl Ranks {
@@ -60,14 +64,16 @@ impl Ranks {
         let context = if context == 1 { Group::solo() } else { world.subgroup(&members, 1) };
         let shard = config.cluster.shard_on(world.size());
         let window = config.cluster.window;
-        Ok(Ranks { world, context, data, data_ranks, groups, shard, window })
+        let _pulse = Arc::new(world.pulse()?);
+        Ok(Ranks { world, context, data, data_ranks, groups, shard, window, _pulse })
     }
 
     /// Ranks of which the configuration is not known yet.
-    pub(crate) fn equal(world: Group) -> Ranks {
+    pub(crate) fn equal(world: Group) -> Result<Ranks> {
         let (data, size) = (world.rank(), world.size());
         let (context, shard) = (Group::solo(), Shard::None);
-        Ranks { world, context, data, data_ranks: size, groups: size, shard, window: 0 }
+        let _pulse = Arc::new(world.pulse()?);
+        Ok(Ranks { world, context, data, data_ranks: size, groups: size, shard, window: 0, _pulse })
     }
 
     /// Number of ranks.
@@ -130,11 +136,11 @@ impl Ranks {
         serde_json::from_slice(&bytes).map_err(problem)
     }
 
-    /// Does work on rank 0 while the others wait for it, however long it takes. Returns the result there, and `None`
+    /// Does work on rank 0 while the others wait for it. Returns the result there, and `None`
     /// elsewhere; an error is an error of all.
     pub(crate) fn on_first<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
         let (done, outcome) = match self.world.is_first() {
-            true => match self.world.while_busy(work) {
+            true => match work() {
                 Ok(done) => (Some(done), Ok(())),
                 Err(error) => (None, Err(error)),
             },
