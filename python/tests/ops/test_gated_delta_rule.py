@@ -188,3 +188,24 @@ def test_what_flash_linear_attention_refuses_is_refused(given: dict[str, Any]) -
         fused_recurrent_gated_delta_rule(**given, gk=torch.ones(1))
     with pytest.raises(UsageError, match=r"k must have the shape \[1, 40, 2, 8\], got \[1, 39, 2, 8\]"):
         chunk_gated_delta_rule(**{**given, "k": given["k"][:, :39]})
+
+
+@pytest.mark.parametrize("rule", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+@pytest.mark.parametrize("high", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("lengths", [None, [50, 0, 33]])
+def test_gates_above_zero_let_the_state_grow(rule: Any, high: float, lengths: list[int] | None) -> None:
+    shape = dict(batch=2, tokens=70) if lengths is None else dict(lengths=lengths)
+    case = golden("chunk_gated_delta_rule", **shape, value_heads=4, initial_state=True)
+    g = values(case.arguments["g"].shape, seed=7, low=-high / 2, high=high).float().requires_grad_()
+    case = Golden(case.operation, {**case.arguments, "g": g}, case.reference, case.outputs)
+    expected = case.expected()
+    for name, x in case.results(rule).items():
+        assert_close(x, expected[name], rms=1e-4 if name == "dg" else 2e-5, name=name)
+    with torch.no_grad():
+        for name, x in zip(case.outputs, rule(**case.arguments), strict=True):
+            assert_close(x, expected[name], rms=2e-5, name=name)
+
+
+def test_a_gate_that_overflows_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="g must be at most 88, so that e\\^g fits in f32, got 89"):
+        chunk_gated_delta_rule(**{**given, "g": torch.full_like(given["g"], 89.0)})

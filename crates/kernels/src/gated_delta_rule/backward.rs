@@ -9,6 +9,7 @@ use super::chunk::{
     substitute_transposed, triangle_add,
 };
 use super::gates::{GateGrads, GateTargets};
+use super::growth::bounded;
 use super::{Dims, Input, L2Norm, Options, SavedRef, check_input, first_kept, kept_chunks};
 use crate::error::{Result, check, check_len, check_shape, elements};
 use crate::matmul::{By, Mat, Onto, matmul_small};
@@ -81,8 +82,12 @@ pub fn gated_delta_rule_backward<'s, T: Element>(
         (0..sequences).flat_map(|s| options.heads(dims).map(move |h| (s, h))).collect();
     grads.gates.with(&input.gates, sequences, |gates| {
         let targets = Targets { dq, dk, dv, gates, dh0 };
-        let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };
+        let grow = input.gates.grow();
         tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
+            let tokens = input.cu_seqlens[sequence]..input.cu_seqlens[sequence + 1];
+            let bounded = grow.then(|| bounded(options, &input.gates, dims, tokens, key_head));
+            let options = bounded.as_ref().unwrap_or(options);
+            let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };
             scratch.with(gated_delta_rule_backward_scratch(dims, options), |slot| {
                 task.run(sequence, key_head, first_kept[sequence], slot);
             });

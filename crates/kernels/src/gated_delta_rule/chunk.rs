@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::growth::MAX_GROWTH;
 use super::{Dims, Input, L2NORM_EPS};
 use crate::Element;
 use crate::matmul::{By, Mat, Onto, matmul_small};
@@ -223,7 +224,7 @@ impl<'s> Head<'s> {
         let mut sum = 0f64;
         input.gates.load(&mut self.e[..c], &mut self.beta[..c], first, head, heads);
         for (g, to) in self.e[..c].iter().zip(&mut sums) {
-            sum += *g as f64;
+            sum += if *g < RESET { RESET } else { *g } as f64;
             *to = sum;
         }
         for i in 0..c {
@@ -268,7 +269,10 @@ impl<'s> Head<'s> {
 /// numbers, which Intel processors compute many times slower.
 const LEAST_DECAY: f32 = -69.31;
 
-/// e^x for x <= 0.
+/// Log decay that stands for all below it: zero as they are, and differences of its sums keep their digits.
+const RESET: f32 = -1e6;
+
+/// e^x.
 #[inline(always)]
 fn decay_f32<const FMA: bool>(x: f32) -> f32 {
     if x < LEAST_DECAY { 0.0 } else { exp_f32::<FMA>(x) }
@@ -284,12 +288,12 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// D_ij = e^{G_i - G_j}; above the diagonal, where that may be huge, 1.
+    /// D_ij = e^{G_i - G_j}; above the diagonal, where that may be huge, any finite value.
     fn mutual_decays(decay: &mut [f32], sums: &[f64; 256], c: usize) {
         for (i, row) in decay[..c * c].chunks_exact_mut(c).enumerate() {
             let row = &mut row[..reach(i, c)];
             for (x, s) in row.iter_mut().zip(sums) {
-                *x = (sums[i] - *s).min(0.0) as f32;
+                *x = (sums[i] - *s).min(MAX_GROWTH) as f32;
             }
             for x in row {
                 *x = decay_f32::<FMA>(*x);

@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::chunk::{Half, Head, Keys, gate_queries, l2_rstd, prefetch_rows, prefetch_targets, triangle_add};
+use super::growth::bounded;
 use super::{Dims, Input, L2Norm, Options, Saved, SavedMut, check_input, first_kept, saved_states};
 use crate::error::{Result, check_shape, elements};
 use crate::matmul::{By, Mat, Onto, matmul_small};
@@ -109,7 +110,11 @@ fn forward<T: Element>(
     };
     let tasks: Vec<(usize, usize)> =
         (0..sequences).flat_map(|s| options.heads(dims).map(move |h| (s, h))).collect();
+    let grow = input.gates.grow();
     tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
+        let tokens = input.cu_seqlens[sequence]..input.cu_seqlens[sequence + 1];
+        let bounded = grow.then(|| bounded(options, &input.gates, dims, tokens, key_head));
+        let options = bounded.as_ref().unwrap_or(options);
         scratch.with(gated_delta_rule_forward_scratch(dims, options), |slot| {
             run(&targets, input, q, k, dims, options, sequence, key_head, first_kept[sequence], slot);
         });

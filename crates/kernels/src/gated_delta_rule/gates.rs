@@ -6,6 +6,7 @@
 //! ```
 
 use super::Dims;
+use super::growth::MAX_G;
 use crate::Element;
 use crate::error::{Result, check, check_len, check_shape};
 use crate::shared::Shared;
@@ -16,7 +17,7 @@ use crate::simd::{exp_f32, sigmoid_f32, simd_fn, softplus_f32};
 pub enum Gates<'a, T> {
     /// g and beta themselves, both [tokens, Hv].
     Given {
-        /// Log decay, <= 0.
+        /// Log decay; above 0 the state grows. At most 88.
         g: &'a [f32],
         /// Step size.
         beta: &'a [f32],
@@ -61,12 +62,21 @@ pub enum GateGrads<'a, T> {
 }
 
 impl<T: Element> Gates<'_, T> {
+    /// Returns true if a g is above 0.
+    pub(super) fn grow(&self) -> bool {
+        matches!(self, Gates::Given { g, .. } if largest(g) > 0.0)
+    }
+
     pub(super) fn check(&self, tokens: usize, dims: Dims) -> Result {
         let heads = dims.value_heads;
         match self {
             Gates::Given { g, beta } => {
                 check_shape("g", g, [tokens, heads])?;
-                check_shape("beta", beta, [tokens, heads])
+                check_shape("beta", beta, [tokens, heads])?;
+                let most = largest(g);
+                check(most <= MAX_G, || {
+                    format!("g must be at most {MAX_G}, so that e^g fits in f32, got {most}")
+                })
             }
             Gates::Raw(RawGates { a, b, a_log, dt_bias }) => {
                 check_shape("a", a, [tokens, heads])?;
@@ -89,6 +99,20 @@ impl<T: Element> Gates<'_, T> {
                 crate::simd::sigmoid(beta);
             }
         }
+    }
+}
+
+simd_fn! {
+    /// The largest value; minus infinity without any.
+    fn largest(x: &[f32]) -> f32 {
+        let mut most = [f32::NEG_INFINITY; 16];
+        let (blocks, rest) = x.as_chunks::<16>();
+        for block in blocks {
+            for (most, x) in most.iter_mut().zip(block) {
+                *most = if *x > *most { *x } else { *most };
+            }
+        }
+        most.iter().chain(rest).fold(f32::NEG_INFINITY, |most, x| most.max(*x))
     }
 }
 

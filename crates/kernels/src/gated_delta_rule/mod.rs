@@ -27,9 +27,10 @@
 //! dg_t = sum of dG_i over i >= t in the chunk
 //! l2norm: dx = r (dy - y <dy, y>)
 //! ```
-//! dL needs no inverse because A^T dA A^T = (A^T dVn)(A R)^T with A = (I + L)^-1. All exponents are <= 0, and
-//! exp is taken after the mask. G is summed in f64, so a small decay next to a huge one keeps its digits. A decay
-//! below 2^-100 counts as zero.
+//! dL needs no inverse because A^T dA A^T = (A^T dVn)(A R)^T with A = (I + L)^-1. For g <= 0 all exponents are
+//! <= 0. A g above 0 lets the state grow: chunks are then so small that it grows by at most e^2 in each
+//! (growth.rs), and a g above 88 is an error. G is summed in f64, so a small decay next to a huge one keeps its
+//! digits. A decay below 2^-100 counts as zero, and a g of minus infinity resets the state.
 //!
 //! Several value heads may share a key head (value head h uses key head h / (Hv/Hk)); q and k are not
 //! repeated. A batch is a packing of sequences of equal length: all tensors are [tokens, heads, width] with
@@ -70,6 +71,7 @@ mod backward;
 mod chunk;
 mod forward;
 mod gates;
+mod growth;
 pub mod reference;
 mod step;
 
@@ -135,7 +137,8 @@ pub struct Options {
     pub scale: Option<f32>,
     /// Place where q and k are normalized.
     pub l2norm: L2Norm,
-    /// Tokens per chunk, 1 to 256; affects speed, and the result by rounding only.
+    /// Tokens per chunk, 1 to 256; affects speed, and the result by rounding only. Where g > 0 lets the state
+    /// grow, chunks are smaller, and backward may need more scratch than planned.
     pub chunk: usize,
     /// Chunks per saved state. Backward recomputes the other states in scratch that grows with this number.
     /// With 4 chunks of 32 tokens and dk = 128, the saved states are as large as v in f32.
