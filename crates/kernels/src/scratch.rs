@@ -17,7 +17,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use crate::error::{Result, check};
+use crate::error::{KernelError, Result, check};
 
 /// Per-thread working memory: one buffer of f32 for each thread of a rayon pool.
 #[derive(Debug)]
@@ -55,6 +55,12 @@ impl Scratch {
     }
 }
 
+/// Allocates a workspace of `len` zeros; an error if memory does not hold them.
+pub fn workspace(len: usize) -> Result<Vec<f32>> {
+    bytemuck::allocation::try_zeroed_vec(len)
+        .map_err(|()| KernelError::Shape(format!("cannot allocate a workspace of {len} f32")))
+}
+
 /// Checks that a workspace has at least `len` f32.
 pub(crate) fn check_workspace(workspace: &[f32], len: usize) -> Result {
     check(workspace.len() >= len, || format!("workspace must have {len} f32, got {}", workspace.len()))
@@ -79,6 +85,14 @@ mod tests {
         scratch.with(7, |slot| assert_eq!(slot.len(), 7));
         scratch.with(20, |slot| assert_eq!(slot.len(), 20));
         assert_eq!(scratch.bytes(), threads * 40 + 40);
+    }
+
+    #[test]
+    fn a_workspace_that_does_not_fit_in_memory_is_an_error() {
+        assert_eq!(workspace(3), Ok(vec![0.0; 3]));
+        for len in [1 << 50, usize::MAX] {
+            assert!(workspace(len).unwrap_err().to_string().contains("cannot allocate a workspace"));
+        }
     }
 
     #[test]

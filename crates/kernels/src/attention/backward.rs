@@ -45,9 +45,9 @@ pub fn attention_backward_workspace<T: Element>(dims: Dims, tokens: usize) -> us
     let sums = if T::as_f32(&[]).is_some() {
         0
     } else {
-        dims.group() * dims.head_dim + dims.head_dim + dims.value_dim
+        dims.group().saturating_mul(dims.head_dim).saturating_add(dims.head_dim + dims.value_dim)
     };
-    tokens * (dims.heads + sums)
+    tokens.saturating_mul(dims.heads.saturating_add(sums))
 }
 
 /// All gradients from `d_o` [tokens, heads, vd], and `o` and `saved` of forward.
@@ -87,7 +87,9 @@ pub fn attention_backward<T: Element, K: Element>(
         sinks_backward(dsinks, sinks, d, saved, options);
     }
     let pass = Pass { problem: Problem::new(input, dims, options), d_o, d, saved, scratch };
-    let spans = spans(input.cu_seqlens, input.before);
+    // Sequences without keys have no gradients; they may be many times more than the keys.
+    let mut spans = spans(input.cu_seqlens, input.before);
+    spans.retain(|span| span.keys() > 0);
     if let (Some(dq), Some(dk), Some(dv)) =
         (T::as_f32_mut(&mut *grads.dq), K::as_f32_mut(&mut *grads.dk), K::as_f32_mut(&mut *grads.dv))
     {

@@ -87,10 +87,13 @@ use crate::Rounding;
 use crate::error::{Result, check, check_len, check_shape};
 use crate::packing::{check_before, check_cu_seqlens};
 
+/// Largest number of heads.
+pub const MAX_HEADS: usize = 1 << 16;
+
 /// Number and width of heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dims {
-    /// Heads of q and the output; a multiple of `kv_heads`.
+    /// Heads of q and the output; a multiple of `kv_heads`, at most [`MAX_HEADS`].
     pub heads: usize,
     /// Heads of k and v.
     pub kv_heads: usize,
@@ -197,6 +200,8 @@ fn check_dims(dims: Dims, options: &Options) -> Result {
     check(kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads), || {
         format!("query heads must be a multiple of kv heads, got {heads} and {kv_heads}")
     })?;
+    // The number of heads is no length of an argument if there are no tokens.
+    check(heads <= MAX_HEADS, || format!("heads must be at most {MAX_HEADS}, got {heads}"))?;
     check((1..=512).contains(&head_dim) && (1..=512).contains(&value_dim), || {
         format!("head_dim and value_dim must be 1 to 512, got {head_dim} and {value_dim}")
     })?;

@@ -10,7 +10,7 @@ use super::chunk::{
 };
 use super::gates::{GateGrads, GateTargets};
 use super::growth::bounded;
-use super::{Dims, Input, L2Norm, Options, SavedRef, check_input, first_kept, kept_chunks};
+use super::{Dims, Input, L2Norm, Options, SavedRef, check_input, first_kept, kept_chunks, visited};
 use crate::error::{Result, check, check_len, check_shape, elements};
 use crate::matmul::{By, Mat, Onto, matmul_small};
 use crate::scratch::take;
@@ -78,18 +78,20 @@ pub fn gated_delta_rule_backward<'s, T: Element>(
     check_len("saved.k_rstd", saved.k_rstd, norm_rows)?;
     let (dq, dk, dv) = (Shared::new(grads.dq), Shared::new(grads.dk), Shared::new(grads.dv));
     let dh0 = grads.dh0.map(Shared::new);
+    let visited = visited(input.cu_seqlens, dh0.is_some());
     let tasks: Vec<(usize, usize)> =
-        (0..sequences).flat_map(|s| options.heads(dims).map(move |h| (s, h))).collect();
-    grads.gates.with(&input.gates, sequences, |gates| {
+        (0..visited.len()).flat_map(|i| options.heads(dims).map(move |h| (i, h))).collect();
+    grads.gates.with(&input.gates, visited.len(), |gates| {
         let targets = Targets { dq, dk, dv, gates, dh0 };
         let grow = input.gates.grow();
-        tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
+        tasks.par_iter().with_max_len(1).for_each(|&(row, key_head)| {
+            let sequence = visited[row];
             let tokens = input.cu_seqlens[sequence]..input.cu_seqlens[sequence + 1];
             let bounded = grow.then(|| bounded(options, &input.gates, dims, tokens, key_head));
             let options = bounded.as_ref().unwrap_or(options);
             let task = Task { targets: &targets, d_o, dht, input, saved, dims, options };
             scratch.with(gated_delta_rule_backward_scratch(dims, options), |slot| {
-                task.run(sequence, key_head, first_kept[sequence], slot);
+                task.run(sequence, row, key_head, first_kept[sequence], slot);
             });
         });
     })
@@ -183,7 +185,8 @@ impl<T: Element> Task<'_, '_, T> {
         prefetch_rows(self.d_o, self.dims.key_heads, key_head, values, tokens);
     }
 
-    fn run(&self, sequence: usize, key_head: usize, first_kept: usize, mut slot: &mut [f32]) {
+    /// `row` is the place of the sequence's sums of the gates.
+    fn run(&self, sequence: usize, row: usize, key_head: usize, first_kept: usize, mut slot: &mut [f32]) {
         let (dims, options) = (self.dims, self.options);
         let (group, len, every) = (dims.group(), dims.state_len(), options.states_every);
         let slot = &mut slot;
@@ -226,18 +229,7 @@ impl<T: Element> Task<'_, '_, T> {
                     let (state, _) = segment_states(kept, made.states, i * group + j, group, len);
                     let head = Head::nth(made.heads, i * group + j, dims, options.chunk);
                     let d_state = &mut d_states[j * len..(j + 1) * len];
-                    self.chunk(
-                        dkq,
-                        d_state,
-                        &keys,
-                        &head,
-                        &mut work,
-                        state,
-                        sequence,
-                        first_head + j,
-                        first,
-                        c,
-                    );
+                    self.chunk(dkq, d_state, &keys, &head, &mut work, state, row, first_head + j, first, c);
                 }
                 self.store_keys(dkq, &keys, key_head, first, c);
             }
@@ -293,7 +285,7 @@ impl<T: Element> Task<'_, '_, T> {
         head: &Head<'_>,
         work: &mut Work<'_>,
         state: &[f32],
-        sequence: usize,
+        row: usize,
         value_head: usize,
         first: usize,
         c: usize,
@@ -366,7 +358,7 @@ impl<T: Element> Task<'_, '_, T> {
             let gradients = (sum as f32, work.dbeta[i]);
             // SAFETY: a token of this sequence, and the sequence's sums, at this value head belong to this
             // task alone.
-            unsafe { self.targets.gates.store(gradients, sequence, first + i, value_head, heads) };
+            unsafe { self.targets.gates.store(gradients, row, first + i, value_head, heads) };
         }
     }
 

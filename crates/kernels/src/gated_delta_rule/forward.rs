@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::chunk::{Half, Head, Keys, gate_queries, l2_rstd, prefetch_rows, prefetch_targets, triangle_add};
 use super::growth::bounded;
-use super::{Dims, Input, L2Norm, Options, Saved, SavedMut, check_input, first_kept, saved_states};
+use super::{Dims, Input, L2Norm, Options, Saved, SavedMut, check_input, first_kept, saved_states, visited};
 use crate::error::{Result, check_shape, elements};
 use crate::matmul::{By, Mat, Onto, matmul_small};
 use crate::scratch::take;
@@ -100,6 +100,7 @@ fn forward<T: Element>(
         (q, k) = (q_normalized, k_normalized);
     }
     let first_kept = first_kept(input.cu_seqlens, options);
+    let visited = visited(input.cu_seqlens, output.ht.is_some());
     let targets = Targets {
         o: Shared::new(output.o),
         ht: output.ht.map(Shared::new),
@@ -109,7 +110,7 @@ fn forward<T: Element>(
         save,
     };
     let tasks: Vec<(usize, usize)> =
-        (0..sequences).flat_map(|s| options.heads(dims).map(move |h| (s, h))).collect();
+        visited.iter().flat_map(|s| options.heads(dims).map(move |h| (*s, h))).collect();
     let grow = input.gates.grow();
     tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
         let tokens = input.cu_seqlens[sequence]..input.cu_seqlens[sequence + 1];

@@ -137,12 +137,12 @@ pub(super) enum GateTargets<'a, T> {
 }
 
 impl<T: Element> GateGrads<'_, T> {
-    /// Runs `work` with the targets. Parameter gradients are summed over tokens inside and over sequences
-    /// here, in an order that does not depend on the number of threads.
+    /// Runs `work` with the targets. Parameter gradients are summed over tokens inside and over sequences, of
+    /// which there are `rows`, here, in an order that does not depend on the number of threads.
     pub(super) fn with(
         self,
         gates: &Gates<'_, T>,
-        sequences: usize,
+        rows: usize,
         work: impl FnOnce(&GateTargets<'_, T>),
     ) -> Result {
         match (self, gates) {
@@ -158,7 +158,7 @@ impl<T: Element> GateGrads<'_, T> {
                 check_len("db", db, gates.b.len())?;
                 check_len("da_log", da_log, heads)?;
                 check_len("ddt_bias", ddt_bias, heads)?;
-                let mut sums = vec![(0.0, 0.0); sequences * heads];
+                let mut sums = vec![(0.0, 0.0); rows * heads];
                 let (da, db, shared) = (Shared::new(da), Shared::new(db), Shared::new(&mut sums));
                 work(&GateTargets::Raw { gates: *gates, da, db, sums: shared });
                 for (h, (da_log, ddt_bias)) in da_log.iter_mut().zip(ddt_bias).enumerate() {
@@ -181,7 +181,7 @@ impl<T: Element> GateTargets<'_, T> {
     pub(super) unsafe fn store(
         &self,
         (dg, dbeta): (f32, f32),
-        sequence: usize,
+        row: usize,
         token: usize,
         head: usize,
         heads: usize,
@@ -199,7 +199,7 @@ impl<T: Element> GateTargets<'_, T> {
                     let d = gate_gradients(dg, dbeta, a, b, a_log[head], dt_bias[head]);
                     da.part(at, 1)[0] = T::from_f32(d.a);
                     db.part(at, 1)[0] = T::from_f32(d.b);
-                    let sum = &mut sums.part(sequence * heads + head, 1)[0];
+                    let sum = &mut sums.part(row * heads + head, 1)[0];
                     *sum = (sum.0 + d.a_log, sum.1 + d.a as f64);
                 }
             }

@@ -87,7 +87,7 @@ pub use step::{gated_delta_rule_step, gated_delta_rule_step_scratch};
 
 pub use crate::packing::check_cu_seqlens;
 
-use crate::error::{Result, check, check_shape};
+use crate::error::{Result, check, check_shape, elements};
 use crate::{Element, Rounding};
 
 /// Epsilon of the l2norm, inside the square root.
@@ -262,6 +262,13 @@ fn kept_chunks(tokens: usize, options: &Options) -> usize {
     tokens.div_ceil(options.chunk).div_ceil(options.states_every)
 }
 
+/// Sequences to visit: those with tokens; with `states` all of them, because each has states to be written. The
+/// others may be many times more than the tokens, and the heads of no tokens have no memory that bounds them.
+fn visited(cu_seqlens: &[usize], states: bool) -> Vec<usize> {
+    let visit = |s: &usize| states || cu_seqlens[*s] < cu_seqlens[s + 1];
+    (0..cu_seqlens.len() - 1).filter(visit).collect()
+}
+
 /// Index of the first saved state of each sequence; the last entry is their number.
 fn first_kept(cu_seqlens: &[usize], options: &Options) -> Vec<usize> {
     let mut first = vec![0];
@@ -271,12 +278,18 @@ fn first_kept(cu_seqlens: &[usize], options: &Options) -> Vec<usize> {
     first
 }
 
-fn check_input<T: Element>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result<usize> {
+fn check_dims(dims: Dims) -> Result {
     let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
     check(key_heads > 0 && value_heads > 0 && value_heads.is_multiple_of(key_heads), || {
         format!("value heads must be a multiple of key heads, got {value_heads} and {key_heads}")
     })?;
     check(key_dim > 0 && value_dim > 0, || "key_dim and value_dim must be above 0".into())?;
+    elements("state", [value_heads, key_dim, value_dim]).map(|_| ())
+}
+
+fn check_input<T: Element>(dims: Dims, options: &Options, input: &Input<'_, T>) -> Result<usize> {
+    check_dims(dims)?;
+    let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
     check((1..=256).contains(&options.chunk), || format!("chunk must be 1 to 256, got {}", options.chunk))?;
     check(options.states_every > 0, || "states_every must be 1 or more, got 0".into())?;
     if let Some((first, count)) = options.heads {

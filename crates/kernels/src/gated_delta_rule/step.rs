@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::chunk::{l2_rstd, scale};
-use super::{Dims, L2Norm, Options};
+use super::{Dims, L2Norm, Options, check_dims};
 use crate::error::{Result, check_len, check_shape};
 use crate::simd::{axpy, scale_into};
 use crate::{Element, Scratch};
@@ -42,6 +42,7 @@ pub fn gated_delta_rule_step<T: Element>(
     options: &Options,
     scratch: &Scratch,
 ) -> Result {
+    check_dims(dims)?;
     let Dims { key_heads, value_heads, key_dim: dk, value_dim: dv } = dims;
     check_shape("o", o, [value_heads, dv])?;
     check_shape("state", state, [value_heads, dk, dv])?;

@@ -856,3 +856,51 @@ fn saved_values_in_memory_of_the_caller_have_the_same_bits_and_the_right_lengths
         assert_eq!(all[0], all[1]);
     }
 }
+
+#[test]
+fn many_heads_and_sequences_without_tokens_take_no_memory() {
+    let (scratch, options) = (Scratch::new(0), Options::default());
+    // Heads without memory, and parameters of many heads beside many sequences.
+    let (many, few, parameters) = (vec![0; 1 << 20], vec![0; 2], vec![0f32; 1 << 20]);
+    for (heads, raw, cu_seqlens) in [(1 << 40, false, &few), (1 << 20, true, &many)] {
+        let dims = Dims { key_heads: heads, value_heads: heads, key_dim: 4, value_dim: 4 };
+        let gates = match raw {
+            true => Gates::Raw(RawGates { a: &[], b: &[], a_log: &parameters, dt_bias: &parameters }),
+            false => Gates::Given { g: &[], beta: &[] },
+        };
+        let input = Input::<f32> { q: &[], k: &[], v: &[], gates, h0: None, cu_seqlens };
+        let mut saved = Saved::default();
+        let output = Output { o: &mut [], ht: None };
+        gated_delta_rule_forward(output, Some(&mut saved), &input, dims, &options, &scratch).unwrap();
+        let (mut da_log, mut ddt_bias) = (parameters.clone(), parameters.clone());
+        let gates = match raw {
+            true => GateGrads::Raw { da: &mut [], db: &mut [], da_log: &mut da_log, ddt_bias: &mut ddt_bias },
+            false => GateGrads::Given { dg: &mut [], dbeta: &mut [] },
+        };
+        let grads = Grads { dq: &mut [], dk: &mut [], dv: &mut [], gates, dh0: None };
+        gated_delta_rule_backward(grads, &[], None, &input, &saved, dims, &options, &scratch).unwrap();
+        assert!(da_log.iter().all(|x| *x == 0.0));
+    }
+}
+
+#[test]
+fn a_step_without_heads_and_a_state_beyond_memory_are_errors() {
+    let (scratch, options) = (Scratch::new(0), Options::default());
+    let ok = Dims { key_heads: 1, value_heads: 1, key_dim: 1, value_dim: 1 };
+    let huge = 1 << 33;
+    for dims in [
+        Dims { key_heads: 0, ..ok },
+        Dims { value_dim: 0, ..ok },
+        Dims { key_dim: huge, value_dim: huge, ..ok },
+    ] {
+        let x = [0f32; 1];
+        let step =
+            gated_delta_rule_step(&mut [0.0], &mut [0.0], &x, &x, &x, &x, &x, dims, &options, &scratch);
+        assert!(step.is_err(), "{dims:?}");
+        let gates = Gates::Given { g: &[], beta: &[] };
+        let input = Input::<f32> { q: &[], k: &[], v: &[], gates, h0: None, cu_seqlens: &[0, 0] };
+        let output = Output { o: &mut [], ht: None };
+        let forward = gated_delta_rule_forward(output, None, &input, dims, &options, &scratch);
+        assert!(forward.is_err(), "{dims:?}");
+    }
+}

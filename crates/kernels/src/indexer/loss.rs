@@ -87,7 +87,7 @@ pub fn indexer_loss_scratch<T: Element>(
 /// Number of f32 of the workspace of [`indexer_loss`] with gradients: the partial sums of dk. Without
 /// gradients it needs none. `tokens` is the number of keys.
 pub fn indexer_loss_workspace(dims: Dims, tokens: usize) -> usize {
-    LANES * tokens * dims.dim
+    LANES.saturating_mul(tokens).saturating_mul(dims.dim)
 }
 
 /// Returns the loss; with `grads` also computes its gradients.

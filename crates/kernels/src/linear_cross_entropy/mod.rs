@@ -104,7 +104,7 @@ pub struct Grads<'a, T> {
 
 /// Number of f32 of the workspace of [`linear_cross_entropy`]: the logits of one slice.
 pub fn linear_cross_entropy_workspace(dims: Dims, tokens: usize, options: &Options) -> usize {
-    options.slice.min(tokens) * dims.outputs
+    options.slice.min(tokens).saturating_mul(dims.outputs)
 }
 
 /// Number of f32 of one scratch slot of [`linear_cross_entropy`].

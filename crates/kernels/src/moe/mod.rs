@@ -79,6 +79,9 @@ pub use route::{Dispatch, Router, Routing, route_backward, route_forward};
 
 use crate::error::{Result, check};
 
+/// Largest number of experts.
+pub const MAX_EXPERTS: usize = 1 << 16;
+
 /// Sizes of the layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dims {
@@ -97,6 +100,7 @@ fn check_dims(dims: Dims) -> Result {
     check(top_k > 0 && top_k <= experts, || {
         format!("top_k must be 1 to the number of experts, {experts}, got {top_k}")
     })?;
+    check(experts <= MAX_EXPERTS, || format!("experts must be at most {MAX_EXPERTS}, got {experts}"))?;
     check(hidden > 0 && intermediate > 0, || {
         format!("expert hidden and intermediate must be above 0, got {hidden} and {intermediate}")
     })

@@ -482,3 +482,10 @@ fn shapes_and_routings_that_make_no_sense_are_refused() {
     assert!(Balance::new(3).add(&[0.0; 12], &twice, dims).is_err());
     assert!(Balance::new(4).backward(&mut [0.0; 3], &[0.0; 4], 1.0).is_err());
 }
+
+#[test]
+fn more_experts_than_memory_holds_are_refused_though_there_are_no_tokens() {
+    let dims = Dims { experts: 1 << 40, top_k: 2, hidden: 4, intermediate: 4 };
+    let error = Dispatch::new(&Routing::default(), dims).unwrap_err();
+    assert!(error.to_string().contains("experts must be at most 65536"), "{error}");
+}

@@ -415,3 +415,40 @@ fn bad_shapes_are_errors_that_name_the_argument() {
     bad(run(ok, options, 32, &[0, 2, 1], 4, 6), "must not decrease");
     assert_eq!(run(ok, options, 32, &[0, 2], 4, 6), None);
 }
+
+#[test]
+fn more_heads_than_memory_holds_are_refused_though_there_are_no_tokens() {
+    let (scratch, options) = (Scratch::new(0), Options::default());
+    for (heads, kv_heads) in [(1 << 40, 1 << 40), (1 << 40, 1)] {
+        let dims = Dims { heads, kv_heads, head_dim: 4, value_dim: 4 };
+        for selected in [None, Some(Selected { keys: &[], topk: 2 })] {
+            let cu_seqlens = &[0, 0, 0];
+            let input = Input::<f32> { q: &[], k: &[], v: &[], sinks: None, selected, before: 0, cu_seqlens };
+            let grads = Grads::<f32> { dq: &mut [], dk: &mut [], dv: &mut [], dsinks: None };
+            let saved = Saved::default();
+            let backward =
+                attention_backward(grads, &[], &[], &input, &saved, dims, &options, &mut [], &scratch);
+            let forward = attention_forward(&mut [], None, &input, dims, &options, &scratch);
+            for error in [forward, backward] {
+                let error = error.unwrap_err().to_string();
+                assert_eq!(error, format!("heads must be at most 65536, got {heads}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn many_sequences_without_tokens_beside_many_heads_take_no_memory() {
+    let dims = Dims { heads: 1 << 16, kv_heads: 1 << 16, head_dim: 1, value_dim: 1 };
+    let (scratch, options, cu_seqlens) = (Scratch::new(0), Options::default(), vec![0; 1 << 24]);
+    fn run<T: Element>(dims: Dims, options: &Options, cu_seqlens: &[usize], scratch: &Scratch) {
+        for selected in [None, Some(Selected { keys: &[], topk: 2 })] {
+            let input = Input::<T> { q: &[], k: &[], v: &[], sinks: None, selected, before: 0, cu_seqlens };
+            let grads = Grads::<T> { dq: &mut [], dk: &mut [], dv: &mut [], dsinks: None };
+            let saved = Saved::default();
+            attention_backward(grads, &[], &[], &input, &saved, dims, options, &mut [], scratch).unwrap();
+        }
+    }
+    run::<f32>(dims, &options, &cu_seqlens, &scratch);
+    run::<bf16>(dims, &options, &cu_seqlens, &scratch);
+}
