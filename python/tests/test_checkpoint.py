@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import safetensors_file
 
 import ballast
-from ballast import BallastError, BallastWarning
+from ballast import BallastError, BallastWarning, lab
 from ballast._command import Report
 from ballast.checkpoint import audit, convert, diff, inspect, repair
 from ballast.contract import Policy
@@ -254,6 +255,33 @@ def test_an_exception_of_the_callback_cancels_and_is_raised(tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="enough"):
         convert(file, tmp_path / "out", dtype="f16", progress=refuse)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_call_that_is_cancelled_after_its_work_is_complete_publishes_nothing(
+    release: Path, tmp_path: Path
+) -> None:
+    def refuse(phase: str, done: int, total: int) -> None:
+        time.sleep(1)  # the work, a few files, is complete after that
+        raise RuntimeError("enough")
+
+    calls: list[Callable[[], Report]] = [
+        lambda: convert(release, tmp_path / "folder", dtype="f16", progress=refuse),
+        lambda: convert(release, tmp_path / "file.safetensors", progress=refuse),
+        lambda: repair(release, tmp_path / "folder", original=release, progress=refuse),
+        lambda: lab.run(
+            policies=["f32"], tokens=8, no_gradients=True, out=tmp_path / "folder", progress=refuse
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="enough"):
+            call()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_is_reported_before_the_result_is_in_place(release: Path, tmp_path: Path) -> None:
+    there = []
+    convert(release, tmp_path / "out", progress=lambda *_: there.append((tmp_path / "out").exists()))
+    assert there and not any(there)
 
 
 def test_a_forked_process_is_refused_instead_of_waiting_forever(release: Path) -> None:

@@ -373,11 +373,8 @@ pub fn execute(
     for file in &source.files {
         file.check_unchanged()?;
     }
-    if observer.cancelled() {
-        return Err(Error::Interrupted);
-    }
     let count = files.file_count();
-    staging.commit()?;
+    staging.commit(observer)?;
     Ok(ConvertReport { plan, files: count, sidecars, verification })
 }
 

@@ -23,6 +23,11 @@ pub trait Observer: Sync {
     fn cancelled(&self) -> bool {
         false
     }
+    /// Returns true if a finished result may be put in place. It is asked right before, and the answer is final:
+    /// whoever answers true no longer cancels.
+    fn may_publish(&self) -> bool {
+        !self.cancelled()
+    }
 }
 
 /// An observer that does nothing.

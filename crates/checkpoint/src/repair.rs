@@ -250,6 +250,6 @@ fn write(
     for file in checkpoint.files.iter().chain(&original.files) {
         file.check_unchanged()?;
     }
-    staging.commit()?;
+    staging.commit(observer)?;
     Ok(verification)
 }

@@ -11,6 +11,7 @@ use ballast_contract::Dtype;
 use crate::cast::{self, Buffer};
 use crate::error::{Error, Place, Result};
 use crate::header::{self, Header, TensorInfo};
+use crate::jobs::Silent;
 use crate::open::{Checkpoint, StoredTensor};
 use crate::staging::{Staging, check_space};
 
@@ -153,7 +154,7 @@ fn write(path: &Path, tensors: &[Raw<'_>], metadata: &[(String, String)], force:
         file.write_all(part).map_err(Error::io(&staged, "write"))?;
     }
     file.sync_all().map_err(Error::io(&staged, "flush"))?;
-    staging.commit()
+    staging.commit(&Silent)
 }
 
 /// A file of tensors that several processes write together, each its own ranges. Not atomic: it belongs into a

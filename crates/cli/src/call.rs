@@ -113,4 +113,35 @@ mod tests {
         assert_eq!(failure.code, 2);
         assert!(failure.message.starts_with("invalid value 'bf15' for '--dtype <DTYPE>'"), "{failure:?}");
     }
+
+    #[test]
+    fn a_call_that_may_not_publish_leaves_nothing_behind() {
+        struct TooLate;
+        impl Observer for TooLate {
+            fn may_publish(&self) -> bool {
+                false
+            }
+        }
+        let fixtures = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures");
+        let release = format!("{fixtures}/release/qwen3_5");
+        let model = format!("{fixtures}/models/qwen3_5");
+        let golden = format!("{model}/golden.safetensors");
+        let home = tempfile::tempdir().unwrap();
+        let destination = |name: &str| home.path().join(name).display().to_string();
+        let (folder, file) = (destination("folder"), destination("file.safetensors"));
+        let gguf = destination("file.gguf");
+        for args in [
+            &["convert", &release, &folder, "--dtype", "f16"][..],
+            &["convert", &release, &file],
+            &["convert", &release, &gguf],
+            &["repair", &release, &folder, "--original", &release],
+            &["trace", &model, "--ids", &golden, "--out", &file],
+            &["lab", "--policies", "f32", "--tokens", "8", "--no-gradients", "--out", &folder],
+        ] {
+            let args_of_call = args.iter().map(OsString::from).collect();
+            let failure = call(Call { args: args_of_call, policy: None, observer: Arc::new(TooLate) }).err();
+            assert_eq!(failure.as_ref().map(|failure| failure.code), Some(130), "{args:?}: {failure:?}");
+            assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0, "{args:?}");
+        }
+    }
 }

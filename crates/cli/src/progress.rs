@@ -186,6 +186,10 @@ impl Observer for Progress {
     fn cancelled(&self) -> bool {
         self.caller.as_ref().map_or_else(interrupted, |caller| caller.cancelled())
     }
+
+    fn may_publish(&self) -> bool {
+        self.caller.as_ref().map_or_else(|| !interrupted(), |caller| caller.may_publish())
+    }
 }
 
 impl Drop for Progress {

@@ -5,7 +5,7 @@
 
 use std::ffi::OsString;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -62,28 +62,48 @@ impl Shared {
     }
 }
 
-impl Observer for Shared {
+type Ended = Result<Answer, Failure>;
+
+/// A message of the command's thread to the calling thread.
+enum Event {
+    /// The result is complete, and is put in place after an answer; without one, it is discarded.
+    Complete(Sender<()>),
+    Ended(Ended),
+}
+
+/// Receives the events of a command. The lock is for the compiler: one thread uses it.
+type Events = Mutex<Receiver<Event>>;
+
+/// The command's side of a call.
+struct Worker {
+    shared: Arc<Shared>,
+    events: Sender<Event>,
+}
+
+impl Observer for Worker {
     fn phase(&self, name: &'static str, bytes: u64) {
-        self.begin(name, bytes);
+        self.shared.begin(name, bytes);
     }
 
     fn steps(&self, name: &'static str, steps: u64) {
-        self.begin(name, steps);
+        self.shared.begin(name, steps);
     }
 
     fn advance(&self, count: u64) {
-        self.done.fetch_add(count, Ordering::Relaxed);
+        self.shared.done.fetch_add(count, Ordering::Relaxed);
     }
 
     fn cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Relaxed)
+        self.shared.cancelled.load(Ordering::Relaxed)
+    }
+
+    /// Asks the calling thread, which looks at signals and reports progress once more: what it raises then
+    /// is raised before anything is in place.
+    fn may_publish(&self) -> bool {
+        let (yes, answer) = channel();
+        self.events.send(Event::Complete(yes)).is_ok() && answer.recv().is_ok()
     }
 }
-
-type Ended = Result<Answer, Failure>;
-
-/// Receives the end of a command. The lock is for the compiler: one thread uses it.
-type Ends = Mutex<Receiver<Ended>>;
 
 /// Runs a command. Returns its JSON document, whether its checks passed, and its warnings.
 ///
@@ -102,11 +122,12 @@ pub(crate) fn call(
     check_fork()?;
     let shared = Arc::new(Shared::default());
     let policy = policy.map(|policy| policy.get().with_registry());
-    let call = Call { args, policy, observer: shared.clone() };
-    let (sender, receiver) = channel();
+    let (events, receiver) = channel();
+    let observer = Arc::new(Worker { shared: shared.clone(), events: events.clone() });
+    let call = Call { args, policy, observer };
     let work = move || {
         // The receiver is gone if the thread was left behind.
-        let _ = sender.send(ballast_ml::call(call));
+        let _ = events.send(Event::Ended(ballast_ml::call(call)));
     };
     std::thread::Builder::new().name("ballast".into()).spawn(work)?;
     match wait(py, &Mutex::new(receiver), &shared, progress.as_ref(), may_leave)? {
@@ -118,7 +139,7 @@ pub(crate) fn call(
 
 fn wait(
     py: Python<'_>,
-    receiver: &Ends,
+    receiver: &Events,
     shared: &Shared,
     progress: Option<&Bound<'_, PyAny>>,
     may_leave: bool,
@@ -132,35 +153,58 @@ fn wait(
         reported = now;
         if let Err(exception) = looked {
             shared.cancelled.store(true, Ordering::Relaxed);
-            if received.is_none() {
+            if !matches!(received, Some(Ok(Event::Ended(_)) | Err(()))) {
+                drop(received);
                 cancel(py, receiver, may_leave);
             }
             return Err(exception);
         }
         match received {
-            Some(Ok(ended)) => return Ok(ended),
-            Some(Err(())) => {
-                return Err(PyRuntimeError::new_err("the command panicked; this is a bug in ballast"));
+            Some(Ok(Event::Ended(ended))) => return Ok(ended),
+            Some(Ok(Event::Complete(yes))) => {
+                let _ = yes.send(());
+                return finish(py, receiver);
             }
+            Some(Err(())) => return Err(panicked()),
             None => {}
         }
     }
 }
 
-/// Waits for the end of a command without the GIL: `None` after the interval, `Err` if its thread panicked.
-fn receive(py: Python<'_>, receiver: &Ends) -> Option<Result<Ended, ()>> {
+/// Waits for the end of a command that puts its result in place. An interrupt comes too late for it, and is
+/// raised by Python after the call.
+fn finish(py: Python<'_>, receiver: &Events) -> PyResult<Ended> {
+    loop {
+        match receive(py, receiver) {
+            Some(Ok(Event::Ended(ended))) => return Ok(ended),
+            Some(Ok(Event::Complete(yes))) => drop(yes.send(())),
+            Some(Err(())) => return Err(panicked()),
+            None => {}
+        }
+    }
+}
+
+fn panicked() -> PyErr {
+    PyRuntimeError::new_err("the command panicked; this is a bug in ballast")
+}
+
+/// Waits for an event without the GIL: `None` after the interval, `Err` if the command's thread panicked.
+fn receive(py: Python<'_>, receiver: &Events) -> Option<Result<Event, ()>> {
     py.detach(|| match receiver.lock().map_err(|_| ())?.recv_timeout(INTERVAL) {
-        Ok(ended) => Ok(Some(ended)),
+        Ok(event) => Ok(Some(event)),
         Err(RecvTimeoutError::Timeout) => Ok(None),
         Err(RecvTimeoutError::Disconnected) => Err(()),
     })
     .transpose()
 }
 
-/// Waits until a cancelled command has removed what it has written.
-fn cancel(py: Python<'_>, receiver: &Ends, may_leave: bool) {
+/// Waits until a cancelled command has removed what it has written. A result that is complete meanwhile gets no
+/// answer, and is discarded.
+fn cancel(py: Python<'_>, receiver: &Events, may_leave: bool) {
     let begun = Instant::now();
-    while receive(py, receiver).is_none() && !(may_leave && begun.elapsed() > GRACE) {}
+    while matches!(receive(py, receiver), None | Some(Ok(Event::Complete(_))))
+        && !(may_leave && begun.elapsed() > GRACE)
+    {}
 }
 
 /// Runs the whole program with these arguments, without its name. Returns the exit code.

@@ -18,7 +18,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use ballast_checkpoint::jobs::Observer;
+use ballast_checkpoint::jobs::{Observer, Silent};
 use ballast_checkpoint::look_at;
 use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::TensorFile;
@@ -295,7 +295,7 @@ impl Store {
         let json = serde_json::to_vec_pretty(state).map_err(|error| Error::Config(error.to_string()))?;
         write_file(&staging.folder().join("state.json"), &json)?;
         let exists = self.path(state.step).exists();
-        staging.commit()?;
+        staging.commit(&Silent)?;
         if exists {
             self.replace(state.step)?;
         }

@@ -192,9 +192,6 @@ pub(crate) fn write(
     for file in sources.iter().flat_map(|source| &source.files) {
         file.check_unchanged()?;
     }
-    if observer.cancelled() {
-        return Err(Error::Interrupted);
-    }
-    staging.commit()?;
+    staging.commit(observer)?;
     Ok(verification)
 }

@@ -27,6 +27,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::error::{Error, Result};
+use crate::jobs::Observer;
 use crate::ranks::is_rank_folder;
 use crate::torch;
 use hidden::{Hidden, NEW, OLD};
@@ -133,12 +134,16 @@ impl Staging {
     }
 
     /// Flushes folders and renames into place; files must be flushed already. Returns an error if the
-    /// destination has changed; it is then left as it is, and nothing is published.
-    pub fn commit(self) -> Result<()> {
+    /// destination has changed, or if the observer has cancelled; the destination is then left as it is, and
+    /// nothing is published.
+    pub fn commit(self, observer: &dyn Observer) -> Result<()> {
         if !self.is_file {
             for folder in folders_below(&self.staged)? {
                 sync(&folder)?;
             }
+        }
+        if !observer.may_publish() {
+            return Err(Error::Interrupted);
         }
         let (staged, target) = (&self.staged, &self.target);
         let renamed = match &self.before {

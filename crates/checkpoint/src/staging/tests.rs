@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::error::ErrorKind;
+use crate::jobs::Silent;
 
 /// A scratch folder, and a destination in it.
 struct Home {
@@ -58,8 +59,8 @@ fn a_destination_that_appears_during_the_work_is_left_as_it_is() {
         let (folder, file) = (home.stage("dst", "new", force), home.stage("x.safetensors", "new", force));
         home.put("dst/model.safetensors", "other");
         home.put("x.safetensors", "other");
-        refused(folder.commit(), "dst was created or filled by another process");
-        refused(file.commit(), "x.safetensors was created or filled");
+        refused(folder.commit(&Silent), "dst was created or filled by another process");
+        refused(file.commit(&Silent), "x.safetensors was created or filled");
         assert_eq!(
             (home.text("dst/model.safetensors"), home.text("x.safetensors")),
             ("other".into(), "other".into())
@@ -73,8 +74,8 @@ fn of_two_writes_to_one_destination_exactly_one_is_published() {
     for name in ["dst", "x.safetensors"] {
         let home = Home::new();
         let (first, second) = (home.stage(name, "first", false), home.stage(name, "second", false));
-        second.commit().unwrap();
-        refused(first.commit(), "by another process");
+        second.commit(&Silent).unwrap();
+        refused(first.commit(&Silent), "by another process");
         let (file, count) = if name == "dst" { ("dst/model.safetensors", 3) } else { (name, 2) };
         assert_eq!(home.text(file), "second");
         assert_eq!(snapshot(home.folder.path()).unwrap().len(), count);
@@ -86,12 +87,12 @@ fn an_empty_folder_is_filled_unless_another_process_fills_it_first() {
     let home = Home::new();
     fs::create_dir(home.path("dst")).unwrap();
     let (first, second) = (home.stage("dst", "first", false), home.stage("dst", "second", false));
-    first.commit().unwrap();
-    refused(second.commit(), "created or filled by another process");
+    first.commit(&Silent).unwrap();
+    refused(second.commit(&Silent), "created or filled by another process");
     assert_eq!(home.text("dst/model.safetensors"), "first");
     home.holds(&["dst", "dst/model.safetensors"]);
     fs::create_dir(home.path("x.safetensors")).unwrap();
-    home.stage("x.safetensors", "file", false).commit().unwrap();
+    home.stage("x.safetensors", "file", false).commit(&Silent).unwrap();
     assert_eq!(home.text("x.safetensors"), "file");
 }
 
@@ -102,7 +103,7 @@ fn force_replaces_only_what_was_checked() {
         home.put("dst/model.safetensors", "old");
         let staging = home.stage("dst", "new", true);
         home.put(change, "changed");
-        refused(staging.commit(), "dst was changed by another process");
+        refused(staging.commit(&Silent), "dst was changed by another process");
         assert_eq!(home.text(change), "changed");
         assert!(home.path("dst/model.safetensors").exists());
         assert_eq!(fs::read_dir(home.folder.path()).unwrap().count(), 1);
@@ -111,8 +112,8 @@ fn force_replaces_only_what_was_checked() {
     home.put("x.safetensors", "old");
     let (first, second) =
         (home.stage("x.safetensors", "first", true), home.stage("x.safetensors", "2nd", true));
-    second.commit().unwrap();
-    refused(first.commit(), "x.safetensors was changed by another process");
+    second.commit(&Silent).unwrap();
+    refused(first.commit(&Silent), "x.safetensors was changed by another process");
     assert_eq!(home.text("x.safetensors"), "2nd");
     home.holds(&["x.safetensors"]);
 }
@@ -158,8 +159,8 @@ fn an_old_destination_whose_place_was_taken_is_kept_beside_it() {
 fn a_name_of_255_bytes_can_be_written_and_replaced() {
     let home = Home::new();
     for name in ["n".repeat(255), format!("{}.safetensors", "n".repeat(243)), "n".repeat(240)] {
-        home.stage(&name, "old", false).commit().unwrap();
-        home.stage(&name, "new", true).commit().unwrap();
+        home.stage(&name, "old", false).commit(&Silent).unwrap();
+        home.stage(&name, "new", true).commit(&Silent).unwrap();
         let path = if name.ends_with("s") { name.clone() } else { format!("{name}/model.safetensors") };
         assert_eq!(home.text(&path), "new");
     }
@@ -187,8 +188,8 @@ fn of_two_writes_to_an_empty_mount_point_exactly_one_is_published() {
     fs::create_dir_all(home.path("dst/lost+found")).unwrap();
     let first = stage_inside(&home, &["config.json", "model.safetensors"]);
     let second = stage_inside(&home, &["mp_rank_00/model.safetensors", "mp_rank_01/model.safetensors"]);
-    second.commit().unwrap();
-    refused(first.commit(), "dst was created or filled by another process");
+    second.commit(&Silent).unwrap();
+    refused(first.commit(&Silent), "dst was created or filled by another process");
     home.holds(&[
         "dst",
         "dst/lost+found",
@@ -233,6 +234,34 @@ fn a_mount_point_that_cannot_take_every_entry_gets_none() {
     let names = ["tokenizer.json", "model.safetensors", "no-such-file"].map(OsString::from);
     assert!(staging.move_in(&names).is_err());
     assert!(entries(&home.path("dst"), true).unwrap().is_empty());
-    staging.commit().unwrap();
+    staging.commit(&Silent).unwrap();
     home.holds(&["dst", "dst/config.json", "dst/model.safetensors", "dst/tokenizer.json"]);
+}
+
+#[test]
+fn a_cancelled_write_leaves_the_destination_as_it_is() {
+    struct Cancelled;
+    impl Observer for Cancelled {
+        fn cancelled(&self) -> bool {
+            true
+        }
+    }
+    let home = Home::new();
+    fs::create_dir(home.path("empty")).unwrap();
+    home.put("old/model.safetensors", "old");
+    home.put("old.safetensors", "old");
+    let names = ["new", "new.safetensors", "empty", "old", "old.safetensors"];
+    let mounted = Home::new();
+    fs::create_dir(mounted.path("dst")).unwrap();
+    let writes = names.map(|name| home.stage(name, "new", true));
+    for staging in writes.into_iter().chain([stage_inside(&mounted, &["config.json"])]) {
+        let error = staging.commit(&Cancelled).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+    }
+    home.holds(&["empty", "old", "old/model.safetensors", "old.safetensors"]);
+    assert_eq!(
+        (home.text("old/model.safetensors"), home.text("old.safetensors")),
+        ("old".into(), "old".into())
+    );
+    mounted.holds(&["dst"]);
 }

@@ -135,7 +135,7 @@ pub(crate) fn run(mut args: LabArgs, global: &Global) -> anyhow::Result<Outcome>
     };
     let mut findings = carry_out(&args, &study)?;
     progress.finish();
-    if progress.cancelled() {
+    if !progress.may_publish() {
         return Err(Interrupted.into());
     }
     if embedded.is_some() {

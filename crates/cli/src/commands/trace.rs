@@ -90,7 +90,7 @@ pub(crate) fn run(mut args: TraceArgs, global: &Global) -> anyhow::Result<Outcom
     global.warnings.check_length("a sequence", longest, model.config.max_positions);
     let results = trace(&args, &model, &batch, &rows)?;
     // In `ballast` itself, a signal ends this command at once.
-    if global.caller.as_ref().is_some_and(|caller| caller.observer.cancelled()) {
+    if global.caller.as_ref().is_some_and(|caller| !caller.observer.may_publish()) {
         return Err(Interrupted.into());
     }
     if let Some(out) = &args.out {

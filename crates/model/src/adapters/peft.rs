@@ -8,6 +8,7 @@ use std::fs::{self, File};
 use std::path::Path;
 
 use ballast_checkpoint::Error as CheckpointError;
+use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::{Named, TensorFile, write_f32};
 use serde_json::{Value, json};
@@ -61,7 +62,7 @@ impl Model {
         fs::write(&path, format!("{config:#}\n")).map_err(CheckpointError::io(&path, "write"))?;
         File::open(&path).and_then(|file| file.sync_all()).map_err(CheckpointError::io(&path, "flush"))?;
         write_f32(&staging.folder().join(TENSORS), &named, &[("format".into(), "pt".into())], false)?;
-        Ok(staging.commit()?)
+        Ok(staging.commit(&Silent)?)
     }
 
     /// Reads adapters written by PEFT or [`Model::write_adapters`], and returns their number.
