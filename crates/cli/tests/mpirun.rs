@@ -214,6 +214,24 @@ fn a_rank_that_stops_answering_ends_the_job_with_its_number() {
     assert!(text.contains("rank 2 has not answered for 3 s (cluster.timeout)"), "{text}");
 }
 
+/// One of two ranks has a long document, the other a short one.
+#[test]
+fn a_rank_that_computes_beyond_the_time_limit_is_waited_for() {
+    let _turn = turn();
+    let scratch = common::Scratch::with_text_model();
+    let data = scratch.path("data.jsonl");
+    let document = |words: usize| format!("{{\"text\": \"{}\"}}\n", "the cat and the hat ".repeat(words));
+    fs::write(&data, document(4_000) + &document(1)).unwrap();
+    let mut args =
+        train(&scratch.path("out"), &["data.validation_fraction=0", "steps=1", "cluster.timeout=1"]);
+    let step =
+        ["data.packing=padded", "data.sequence_length=20000", "batch.groups=2", "batch.accumulation=2"];
+    args.extend(step.iter().flat_map(|setting| ["--set".to_string(), setting.to_string()]));
+    args.extend(["--model".into(), scratch.src().display().to_string()]);
+    args.extend(["--data".into(), data.display().to_string()]);
+    run(&mut mpirun(2, &args)).exits(0);
+}
+
 #[test]
 fn an_interrupt_saves_once_and_the_run_can_be_resumed() {
     let _turn = turn();

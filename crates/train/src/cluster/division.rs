@@ -106,7 +106,7 @@ impl Division {
         fill: &mut dyn FnMut(&SharedFile) -> Result,
     ) -> Result {
         let created = self.ranks.on_first(|| Ok(SharedFile::create(path, tensors)?))?;
-        let mut write = || {
+        let write = || {
             let file = created.map_or_else(|| SharedFile::open(path, tensors), Ok)?;
             fill(&file)?;
             Ok::<_, Error>(file.finish()?)

@@ -57,7 +57,10 @@ pub const KEYS: &[(&str, &str)] = &[
         "cluster.window",
         "parts of the model whose messages are on their way during backward; fewer take less memory, 0 waits for each",
     ),
-    ("cluster.timeout", "seconds after which a rank that does not answer ends the run"),
+    (
+        "cluster.timeout",
+        "seconds of silence after which a rank that others wait for ends the run; computing is not silence",
+    ),
     ("optimizer.kind", "adamw, or muon: Muon for the matrices inside the layers, AdamW for everything else"),
     ("optimizer.learning_rate", "peak learning rate of the schedule"),
     ("optimizer.beta1", "AdamW: decay of the first moment"),
