@@ -251,6 +251,16 @@ const FP8_VALUE: Kind = violation(
     "a scale of an FP8 weight is not finite and positive",
     "copy the scales from the original checkpoint",
 );
+const UNCONFIGURED: Kind = violation(
+    "quantization-config-missing",
+    "codes of a quantized weight, but config.json has no quantization_config: loaders read the codes as values",
+    "copy quantization_config from the original's config.json, or convert the original again",
+);
+const SCALE_ALONE: Kind = violation(
+    "scale-without-codes",
+    "a scale of a quantized weight, but the weight is missing or not quantized: whether it has been multiplied is unknown",
+    "convert the original again, or remove the scale if the weight has been multiplied by it",
+);
 const BARE_AND_ROUTED: Kind = violation(
     "bare-and-routed",
     "one tensor under two names, bare and under _fp32_params: loaders may read either one",
@@ -393,8 +403,14 @@ fn header_findings(
     }
 }
 
-/// Finds FP8 weights without usable scales; the values of the scales are read with all others.
+/// Finds FP8 weights without usable scales or configuration, and scales without weights; the values of the scales are read with all others.
 fn fp8_findings(checkpoint: &Checkpoint, values: Values, findings: &mut Findings) -> Result<()> {
+    for t in fp8::unconfigured(checkpoint) {
+        findings.add(&UNCONFIGURED, None, Some(t.dtype), t.name.clone());
+    }
+    for t in fp8::scales_without_codes(checkpoint) {
+        findings.add(&SCALE_ALONE, None, Some(t.dtype), t.name.clone());
+    }
     for (weight, scales) in fp8::pairs(checkpoint)? {
         let t = &checkpoint.tensors[weight];
         match scales {

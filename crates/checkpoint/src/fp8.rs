@@ -1,6 +1,6 @@
 //! FP8 weights with a scale per block, as in the releases of DeepSeek-V3.2 and Qwen3.5-FP8.
 //!
-//! `X.weight` in F8_E4M3, shape [.., R, C], goes with `X.weight_scale_inv`, shape
+//! `X.weight` in F8_E4M3 or F8_E5M2, shape [.., R, C], goes with `X.weight_scale_inv`, shape
 //! [.., ceil(R / 128), ceil(C / 128)]: value = fp8 * scale of its block, a product in f32. The block's size
 //! is `quantization_config.weight_block_size`.
 //!
@@ -35,6 +35,25 @@ const SETTINGS: &str = "quantization_config";
 /// Returns the name of the scales of a tensor.
 pub fn scale_name(name: &str) -> String {
     format!("{name}_scale_inv")
+}
+
+/// Returns true for the types of weights that [`dequantized`] reads.
+fn is_code(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F8E4M3 | Dtype::F8E5M2)
+}
+
+/// Returns the weight that a tensor has scales for, by its name.
+fn weight_of_scale(name: &str) -> Option<String> {
+    if let Some(weight) = name.strip_suffix("_scale_inv") {
+        return Some(weight.into());
+    }
+    let (module, last) = name.rsplit_once('.')?;
+    matches!(last, "weight_scale" | "input_scale" | "activation_scale").then(|| format!("{module}.weight"))
+}
+
+/// Returns the value of an F8_E5M2 code: the upper half of an f16.
+fn decode_e5m2(code: u8) -> f32 {
+    half::f16::from_bits((code as u16) << 8).to_f32()
 }
 
 /// Returns the value of an F8_E4M3 code.
@@ -213,8 +232,10 @@ impl Computed {
 
 impl Dequantizer {
     fn values(&self, out: &mut [f32], elements: Range<u64>) -> Result<()> {
-        static VALUES: OnceLock<[f32; 256]> = OnceLock::new();
-        let values = VALUES.get_or_init(|| std::array::from_fn(|code| decode(code as u8)));
+        static VALUES: [OnceLock<[f32; 256]>; 2] = [OnceLock::new(), OnceLock::new()];
+        let is_e5m2 = self.weight.dtype == Dtype::F8E5M2;
+        let value = if is_e5m2 { decode_e5m2 } else { decode };
+        let values = VALUES[is_e5m2 as usize].get_or_init(|| std::array::from_fn(|code| value(code as u8)));
         let mut codes = Buffer::default();
         self.weight.read(elements.clone(), &mut codes, &mut Buffer::default())?;
         let range = self.blocks.scales(&elements);
@@ -298,7 +319,30 @@ impl Quantizer {
 
 /// Returns true if the checkpoint has FP8 weights.
 pub fn has_weights(checkpoint: &Checkpoint) -> bool {
-    checkpoint.tensors.iter().any(|t| t.dtype == Dtype::F8E4M3)
+    checkpoint.tensors.iter().any(|t| is_code(t.dtype))
+}
+
+/// Returns codes of fewer than 16 bits if config.json does not say that the model is quantized.
+pub(crate) fn unconfigured(checkpoint: &Checkpoint) -> impl Iterator<Item = &StoredTensor> {
+    let states = |config: &Value| config.get(SETTINGS).or(config.get("compression_config")).is_some();
+    let config = checkpoint.config.as_ref();
+    let stated = config.is_none_or(|config| states(config) || config.get("text_config").is_some_and(states));
+    let is_quantized =
+        |t: &&StoredTensor| t.dtype.is_scaled_float() && !matches!(t.dtype, Dtype::F8E8M0 | Dtype::Q8_0);
+    checkpoint.tensors.iter().filter(move |t| !stated && is_quantized(t))
+}
+
+/// Returns the scales whose weights are not there, or are values that need no scale.
+pub(crate) fn scales_without_codes(checkpoint: &Checkpoint) -> Vec<&StoredTensor> {
+    let dtypes: HashMap<(usize, &str), Dtype> =
+        checkpoint.tensors.iter().map(|t| ((t.rank, t.name.as_str()), t.dtype)).collect();
+    let has_codes = |rank: usize, weight: String| {
+        let packed = format!("{weight}_packed");
+        let dtype = dtypes.get(&(rank, weight.as_str())).or(dtypes.get(&(rank, packed.as_str())));
+        dtype.is_some_and(|dtype| !dtype.is_plain_float())
+    };
+    let is_alone = |t: &&StoredTensor| weight_of_scale(&t.name).is_some_and(|w| !has_codes(t.rank, w));
+    checkpoint.tensors.iter().filter(is_alone).collect()
 }
 
 /// Returns the block size of a config.json.
@@ -332,7 +376,7 @@ pub(crate) enum ScaleOf {
 pub(crate) fn pairs(checkpoint: &Checkpoint) -> Result<Vec<(usize, ScaleOf)>> {
     let block = block_of(checkpoint.config.as_ref())
         .map_err(|problem| Error::Config { file: checkpoint.config_path(), problem })?;
-    let weights = checkpoint.tensors.iter().enumerate().filter(|(_, t)| t.dtype == Dtype::F8E4M3);
+    let weights = checkpoint.tensors.iter().enumerate().filter(|(_, t)| is_code(t.dtype));
     let by_name: HashMap<(usize, &str), usize> =
         checkpoint.tensors.iter().enumerate().map(|(i, t)| ((t.rank, t.name.as_str()), i)).collect();
     let scales_of = |t: &StoredTensor| {
@@ -368,8 +412,26 @@ pub(crate) fn count_bad_scales(checkpoint: &Checkpoint, scales: usize) -> Result
     Ok(bad)
 }
 
-/// Returns the checkpoint with FP8 weights as F32, without their scales; the same one if it has none.
+/// Returns the checkpoint with FP8 weights as F32, without their scales; the same one if it has none. Other
+/// codes, and scales that belong to no FP8 weight, are an error: the result would be read as values.
 pub fn dequantized(source: &Arc<Checkpoint>) -> Result<Arc<Checkpoint>> {
+    let refuse = |t: &StoredTensor, problem| Err(Error::tensor(&t.name, problem).of(&source.root));
+    let is_known = |t: &&StoredTensor| {
+        is_code(t.dtype) || !t.dtype.is_scaled_float() || matches!(t.dtype, Dtype::F8E8M0 | Dtype::Q8_0)
+    };
+    if let Some(t) = source.tensors.iter().find(|t| !is_known(t)) {
+        let problem = format!("stored in {}, which cannot be dequantized; F8_E4M3 and F8_E5M2 can", t.dtype);
+        return refuse(t, problem);
+    }
+    let codes: HashSet<(usize, String)> =
+        source.tensors.iter().filter(|t| is_code(t.dtype)).map(|t| (t.rank, scale_name(&t.name))).collect();
+    let is_unused =
+        |t: &&StoredTensor| weight_of_scale(&t.name).is_some() && !codes.contains(&(t.rank, t.name.clone()));
+    if let Some(t) = source.tensors.iter().find(is_unused) {
+        let problem = "a scale that no FP8 weight is multiplied by: whether the weight has been multiplied is unknown; \
+                       keep the types with --dtype keep, or convert the original checkpoint";
+        return refuse(t, problem.into());
+    }
     if !has_weights(source) {
         return Ok(source.clone());
     }
@@ -381,7 +443,7 @@ pub fn dequantized(source: &Arc<Checkpoint>) -> Result<Arc<Checkpoint>> {
         let (scales, blocks) = match scales {
             ScaleOf::Found(scales, blocks) => (scales, blocks),
             ScaleOf::Missing(name) => {
-                return fail(format!("stored in F8_E4M3 without its scales: {name} not found"));
+                return fail(format!("stored in {} without its scales: {name} not found", stored.dtype));
             }
             ScaleOf::Unfit(problem) => return fail(problem),
         };
@@ -484,8 +546,7 @@ pub fn quantized(source: &Arc<Checkpoint>, policy: &Policy) -> Result<Arc<Checkp
 
 /// Returns a note for the user about what [`dequantized`] or [`quantized`] did.
 pub fn note(before: &Checkpoint, after: &Checkpoint) -> Option<String> {
-    let count =
-        |checkpoint: &Checkpoint| checkpoint.tensors.iter().filter(|t| t.dtype == Dtype::F8E4M3).count();
+    let count = |checkpoint: &Checkpoint| checkpoint.tensors.iter().filter(|t| is_code(t.dtype)).count();
     match (count(before), count(after)) {
         (before, 0) if before > 0 => {
             Some(format!("{before} FP8 weights are multiplied by their scales in f32, then rounded once"))

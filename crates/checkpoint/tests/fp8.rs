@@ -220,6 +220,95 @@ fn audit_finds_scales_that_are_missing_or_do_not_fit_and_conversion_refuses_them
 }
 
 #[test]
+fn e5m2_weights_are_multiplied_by_their_scales() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = "model.layers.0.mlp.up_proj.weight";
+    let codes: Vec<u8> = (0..=255).collect();
+    let weight = tensor(name, FileDtype::F8_E5M2, &[2, 128], &codes);
+    let scales = f32_tensor(&fp8::scale_name(name), &[1, 1], &[3.0]);
+    let config = PLAIN.replacen('{', r#"{"quantization_config": {"fmt": "e5m2"}, "#, 1);
+    let stored = checkpoint(&folder.path().join("a"), &[weight, scales], &config);
+    let source = fp8::dequantized(&stored).unwrap();
+    let found = values(&source, name);
+    // Five bits of exponent and two of fraction.
+    for (code, x) in codes.iter().zip(&found) {
+        let (exponent, fraction) = (((code >> 2) & 31) as i32, (code & 3) as f32);
+        let magnitude = match exponent {
+            31 if fraction > 0.0 => f32::NAN,
+            31 => f32::INFINITY,
+            0 => fraction * 2f32.powi(-16),
+            _ => (4.0 + fraction) * 2f32.powi(exponent - 17),
+        };
+        let expected = if *code < 128 { magnitude } else { -magnitude } * 3.0;
+        assert!(x.to_bits() == expected.to_bits() || x.is_nan() && expected.is_nan(), "{code}: {x}");
+    }
+    assert_eq!(source.tensors.len(), 1);
+    assert!(source.config.as_ref().unwrap().get("quantization_config").is_none());
+}
+
+#[test]
+fn codes_and_scales_that_cannot_be_dequantized_are_refused_and_named_by_audit() {
+    let name = "model.layers.0.mlp.up_proj.weight";
+    let scale = |end: &str| f32_tensor(&format!("model.layers.0.mlp.up_proj.{end}"), &[1, 1], &[2.0]);
+    let plain = || f32_tensor(name, &[1, 2], &[1.0, 2.5]);
+    let fp8 = || tensor(name, FileDtype::F8_E4M3, &[1, 2], &[0x38; 2]);
+    let config = PLAIN.replacen('{', r#"{"quantization_config": {}, "#, 1);
+    for (tensors, config, kind, problem) in [
+        (vec![plain(), scale("weight_scale_inv")], &config, Some("scale-without-codes"), "weight_scale_inv"),
+        (vec![plain(), scale("input_scale")], &config, Some("scale-without-codes"), "input_scale"),
+        (vec![scale("weight_scale")], &config, Some("scale-without-codes"), "weight_scale"),
+        (vec![fp8(), scale("weight_scale_inv"), scale("input_scale")], &config, None, "input_scale"),
+        (
+            vec![tensor(name, FileDtype::I8, &[1, 2], &[1, 2]), scale("weight_scale")],
+            &config,
+            None,
+            "up_proj.weight_scale",
+        ),
+        (
+            vec![tensor(name, FileDtype::F8_E8M0, &[1, 2], &[1, 2]), fp8_codes_of_another_type()],
+            &PLAIN.to_string(),
+            Some("quantization-config-missing"),
+            "stored in F4, which cannot be dequantized",
+        ),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = checkpoint(&folder.path().join("a"), &tensors, config);
+        let error = fp8::dequantized(&checkpoint).unwrap_err().to_string();
+        assert!(error.contains(problem), "{error}");
+        let report = audit(&checkpoint, Registry::builtin(), &common::policy("strict"), &Silent).unwrap();
+        let kinds: Vec<&str> = report.findings.iter().map(|f| f.kind).collect();
+        assert!(kind.is_none_or(|kind| kinds.contains(&kind) && !report.passed), "{kind:?}: {kinds:?}");
+        assert!(kind.is_some() || !kinds.contains(&"scale-without-codes"), "{kinds:?}");
+    }
+}
+
+fn fp8_codes_of_another_type() -> Tensor {
+    tensor("model.layers.0.mlp.down_proj.weight", FileDtype::F4, &[2, 2], &[1, 2])
+}
+
+#[test]
+fn codes_without_a_configuration_fail_the_audit() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = "model.layers.0.mlp.up_proj.weight";
+    for (config, fails) in [
+        (PLAIN.to_string(), true),
+        (PLAIN.replacen('{', r#"{"quantization_config": {}, "#, 1), false),
+        (PLAIN.replacen('{', r#"{"text_config": {"quantization_config": {}}, "#, 1), false),
+    ] {
+        let weight = tensor(name, FileDtype::F8_E5M2, &[1, 2], &[0x38; 2]);
+        let scales = f32_tensor(&fp8::scale_name(name), &[1, 1], &[2.0]);
+        let checkpoint = checkpoint(&folder.path().join("a"), &[weight, scales], &config);
+        let report = audit(&checkpoint, Registry::builtin(), &common::policy("strict"), &Silent).unwrap();
+        assert_eq!(
+            report.findings.iter().any(|f| f.kind == "quantization-config-missing"),
+            fails,
+            "{config}"
+        );
+        assert_eq!(report.passed, !fails);
+    }
+}
+
+#[test]
 fn the_block_size_of_the_configuration_counts() {
     let folder = tempfile::tempdir().unwrap();
     let name = "model.layers.0.mlp.up_proj.weight";
