@@ -68,8 +68,6 @@ fn a_file_that_cannot_be_looked_at_is_named_by_every_command() {
         lose(&scratch, &format!("src/{name}"));
         let [name, problem] = lost(&format!("src/{name}"));
         scratch.put("data.txt", "some words to learn, and some more of them\n");
-        let generate = ["generate", "src/model.safetensors", "--prompt", "the", "--max-tokens", "1"];
-        scratch.refuses(&generate, 3, &[&name, &problem]);
         let train = ["train", "--model", "src/model.safetensors", "--data", "data.txt", "--out", "run"];
         scratch.run(&train).exits(3).says(&[&name, &problem]);
     }
