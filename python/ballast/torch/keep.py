@@ -3,11 +3,14 @@
 Every cast of a module goes through `nn.Module._apply`. It is wrapped once for the process: a module with
 protected tensors carries a `_Guard` with their names, and a guarded tensor follows a change of device, never
 one of dtype. The guard holds names only, so it survives deepcopy and pickling, and finds the tensors of a
-sharded or swapped module. A hook upcasts what `load_state_dict` would assign.
+sharded or swapped module. A hook upcasts what `load_state_dict` would assign. FSDP1 is refused: it makes the
+tensors of a unit one tensor, and computes in one dtype.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ballast.errors import BallastWarning, CheckFailed
+from ballast.errors import BallastWarning, CheckFailed, UsageError
 from ballast.torch.tensors import PolicyLike, Protected, dtype_word, is_rounded, plain_name, protected_tensors
 
 _GUARD = "_ballast_guard"
@@ -49,6 +52,8 @@ class Kept:
                 problems.append(f"{kept.name} was removed")
             elif tensor.dtype != torch.float32:
                 problems.append(f"{kept.name} is {dtype_word(tensor.dtype)}, expected f32")
+            elif _is_flattened(tensor):
+                problems.append(f"{kept.name} is a part of a tensor of FSDP1, which computes in one dtype")
             elif kept.name in self._exact and is_rounded(tensor):
                 problems.append(f"{kept.name} is f32 but all its values were rounded to bf16")
         if problems:
@@ -85,9 +90,12 @@ def keep_fp32(model: nn.Module, policy: PolicyLike = "strict") -> Kept:
     >>> kept.verify()
     """
     _install()
+    if any(map(_is_flattened, model.parameters())):
+        raise UsageError(f"the model is sharded by FSDP1, {_NOT_FSDP1}")
     tensors = protected_tensors(model, policy)
     for protected in tensors:
         _upcast(protected)
+        _mark_for_megatron(protected.tensor)
         module = protected.module
         module.__dict__[_GUARD] = _Guard(guarded_keys(module) | {protected.key})
         if not any(map(_is_ours, module._load_state_dict_pre_hooks.values())):
@@ -129,6 +137,46 @@ def _install() -> None:
     if _apply_of_torch is None:
         _apply_of_torch = nn.Module._apply
         nn.Module._apply = _apply  # type: ignore[method-assign]
+        if torch.distributed.is_available():
+            _refuse_fsdp1()
+
+
+_NOT_FSDP1 = (
+    "which computes all tensors of a unit in one dtype; use FSDP2: ballast.torch.fully_shard, or "
+    "ballast.torch.mp_policy for code that shards by itself (fsdp_version=2 in accelerate)"
+)
+
+
+def _refuse_fsdp1() -> None:
+    """Makes FSDP1 refuse modules with protected tensors."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrap = FullyShardedDataParallel.__init__
+
+    @functools.wraps(wrap)
+    def checked(self: nn.Module, module: nn.Module, *args: object, **kwargs: object) -> None:
+        for path, part in module.named_modules():
+            for key in sorted(guarded_keys(part)):
+                name = plain_name(f"{path}.{key}" if path else key)
+                raise UsageError(
+                    f"{name} is kept in f32 and would be sharded by FSDP1, {_NOT_FSDP1}", tensor=name
+                )
+        wrap(self, module, *args, **kwargs)
+
+    FullyShardedDataParallel.__init__ = checked  # type: ignore[method-assign]
+
+
+def _is_flattened(tensor: torch.Tensor) -> bool:
+    """Returns true for the tensors of FSDP1, flat or as views."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
+
+
+def _mark_for_megatron(tensor: torch.Tensor | None) -> None:
+    """Sets the mark by which megatron-core knows an f32 tensor, in the versions that have one."""
+    megatron = sys.modules.get("megatron.core.transformer.module")
+    mark = getattr(megatron, "mark_keep_in_fp32", None)
+    if mark is not None and tensor is not None:
+        mark(tensor)
 
 
 def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

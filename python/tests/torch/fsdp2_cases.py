@@ -449,15 +449,50 @@ def ledger() -> dict[str, Any]:
     }
 
 
+def fsdp1() -> dict[str, Any]:
+    """FSDP1 is refused before and after it wraps a model."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+    mixed = MixedPrecision(param_dtype=torch.bfloat16)
+    results: dict[str, Any] = {}
+    model = tiny_model()
+    kept = keep_fp32(model)
+    for original in (False, True):
+
+        def wrap(model: nn.Module, original: bool = original) -> nn.Module:
+            return FullyShardedDataParallel(
+                model, mixed_precision=mixed, use_orig_params=original, device_id=torch.device("cpu")
+            )
+
+        results[f"kept, {original}"] = error_of(partial(wrap, model))
+        wrapped = wrap(tiny_model())
+        results[f"wrapped, {original}"] = error_of(partial(keep_fp32, wrapped))
+    kept.verify()
+    kept.release()
+    wrapped = wrap(model)
+    results["released"] = error_of(kept.verify)
+    wrapped(**own_batch()).loss.backward()
+    results["trained"] = error_of(kept.verify)
+    return results
+
+
 def accelerated() -> dict[str, Any]:
-    """accelerate stores all in f32 and computes A_log in bf16; `mp_policy` corrects it."""
+    """accelerate stores all in f32 and computes A_log in bf16; `mp_policy` corrects it.
+
+    With mixed precision, it makes all parameters f32 before it shards.
+    """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     results = {}
-    for kind in ("plain", "ours"):
+    for kind in ("plain", "ours", "ours cast first"):
         model = tiny_model()
+        before = bits(model)
         keep_fp32(model)
+        if kind == "ours cast first":
+            model.bfloat16()
+        AcceleratorState._reset_state()
         mp = BASE if kind == "plain" else mp_policy(model, BASE)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -466,11 +501,14 @@ def accelerated() -> dict[str, Any]:
             mixed_precision_policy=mp,
             cpu_ram_efficient_loading=False,
         )
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        precision = "bf16" if kind == "ours cast first" else "no"
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision=precision)
         results["kind"] = str(accelerator.distributed_type)
         accelerator.state.fsdp_plugin = plugin
         accelerator.state.distributed_type = "FSDP"
-        results[kind] = measured(fsdp2_prepare_model(accelerator, model))
+        model = fsdp2_prepare_model(accelerator, model)
+        same = all(torch.equal(whole(p.detach()), before[name]) for name, p in protected(model).items())
+        results[kind] = {**measured(model), "same bits": same}
     return results
 
 
@@ -501,6 +539,7 @@ def main() -> None:
         "dcp bf16": partial(saved_and_reloaded, "bf16"),
         "saved": partial(saved_pretrained, sys.argv[1]),
         "ledger": ledger,
+        "fsdp1": fsdp1,
         "accelerated": accelerated,
     }
     chosen = sys.argv[2:] or list(cases)

@@ -187,3 +187,25 @@ def test_accelerate_computes_in_bf16_and_with_mp_policy_in_f32(results: Results)
     assert set(plain["computed"].values()) == {LOW}
     assert ours["computed"] == COMPUTED
     assert ours["worst"] == EQUAL
+
+
+def test_accelerate_raises_a_model_of_mixed_dtypes_to_f32_and_mp_policy_computes_it_rightly(
+    results: Results,
+) -> None:
+    ours = results["accelerated"]["ours cast first"]
+    assert ours["stored"] == {"protected": [HIGH], "rest": [HIGH]}
+    assert ours["computed"] == COMPUTED
+    assert ours["worst"] == EQUAL
+    assert ours["same bits"]
+
+
+def test_fsdp1_is_refused_before_and_after_it_wraps_a_model(results: Results) -> None:
+    found = results["fsdp1"]
+    for original in (False, True):
+        kept = found[f"kept, {original}"]
+        assert kept.startswith("UsageError: model.layers.0.linear_attn.")
+        assert "would be sharded by FSDP1" in kept and "use FSDP2: ballast.torch.fully_shard" in kept
+        assert found[f"wrapped, {original}"].startswith("UsageError: the model is sharded by FSDP1")
+    for moment in ("released", "trained"):
+        assert found[moment].startswith("CheckFailed: protected-tensor check failed: ")
+        assert "A_log is a part of a tensor of FSDP1" in found[moment]

@@ -5,6 +5,7 @@ import io
 import pickle
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -298,3 +299,38 @@ def test_the_helper_of_these_tests_names_what_the_policy_protects() -> None:
     kept = keep_fp32(model)
     buffers = {"model.rotary_emb.inv_freq"}
     assert set(kept.names) == {n for n, _ in model.named_parameters() if is_protected(n)} | buffers
+
+
+def test_what_accelerate_sets_by_itself_is_seen_by_verify_and_kept_without_a_dtype(tmp_path: Path) -> None:
+    from accelerate import load_checkpoint_and_dispatch
+    from accelerate.utils import set_module_tensor_to_device
+
+    model = tiny_model()
+    before = bits(model)
+    model.save_pretrained(tmp_path)
+    kept = keep_fp32(model)
+    model.bfloat16()
+    everywhere = {"": "cpu"}
+    load_checkpoint_and_dispatch(model, tmp_path, everywhere)
+    assert_bits(model, before)
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    kept.verify()
+    name = "model.layers.0.linear_attn.A_log"
+    set_module_tensor_to_device(model, name, "cpu", value=before[name].bfloat16())
+    with pytest.raises(CheckFailed, match=f"{name} is f32 but all its values were rounded to bf16"):
+        kept.verify()
+    load_checkpoint_and_dispatch(model, tmp_path, everywhere, dtype=torch.bfloat16)
+    with pytest.raises(CheckFailed, match=f"{name} is bf16, expected f32"):
+        kept.verify()
+
+
+def test_kept_tensors_have_the_mark_of_a_megatron_core_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("megatron.core.transformer.module")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = tiny_model()
+    keep_fp32(model)
+    assert not any(hasattr(p, "keep_in_fp32") for p in model.parameters())
+    module.mark_keep_in_fp32 = lambda tensor: setattr(tensor, "keep_in_fp32", True)
+    keep_fp32(model)
+    for name, parameter in model.bfloat16().named_parameters():
+        assert hasattr(parameter, "keep_in_fp32") == is_protected(name)
