@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from ballast.errors import BallastWarning, CheckFailed, UsageError
-from ballast.torch.tensors import PolicyLike, Protected, dtype_word, is_rounded, plain_name, protected_tensors
+from ballast.torch.tensors import PolicyLike, Protected, dtype_word, plain_name, protected_tensors, rounded_to
 
 _GUARD = "_ballast_guard"
 
 
 class RoundedWarning(BallastWarning):
-    """A protected tensor has the bits of bf16 only."""
+    """A protected tensor has the bits of bf16, f16 or tf32 only."""
 
 
 class Kept:
@@ -34,8 +34,10 @@ class Kept:
     def __init__(self, tensors: list[Protected]) -> None:
         """Records the tensors as they are now; `keep_fp32` makes it."""
         self._tensors = tensors
-        self.rounded = tuple(t.name for t in tensors if t.tensor is not None and is_rounded(t.tensor))
-        """Names of the tensors that had the bits of bf16 only."""
+        found = {t.name: rounded_to(t.tensor) for t in tensors if t.tensor is not None}
+        self._rounded_to = {name: kind for name, kind in found.items() if kind is not None}
+        self.rounded = tuple(self._rounded_to)
+        """Names of the tensors that had the bits of bf16, f16 or tf32 only."""
         self._exact = frozenset(t.name for t in tensors if t.name not in self.rounded and _has_values(t))
 
     @property
@@ -54,8 +56,8 @@ class Kept:
                 problems.append(f"{kept.name} is {dtype_word(tensor.dtype)}, expected f32")
             elif _is_flattened(tensor):
                 problems.append(f"{kept.name} is a part of a tensor of FSDP1, which computes in one dtype")
-            elif kept.name in self._exact and is_rounded(tensor):
-                problems.append(f"{kept.name} is f32 but all its values were rounded to bf16")
+            elif kept.name in self._exact and (kind := rounded_to(tensor)) is not None:
+                problems.append(f"{kept.name} is f32 but all its values were rounded to {kind}")
         if problems:
             raise CheckFailed("protected-tensor check failed: " + "; ".join(problems))
 
@@ -79,7 +81,7 @@ def keep_fp32(model: nn.Module, policy: PolicyLike = "strict") -> Kept:
     `.to(bf16)`, `.half()`, wrappers that cast, evaluation in bf16, deepcopy, pickling, merges of adapters,
     `load_state_dict` and `to_empty` leave them f32, with their bits where there are any. Names and state
     dicts do not change. A tensor that is not f32 is upcast, and a warning names the tensors whose values
-    bf16 can represent: their bits were lost before.
+    bf16, f16 or tf32 can represent: their bits were lost before.
 
     >>> model = nn.Module()
     >>> model.linear_attn = nn.Module()
@@ -101,9 +103,10 @@ def keep_fp32(model: nn.Module, policy: PolicyLike = "strict") -> Kept:
         if not any(map(_is_ours, module._load_state_dict_pre_hooks.values())):
             module.register_load_state_dict_pre_hook(_upcast_loaded)
     kept = Kept(tensors)
-    if kept.rounded:
+    for kind in sorted(set(kept._rounded_to.values())):
+        names = [name for name, found in kept._rounded_to.items() if found == kind]
         warnings.warn(
-            f"{_listed(kept.rounded)}: all values are bf16 values: they come from a bf16 file, or were "
+            f"{_listed(names)}: all values are {kind} values: they come from a {kind} file, or were "
             "rounded before keep_fp32 (ballast.torch.loading keeps the bits of an F32 file)",
             RoundedWarning,
             stacklevel=2,

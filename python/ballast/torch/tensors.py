@@ -130,18 +130,28 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if to_local is None else to_local().detach()
 
 
-def is_rounded(tensor: torch.Tensor) -> bool:
-    """Returns true if every value of a tensor is a bf16 value, and they are not all the same.
+def rounded_to(tensor: torch.Tensor) -> str | None:
+    """Returns the type of fewer bits that the values of an f32 tensor were rounded to: bf16, f16 or tf32.
 
-    A constant, such as the ones of a new norm, has no bits to lose.
+    It represents every value, and they are not all the same: a constant, such as the ones of a new norm, has
+    no bits to lose. Values of 8 bits are bf16 values too.
 
-    >>> is_rounded(torch.tensor([0.5, 1.25])), is_rounded(torch.tensor([0.1, 0.2]))
-    (True, False)
+    >>> rounded_to(torch.tensor([0.5, 1.25])), rounded_to(torch.tensor([0.5, 1 + 2**-10]))
+    ('bf16', 'f16')
+    >>> rounded_to(torch.tensor([0.1, 0.2])), rounded_to(torch.tensor([1.0, 1.0]))
+    (None, None)
     """
     values = local(tensor)
-    if values.is_meta or values.numel() == 0 or bool((values == values.flatten()[0]).all()):
-        return False
-    return bool((values == values.to(torch.bfloat16).to(values.dtype)).all())
+    if values.is_meta:
+        return None
+    values = values[~values.isnan()]
+    if values.numel() == 0 or bool((values == values[0]).all()):
+        return None
+    for dtype in (torch.bfloat16, torch.float16):
+        if bool((values == values.to(dtype).to(values.dtype)).all()):
+            return dtype_word(dtype)
+    is_tf32 = values.dtype == torch.float32 and bool((values.view(torch.int32) & 0x1FFF == 0).all())
+    return "tf32" if is_tf32 else None
 
 
 def dtype_word(dtype: torch.dtype) -> str:

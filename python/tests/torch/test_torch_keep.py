@@ -334,3 +334,16 @@ def test_kept_tensors_have_the_mark_of_a_megatron_core_that_has_one(monkeypatch:
     keep_fp32(model)
     for name, parameter in model.bfloat16().named_parameters():
         assert hasattr(parameter, "keep_in_fp32") == is_protected(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tensors_that_were_rounded_before_or_behind_the_guard_are_named(dtype: torch.dtype) -> None:
+    word = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    with pytest.warns(RoundedWarning, match=f"linear_attn.A_log.*: all values are {word} values"):
+        keep_fp32(tiny_model().to(dtype))
+    model = tiny_model()
+    kept = keep_fp32(model)
+    for parameter in protected(model).values():
+        parameter.data = parameter.data.to(dtype).float()
+    with pytest.raises(CheckFailed, match=f"A_log is f32 but all its values were rounded to {word}"):
+        kept.verify()

@@ -9,7 +9,7 @@ from torch import nn
 from torch_support import protected, tiny_model
 
 from ballast.contract import Policy
-from ballast.torch.tensors import is_rounded, plain_name, protected_tensors
+from ballast.torch.tensors import plain_name, protected_tensors, rounded_to
 
 NAMES = set(protected(tiny_model()))
 
@@ -76,7 +76,22 @@ def test_a_tensor_is_found_by_name_after_it_was_replaced() -> None:
 
 
 def test_rounded_means_bf16_values_and_no_constant() -> None:
-    assert is_rounded(torch.tensor([1.0, 2.0]))
-    assert not is_rounded(torch.tensor([1.0, 1.0]))
-    assert not is_rounded(torch.tensor([1.0, 1.0 + 2**-20]))
-    assert not is_rounded(torch.empty(0))
+    assert rounded_to(torch.tensor([1.0, 2.0])) == "bf16"
+    assert rounded_to(torch.tensor([1.0, 1.0])) is None
+    assert rounded_to(torch.tensor([1.0, 1.0 + 2**-20])) is None
+    assert rounded_to(torch.empty(0)) is None
+
+
+def test_values_of_fewer_bits_are_recognized() -> None:
+    drawn = torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 8 - 4
+    assert rounded_to(drawn) is None
+    for dtype, kind in [
+        (torch.bfloat16, "bf16"),
+        (torch.float16, "f16"),
+        (torch.float8_e4m3fn, "bf16"),
+        (torch.float8_e5m2, "bf16"),
+    ]:
+        assert rounded_to(drawn.to(dtype).float()) == kind
+    assert rounded_to(drawn.half().float() * 2**-40) == "tf32"
+    with_nan = torch.cat([drawn.half().float(), torch.tensor([float("nan")])])
+    assert rounded_to(with_nan) == "f16"
