@@ -1,10 +1,10 @@
 """Checkpoints in safetensors: inspect, audit, convert, diff and repair.
 
 Each function is the command of the same name, with its options as keywords. It releases the GIL, calls
-`progress` with the name of a phase, the amount done and the total, and can be interrupted until the result is
-put in place: then nothing is left behind. An interrupt in the moment of that rename is raised after the call
-has completed; `progress` is not called any more. A result is frozen data; `to_json()` returns the document of the command line. A number that is
-not finite is null there and nan here.
+`progress` with the name of a phase, the amount done and the total, and can be interrupted until the result
+is put in place: then nothing is left behind. An interrupt in the moment of that rename is raised after the
+call has completed; `progress` is not called any more. A result is frozen data; `to_json()` returns the
+document of the command line. A number that is not finite is null there and nan here.
 """
 
 from __future__ import annotations
