@@ -97,19 +97,24 @@ fn convolution() {
 fn gated_delta_rule() {
     let dims = gdn::Dims { key_heads: 1, value_heads: 2, key_dim: 8, value_dim: 6 };
     let (tokens, options) = (70, gdn::Options::default());
-    let (q, v, g) = (ones::<bf16>(tokens * 8), ones::<bf16>(tokens * 12), ones::<f32>(tokens * 2));
-    let (gates, cu_seqlens) = (gdn::Gates::Given { g: &g, beta: &g }, [0, tokens]);
+    let (q, v, beta) = (ones::<bf16>(tokens * 8), ones::<bf16>(tokens * 12), ones::<f32>(tokens * 2));
+    // The plan of backward holds where no g is above 0.
+    let (g, cu_seqlens) = (vec![-0.5; tokens * 2], [0, tokens]);
+    let gates = gdn::Gates::Given { g: &g, beta: &beta };
     let input = gdn::Input { q: &q, k: &q, v: &v, gates, h0: None, cu_seqlens: &cu_seqlens };
-    let forward = |scratch: &Scratch| {
+    let forward_of = |input: &gdn::Input<'_, bf16>, scratch: &Scratch| {
         let (mut o, mut saved) = (v.clone(), gdn::Saved::default());
         let output = gdn::Output { o: &mut o, ht: None };
-        gdn::gated_delta_rule_forward(output, Some(&mut saved), &input, dims, &options, scratch).unwrap();
+        gdn::gated_delta_rule_forward(output, Some(&mut saved), input, dims, &options, scratch).unwrap();
         saved
     };
-    check("forward", gdn::gated_delta_rule_forward_scratch(dims, &options), |scratch| {
-        forward(scratch);
-    });
-    let saved = forward(&Scratch::new(0));
+    let growing = gdn::Input { gates: gdn::Gates::Given { g: &beta, beta: &beta }, ..input };
+    for input in [&input, &growing] {
+        check("forward", gdn::gated_delta_rule_forward_scratch(dims, &options), |scratch| {
+            forward_of(input, scratch);
+        });
+    }
+    let saved = forward_of(&input, &Scratch::new(0));
     check("backward", gdn::gated_delta_rule_backward_scratch(dims, &options), |scratch| {
         let (mut dq, mut dk, mut dv, mut dg, mut dbeta) =
             (q.clone(), q.clone(), v.clone(), g.clone(), g.clone());

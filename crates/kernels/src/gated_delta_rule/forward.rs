@@ -115,8 +115,9 @@ fn forward<T: Element>(
     tasks.par_iter().with_max_len(1).for_each(|&(sequence, key_head)| {
         let tokens = input.cu_seqlens[sequence]..input.cu_seqlens[sequence + 1];
         let bounded = grow.then(|| bounded(options, &input.gates, dims, tokens, key_head));
-        let options = bounded.as_ref().unwrap_or(options);
+        // Smaller chunks need less than was planned; the slot has the planned size all the same.
         scratch.with(gated_delta_rule_forward_scratch(dims, options), |slot| {
+            let options = bounded.as_ref().unwrap_or(options);
             run(&targets, input, q, k, dims, options, sequence, key_head, first_kept[sequence], slot);
         });
     });
