@@ -7,6 +7,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use ballast_contract::holder::strip_fp32_holder_key;
+use ballast_contract::rounded::{Fit, Narrow};
 use ballast_contract::{Architecture, Dtype, Policy, Registry, Rule};
 use serde::Serialize;
 
@@ -112,10 +113,8 @@ struct Scan {
     non_finite: u64,
     /// Number of values that are -inf.
     negative_infinite: u64,
-    /// Number of values that bf16 cannot represent (protected tensors only).
-    beyond_bf16: u64,
-    /// Smallest and largest value (protected tensors only).
-    range: (f32, f32),
+    /// Types of fewer bits that represent the values (protected tensors only).
+    fit: Fit,
     decay: DecaySum,
 }
 
@@ -302,14 +301,14 @@ const HEAD_COPY: Kind = Kind {
 const IN_NAME_ONLY: Kind = Kind {
     name: "in-name-only",
     severity: Severity::Warning,
-    reason: "F32 in name only: every value is a bf16 value, so it was rounded before it was stored (by a cast of the whole \
-             model, or in a BF16 source)",
+    reason: "F32 in name only: every value is a bf16 value (or one of the type named beside the tensor), so it was rounded \
+             before it was stored (by a cast of the whole model, or in a source of fewer bits)",
     fix: "ballast repair CKPT DST --original ORIG",
 };
 const MASTER_HAS_BITS: Kind = Kind {
     name: "master-has-bits",
     severity: Severity::Warning,
-    reason: "the model's values are the bf16 rounding of the optimizer's fp32 master weights, which still have the bits \
+    reason: "the model's values are the rounding to fewer bits of the optimizer's fp32 master weights, which still have the bits \
              that the model lost",
     fix: "ballast repair CKPT DST --original CKPT, which takes the bits from the master weights",
 };
@@ -460,7 +459,7 @@ fn master_findings(
         if values.differing > 0 {
             let label = format!("{} ({} of {} values)", t.name, values.differing, t.elements());
             findings.add(&MASTER_DIFFERS, rule, Some(t.dtype), label);
-        } else if values.beyond_bf16 == 0 && values.master_beyond_bf16 > 0 {
+        } else if values.lost_bits() {
             findings.add(&MASTER_HAS_BITS, rule, Some(t.dtype), t.name.clone());
         }
     }
@@ -496,20 +495,13 @@ fn scan_values(
         checkpoint.files[t.file].read_at(buffer, t.begin + range.start)?;
         Ok(scan(buffer, t, rules[*i]))
     })?;
-    let empty = Scan {
-        non_finite: 0,
-        negative_infinite: 0,
-        beyond_bf16: 0,
-        range: (f32::INFINITY, f32::NEG_INFINITY),
-        decay: DecaySum::default(),
-    };
+    let empty = Scan { non_finite: 0, negative_infinite: 0, fit: Fit::default(), decay: DecaySum::default() };
     let mut scans = vec![empty; checkpoint.tensors.len()];
     for ((i, _), part) in work.iter().zip(parts) {
         let s = &mut scans[*i];
         s.non_finite += part.non_finite;
         s.negative_infinite += part.negative_infinite;
-        s.beyond_bf16 += part.beyond_bf16;
-        s.range = (s.range.0.min(part.range.0), s.range.1.max(part.range.1));
+        s.fit.add(&part.fit);
         s.decay.heads += part.decay.heads;
         s.decay.sum += part.decay.sum;
         s.decay.worst = s.decay.worst.max(part.decay.worst);
@@ -521,8 +513,7 @@ fn scan(data: &[u8], t: &StoredTensor, rule: Option<&Rule>) -> Scan {
     let mut scan = Scan {
         non_finite: cast::count_non_finite(data, t.dtype),
         negative_infinite: 0,
-        beyond_bf16: 0,
-        range: (f32::INFINITY, f32::NEG_INFINITY),
+        fit: Fit::default(),
         decay: DecaySum::default(),
     };
     if rule.is_none() || !t.dtype.widens_exactly_to(Dtype::F32) {
@@ -532,17 +523,17 @@ fn scan(data: &[u8], t: &StoredTensor, rule: Option<&Rule>) -> Scan {
     let mut wide = cast::Buffer::default();
     let elements = data.len() as u64 / t.dtype.bytes().unwrap_or(1);
     cast::convert(data, t.dtype, wide.resize(elements as usize * 4), Dtype::F32);
-    for &x in bytemuck::cast_slice::<u8, f32>(wide.as_ref()) {
+    let values: &[f32] = bytemuck::cast_slice(wide.as_ref());
+    scan.fit = Fit::of(values);
+    for &x in values {
         scan.negative_infinite += (x == f32::NEG_INFINITY) as u64;
-        scan.beyond_bf16 += (x.to_bits() & 0xffff != 0) as u64;
-        scan.range = (scan.range.0.min(x), scan.range.1.max(x));
         if is_a_log(&t.name) && x.is_finite() {
-            let error = if t.dtype == Dtype::F32 && x.to_bits() & 0xffff != 0 {
+            let error = if t.dtype == Dtype::F32 && !Narrow::Bf16.represents(x) {
                 // exp(rounded)/exp(x) - 1
                 ((cast::bf16_round(x) as f64 - x as f64).exp() - 1.0).abs()
             } else {
                 // Already rounded: the error is at most half a bf16 step; see `value_findings` for the mean.
-                (half_bf16_step(x)).exp() - 1.0
+                Narrow::Bf16.half_step(x).exp() - 1.0
             };
             scan.decay.heads += 1;
             scan.decay.sum += error;
@@ -554,12 +545,6 @@ fn scan(data: &[u8], t: &StoredTensor, rule: Option<&Rule>) -> Scan {
 
 fn is_a_log(name: &str) -> bool {
     name.rsplit('.').next() == Some("A_log")
-}
-
-/// Returns half the distance between adjacent bf16 values at `x`.
-fn half_bf16_step(x: f32) -> f64 {
-    let exponent = ((x.to_bits() >> 23) & 0xff).max(1) as i32 - 127;
-    2f64.powi(exponent - 8)
 }
 
 fn value_findings(
@@ -580,14 +565,18 @@ fn value_findings(
             findings.add(&NON_FINITE, None, Some(t.dtype), label);
         }
         let Some(rule) = rule else { continue };
-        let rounded = scan.beyond_bf16 == 0 && t.elements() > 0;
-        // A constant tensor (all ones, all zeros) is an initial value and proves no rounding.
-        let constant = scan.range.0 == scan.range.1;
         // GGUF needs F32 of tensors that a release has in BF16.
-        if t.dtype == Dtype::F32 && rounded && !constant && !is_gguf {
-            findings.add(&IN_NAME_ONLY, Some(rule), Some(t.dtype), t.name.clone());
+        if let Some(narrow) = scan.fit.rounded_to().filter(|_| t.dtype == Dtype::F32 && !is_gguf) {
+            let label = match narrow {
+                Narrow::Bf16 => t.name.clone(),
+                _ => format!("{} ({narrow})", t.name),
+            };
+            findings.add(&IN_NAME_ONLY, Some(rule), Some(t.dtype), label);
         }
-        if is_a_log(&t.name) && scan.decay.heads > 0 {
+        let rounded = scan.fit.narrowest();
+        // The costs are those of bf16; of f16 and tf32 the finding says enough.
+        if is_a_log(&t.name) && scan.decay.heads > 0 && matches!(rounded, None | Some(Narrow::Bf16)) {
+            let rounded = rounded.is_some();
             let tense = if rounded { "has" } else { "would" };
             let (tensors, sum) = costs.entry(tense).or_default();
             *tensors += 1;
@@ -619,7 +608,7 @@ mod tests {
         for x in [1.0f32, 1.5, 2.0, -2.7, 0.3, 1e-3] {
             let here = cast::bf16_bits(x.to_bits());
             let next = |bits: u16| f32::from_bits((bits as u32) << 16) as f64;
-            assert_eq!(half_bf16_step(x), (next(here + 1) - next(here)).abs() / 2.0, "{x}");
+            assert_eq!(Narrow::Bf16.half_step(x), (next(here + 1) - next(here)).abs() / 2.0, "{x}");
         }
     }
 }

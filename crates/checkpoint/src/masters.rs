@@ -8,9 +8,9 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
+use ballast_contract::rounded::{Fit, Narrow};
 use ballast_contract::{Dtype, Policy};
 
-use crate::cast;
 use crate::error::Result;
 use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::open::{Checkpoint, StoredTensor};
@@ -18,12 +18,18 @@ use crate::open::{Checkpoint, StoredTensor};
 /// A tensor's values compared with those of its master.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Comparison {
-    /// Number of values that are neither the master's nor its rounding to bf16.
+    /// Number of values that are neither the master's nor its rounding to a type of fewer bits.
     pub(crate) differing: u64,
-    /// Number of values of the tensor that bf16 cannot represent.
-    pub(crate) beyond_bf16: u64,
-    /// Number of values of the master that bf16 cannot represent.
-    pub(crate) master_beyond_bf16: u64,
+    /// Types of fewer bits that represent the tensor's values, and the master's.
+    values: Fit,
+    masters: Fit,
+}
+
+impl Comparison {
+    /// Returns true if a type of fewer bits represents the tensor's values, but not the master's.
+    pub(crate) fn lost_bits(&self) -> bool {
+        self.values.narrowest().is_some_and(|narrow| self.masters.beyond(narrow) > 0)
+    }
 }
 
 /// Returns the name of the tensor whose master `name` is.
@@ -85,20 +91,18 @@ pub(crate) fn compare(
     for ((number, ..), part) in work.iter().zip(parts) {
         let sum = found.entry(*number).or_default();
         sum.differing += part.differing;
-        sum.beyond_bf16 += part.beyond_bf16;
-        sum.master_beyond_bf16 += part.master_beyond_bf16;
+        sum.values.add(&part.values);
+        sum.masters.add(&part.masters);
     }
     Ok(found)
 }
 
 fn compare_values(values: &[f32], masters: &[f32]) -> Comparison {
-    let is_beyond_bf16 = |x: f32| (x.to_bits() & 0xffff != 0) as u64;
-    let mut sum = Comparison::default();
+    let mut sum = Comparison { differing: 0, values: Fit::of(values), masters: Fit::of(masters) };
     for (x, master) in values.iter().zip(masters) {
-        let is_same = [*master, cast::bf16_round(*master)].iter().any(|m| m.to_bits() == x.to_bits());
-        sum.differing += !(is_same || x.is_nan() && master.is_nan()) as u64;
-        sum.beyond_bf16 += is_beyond_bf16(*x);
-        sum.master_beyond_bf16 += is_beyond_bf16(*master);
+        let is_same = |rounded: f32| rounded.to_bits() == x.to_bits();
+        let known = is_same(*master) || Narrow::ALL.iter().any(|narrow| is_same(narrow.round(*master)));
+        sum.differing += !(known || x.is_nan() && master.is_nan()) as u64;
     }
     sum
 }
@@ -123,6 +127,7 @@ pub(crate) fn in_place(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cast;
 
     #[test]
     fn masters_are_known_by_megatrons_names_alone() {
@@ -143,6 +148,9 @@ mod tests {
         let rounded = cast::bf16_round(master);
         let next = f32::from_bits(rounded.to_bits() + 0x1_0000);
         let sum = compare_values(&[master, rounded, next, f32::NAN], &[master, master, master, f32::NAN]);
-        assert_eq!((sum.differing, sum.beyond_bf16, sum.master_beyond_bf16), (1, 1, 3));
+        assert_eq!(
+            (sum.differing, sum.values.beyond(Narrow::Bf16), sum.masters.beyond(Narrow::Bf16)),
+            (1, 1, 3)
+        );
     }
 }

@@ -11,10 +11,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ballast_contract::holder::strip_fp32_holder_key;
+use ballast_contract::rounded::{Fit, Narrow};
 use ballast_contract::{Dtype, Policy};
 use serde::Serialize;
 
-use crate::cast::{self, Buffer};
+use crate::cast::Buffer;
 use crate::convert::copy_sidecars;
 use crate::error::{Error, Result};
 use crate::hub::RemoteSummary;
@@ -164,11 +165,11 @@ fn plain_name(name: &str) -> String {
         .map_or_else(|| name.to_string(), |rest| format!("model.{rest}"))
 }
 
-/// Judges a tensor by the original's, or by its master where the original's has no more bits than bf16.
+/// Judges a tensor by the original's, or by its master where the original's was rounded.
 fn judge_with_master(view: &View, original: Option<&View>, master: Option<&View>) -> Result<(Outcome, u64)> {
     let by_model = judge(view, original)?;
     let Some(master) = master else { return Ok(by_model) };
-    if original.map_or(Ok(false), is_beyond_bf16)? || !is_beyond_bf16(master)? {
+    if original.map_or(Ok(false), has_f32_bits)? || !has_f32_bits(master)? {
         return Ok(by_model);
     }
     let by_master = judge(view, Some(master))?;
@@ -179,10 +180,10 @@ fn judge_with_master(view: &View, original: Option<&View>, master: Option<&View>
     })
 }
 
-/// Returns true if an F32 tensor has values that bf16 cannot represent, before a shift.
-fn is_beyond_bf16(view: &View) -> Result<bool> {
+/// Returns true if a tensor has values that no type of fewer bits represents, before a shift.
+fn has_f32_bits(view: &View) -> Result<bool> {
     let stored = read_f32(&view.clone().shifted(-view.shift))?;
-    Ok(stored.iter().any(|bits| bits & 0xffff != 0))
+    Ok(Fit::of(bytemuck::cast_slice(&stored)).narrowest().is_none())
 }
 
 fn judge(view: &View, original: Option<&View>) -> Result<(Outcome, u64)> {
@@ -206,10 +207,12 @@ fn judge(view: &View, original: Option<&View>) -> Result<(Outcome, u64)> {
     let differing = |expected: &dyn Fn(usize) -> u32| {
         have.iter().enumerate().filter(|(i, bits)| **bits != expected(*i)).count() as u64
     };
-    let rounded = |bits: u32| cast::bf16_round(f32::from_bits(bits));
-    let here = differing(&|i| rounded(truth[i]).to_bits());
-    let before = differing(&|i| (rounded(unshifted[i]) + shift).to_bits());
-    let trained = here.min(before);
+    let trained = Narrow::ALL.map(|narrow| {
+        let rounded = |bits: u32| narrow.round(f32::from_bits(bits));
+        let here = differing(&|i| rounded(truth[i]).to_bits());
+        here.min(differing(&|i| (rounded(unshifted[i]) + shift).to_bits()))
+    });
+    let trained = trained.into_iter().min().unwrap_or_default();
     Ok((if trained == 0 { Outcome::Restored } else { Outcome::Trained }, trained))
 }
 

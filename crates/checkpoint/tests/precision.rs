@@ -13,6 +13,7 @@ use ballast_checkpoint::diff::{Verdict, diff};
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_checkpoint::repair::{Outcome, repair};
+use ballast_contract::rounded::Narrow;
 use ballast_contract::{Dtype, Registry};
 use common::*;
 use safetensors::Dtype as FileDtype;
@@ -164,6 +165,32 @@ fn f32_in_name_only_is_caught_and_repair_restores_it_bit_for_bit() {
     let comparison = diff(&open(&destination), &original, &Silent).unwrap();
     assert_eq!(comparison.tensors.iter().filter(|t| t.verdict == Verdict::SameBits).count(), 91);
     assert!(audited(&destination, "megatron").findings.is_empty());
+}
+
+#[test]
+fn values_rounded_to_f16_are_caught_and_restored_too() {
+    let folder = tempfile::tempdir().unwrap();
+    for narrow in [Narrow::F16, Narrow::Tf32] {
+        let rounded = folder.path().join(narrow.name());
+        changed_release(&rounded, |t| {
+            if t.name.ends_with("A_log") {
+                t.data =
+                    f32_values(&t.data).into_iter().flat_map(|x| narrow.round(x).to_le_bytes()).collect();
+            }
+        });
+        let report = audited(&rounded, "megatron");
+        assert_eq!(kinds(&report), [("in-name-only", "gdn-a-log".to_string(), 3)]);
+        assert!(report.findings[0].tensors.iter().all(|name| name.ends_with(".A_log (f16)")), "{narrow}");
+        assert!(report.decay.is_empty(), "neither the cost of bf16 nor full precision is claimed");
+
+        let (checkpoint, original) = (open(&rounded), open(&fixture("release/qwen3_5")));
+        let policy = options(&checkpoint, "megatron").policy;
+        let destination = folder.path().join(format!("{narrow}-repaired"));
+        let report = repair(&checkpoint, &original, Some(&destination), &policy, false, &Silent).unwrap();
+        assert_eq!(report.tensors.iter().filter(|t| t.outcome == Outcome::Restored).count(), 3);
+        let comparison = diff(&open(&destination), &original, &Silent).unwrap();
+        assert_eq!(comparison.tensors.iter().filter(|t| t.verdict == Verdict::SameBits).count(), 91);
+    }
 }
 
 #[test]
