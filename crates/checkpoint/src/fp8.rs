@@ -419,7 +419,7 @@ pub fn dequantized(source: &Arc<Checkpoint>) -> Result<Arc<Checkpoint>> {
     let is_known = |t: &&StoredTensor| {
         is_code(t.dtype) || !t.dtype.is_scaled_float() || matches!(t.dtype, Dtype::F8E8M0 | Dtype::Q8_0)
     };
-    if let Some(t) = source.tensors.iter().find(|t| !is_known(t)) {
+    if let Some(t) = source.tensors.iter().find(|t| t.elements() > 0 && !is_known(t)) {
         let problem = format!("stored in {}, which cannot be dequantized; F8_E4M3 and F8_E5M2 can", t.dtype);
         return refuse(t, problem);
     }
