@@ -46,8 +46,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns o [B, T, HV, V] and, if `output_final_state`, the final state [N, HV, K, V] in f32, else None.
 
-    `scale` is K^-1/2 by default. A `g` above 0 lets the state grow; then chunks are smaller and it takes longer. It
-    must not be above 88. With `cu_seqlens` [N+1] the batch size is 1 and the N sequences are packed;
+    `scale` is K^-1/2 by default. A `g` above 0 lets the state grow; then chunks are smaller and it takes
+    longer. It must not be above 88. With `cu_seqlens` [N+1] the batch size is 1 and the N sequences are packed;
     otherwise N is the batch size. `use_gate_in_kernel` with `A_log` and `dt_bias` computes the decay from a
     raw `g`; `chunk_size` is 16, 32 or 64. `cu_seqlens_cpu` and `chunk_indices` are not needed, and context
     parallelism is not supported.
