@@ -6,6 +6,7 @@ import torch
 
 from ballast._native import ops as native
 from ballast.errors import UsageError
+from ballast.ops._function import transformed
 from ballast.threads import apply_num_threads
 
 __all__ = ["apply_num_threads", "check_cpu", "check_shape", "native", "needs_grad", "offsets", "storage"]
@@ -52,4 +53,6 @@ def offsets(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Returns true if a backward pass can follow, so that its values must be saved."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    # A transform shows the tensors of its own level, which say nothing of those around it.
+    wanted = transformed() or any(t is not None and t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and wanted

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ballast.errors import UsageError
+from ballast.ops._function import function
 from ballast.ops._tensors import check_cpu, check_shape, native, offsets, storage
 
 __all__ = ["attention"]
@@ -57,7 +58,7 @@ def attention(
     if selected is not None:
         check_shape("selected", selected, (batch, tokens, selected.shape[-1]))
         selected = selected.to(torch.int32).contiguous()
-    o, lse = torch.ops.ballast.attention(
+    o, lse = _attention(
         *(x.to(dtype).contiguous() for x in (q, k, v)),
         *(sinks, selected, offsets(cu_seqlens)),
         width**-0.5 if scale is None else float(scale),
@@ -136,10 +137,11 @@ def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
 
 def _backward(ctx, d_o, _) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
     o, lse, q, k, v, sinks, selected, cu_seqlens = ctx.saved_tensors
-    dq, dk, dv, dsinks = torch.ops.ballast.attention_backward(
+    dq, dk, dv, dsinks = _attention_backward(
         d_o, o, lse, q, k, v, sinks, selected, cu_seqlens, ctx.scale, ctx.window, ctx.soft_cap
     )
     return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
 
 
-attention_op.register_autograd(_backward, setup_context=_setup)
+_attention = function(attention_op, _setup, _backward)
+_attention_backward = function(attention_backward)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from ballast.errors import UsageError
+from ballast.ops._function import function
 from ballast.ops._tensors import check_cpu, check_shape, native, offsets, storage
 from ballast.ops.packing import offsets_of_sequence_ids
 
@@ -59,7 +60,7 @@ def causal_conv1d_fn(
         state = initial_states.to(dtype).transpose(1, 2).contiguous()
     rows = x.to(dtype).transpose(1, 2).contiguous()
     final = return_final_states or final_states_out is not None
-    y, last = torch.ops.ballast.causal_conv(rows, weight.contiguous(), state, offsets(cu_seqlens), final)
+    y, last = _conv(rows, weight.contiguous(), state, offsets(cu_seqlens), final)
     y, last = y.transpose(1, 2).to(x.dtype), last.transpose(1, 2).to(x.dtype)
     if final_states_out is not None:
         last = final_states_out.copy_(last)
@@ -184,8 +185,9 @@ def _backward(ctx, dy, dlast) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN00
     x, weight, state, cu_seqlens = ctx.saved_tensors
     dy = torch.zeros_like(x) if dy is None else dy
     dlast = dlast if ctx.final else None
-    dx, dweight, dstate = torch.ops.ballast.causal_conv_backward(dy, dlast, x, weight, state, cu_seqlens)
+    dx, dweight, dstate = _conv_backward(dy, dlast, x, weight, state, cu_seqlens)
     return dx, dweight.to(weight.dtype), None if state is None else dstate, None, None
 
 
-causal_conv.register_autograd(_backward, setup_context=_setup)
+_conv = function(causal_conv, _setup, _backward)
+_conv_backward = function(causal_conv_backward)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ballast.errors import UsageError
+from ballast.ops._function import function
 from ballast.ops._tensors import check_cpu, check_shape, native, needs_grad, offsets, storage
 
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
@@ -47,10 +48,10 @@ def chunk_gated_delta_rule(
     """Returns o [B, T, HV, V] and, if `output_final_state`, the final state [N, HV, K, V] in f32, else None.
 
     `scale` is K^-1/2 by default. A `g` above 0 lets the state grow; then chunks are smaller and it takes
-    longer. It must not be above 88. With `cu_seqlens` [N+1] the batch size is 1 and the N sequences are packed;
-    otherwise N is the batch size. `use_gate_in_kernel` with `A_log` and `dt_bias` computes the decay from a
-    raw `g`; `chunk_size` is 16, 32 or 64. `cu_seqlens_cpu` and `chunk_indices` are not needed, and context
-    parallelism is not supported.
+    longer. It must not be above 88. With `cu_seqlens` [N+1] the batch size is 1 and the N sequences are
+    packed; otherwise N is the batch size. `use_gate_in_kernel` with `A_log` and `dt_bias` computes the
+    decay from a raw `g`; `chunk_size` is 16, 32 or 64. `cu_seqlens_cpu` and `chunk_indices` are not
+    needed, and context parallelism is not supported.
 
     >>> import torch
     >>> from ballast.ops import chunk_gated_delta_rule
@@ -203,12 +204,10 @@ def _rule(
     inputs += (g.float().contiguous(), beta.float().contiguous(), h0, offsets(cu_seqlens))
     scale = key_dim**-0.5 if scale is None else float(scale)
     if chunk is None:
-        o, ht = torch.ops.ballast.gated_delta_rule_steps(*inputs, scale, l2norm)
+        o, ht = _steps(*inputs, scale, l2norm)
     else:
         save = needs_grad(*inputs[:6])
-        o, ht, *_ = torch.ops.ballast.gated_delta_rule(
-            *inputs, scale, l2norm, chunk, output_final_state, save
-        )
+        o, ht, *_ = _chunks(*inputs, scale, l2norm, chunk, output_final_state, save)
     if not output_final_state:
         return o.to(q.dtype), None
     return o.to(q.dtype), ht.transpose(-1, -2) if state_v_first else ht
@@ -331,13 +330,14 @@ def _backward(ctx, d_o, dht, *_: None) -> tuple[torch.Tensor | None, ...]:  # no
     if d_o is None:
         d_o = torch.zeros_like(v)
     dht = dht if ctx.final else None
-    *grads, dh0 = torch.ops.ballast.gated_delta_rule_backward(
+    *grads, dh0 = _chunks_backward(
         d_o, dht, *saved, q, k, v, g, beta, h0, cu_seqlens, ctx.scale, ctx.l2norm, ctx.chunk
     )
     return *grads, None if h0 is None else dh0, None, None, None, None, None, None
 
 
-gated_delta_rule.register_autograd(_backward, setup_context=_setup)
+_chunks = function(gated_delta_rule, _setup, _backward)
+_chunks_backward = function(gated_delta_rule_backward)
 
 
 @torch.library.custom_op("ballast::gated_delta_rule_steps", mutates_args=(), device_types="cpu")
@@ -363,3 +363,6 @@ def gated_delta_rule_steps(
 @gated_delta_rule_steps.register_fake
 def _(q, k, v, g, beta, h0, cu_seqlens, scale, l2norm):  # noqa: ANN001, ANN202
     return torch.empty_like(v), _state(q, v, _sequences(q, cu_seqlens))
+
+
+_steps = function(gated_delta_rule_steps)

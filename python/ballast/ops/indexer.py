@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ballast.errors import UsageError
+from ballast.ops._function import function
+from ballast.ops._loss import loss_gradients
 from ballast.ops._tensors import check_cpu, check_shape, native, needs_grad, offsets, storage
 
 __all__ = ["indexer_loss", "indexer_topk"]
@@ -36,7 +38,7 @@ def indexer_topk(
     if topk < 1:
         raise UsageError(f"topk must be 1 or more, got {topk}")
     q, k, w = _inputs("indexer_topk", q, k, w, cu_seqlens)
-    return torch.ops.ballast.indexer_topk(q.detach(), k.detach(), w.detach(), topk, offsets(cu_seqlens))
+    return _topk(q.detach(), k.detach(), w.detach(), topk, offsets(cu_seqlens))
 
 
 def indexer_loss(
@@ -76,7 +78,7 @@ def indexer_loss(
     check_shape("lse", lse, tuple(attention_q.shape[:3]))
     if selected is not None:
         selected = selected.to(torch.int32).contiguous()
-    loss, *_ = torch.ops.ballast.indexer_loss(
+    loss, *_ = _loss(
         *(q, k, w),
         *(x.detach().to(q.dtype).contiguous() for x in (attention_q, attention_k)),
         lse.detach().float().contiguous(),
@@ -156,7 +158,8 @@ def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
 
 
 def _backward(ctx, dloss, *_: None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
-    return *((dloss * grad).to(grad.dtype) for grad in ctx.saved_tensors), *[None] * 10
+    return *loss_gradients(dloss, *ctx.saved_tensors), *[None] * 10
 
 
-indexer_loss_op.register_autograd(_backward, setup_context=_setup)
+_topk = function(indexer_topk_op)
+_loss = function(indexer_loss_op, _setup, _backward)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 
 from ballast.errors import UsageError
+from ballast.ops._function import function
+from ballast.ops._loss import loss_gradients
 from ballast.ops._tensors import check_cpu, check_shape, native, needs_grad, storage
 
 __all__ = ["linear_cross_entropy"]
@@ -44,7 +46,7 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum"):
         raise UsageError(f'reduction must be "mean" or "sum", got {reduction!r}')
     rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-    mean, count, *_ = torch.ops.ballast.linear_cross_entropy(
+    mean, count, *_ = _loss(
         *(rows, weight.contiguous(), targets.reshape(-1).contiguous()),
         *(ignore_index, soft_cap, z_loss, label_smoothing),
         *(needs_grad(hidden, weight), needs_grad(weight)),
@@ -95,9 +97,8 @@ def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
 
 
 def _backward(ctx, dmean, *_: None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
-    dhidden, dweight = ctx.saved_tensors
-    dweight = (dmean * dweight).to(ctx.dtype) if ctx.save_weight else None
-    return (dmean * dhidden).to(dhidden.dtype), dweight, *[None] * 7
+    dhidden, dweight, _ = loss_gradients(dmean, *ctx.saved_tensors)
+    return dhidden, dweight.to(ctx.dtype) if ctx.save_weight else None, *[None] * 7
 
 
-linear_cross_entropy_op.register_autograd(_backward, setup_context=_setup)
+_loss = function(linear_cross_entropy_op, _setup, _backward)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ballast.ops._function import function
 from ballast.ops._tensors import check_cpu, check_shape, native, storage
 
 __all__ = ["gated_rms_norm"]
@@ -26,9 +27,7 @@ def gated_rms_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: 
     dtype = storage("gated_rms_norm", x, z)
     check_shape("z", z, tuple(x.shape))
     check_shape("weight", weight, (x.shape[-1],))
-    y, _ = torch.ops.ballast.gated_rms_norm(
-        x.to(dtype).contiguous(), z.to(dtype).contiguous(), weight.contiguous(), eps
-    )
+    y, _ = _norm(x.to(dtype).contiguous(), z.to(dtype).contiguous(), weight.contiguous(), eps)
     return y.to(x.dtype)
 
 
@@ -74,8 +73,9 @@ def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
 
 def _backward(ctx, dy, _) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
     rstd, x, z, weight = ctx.saved_tensors
-    dx, dz, dweight = torch.ops.ballast.gated_rms_norm_backward(dy, rstd, x, z, weight)
+    dx, dz, dweight = _norm_backward(dy, rstd, x, z, weight)
     return dx, dz, dweight.to(weight.dtype), None
 
 
-gated_rms_norm_op.register_autograd(_backward, setup_context=_setup)
+_norm = function(gated_rms_norm_op, _setup, _backward)
+_norm_backward = function(gated_rms_norm_backward)

@@ -67,9 +67,16 @@ macro_rules! with_dtype {
 }
 pub(super) use with_dtype;
 
-/// Shape of a tensor of N dimensions.
+/// Shape of a tensor of N dimensions. The product of any of its sizes fits in memory, also beside a size of zero.
 pub fn shape<const N: usize>(name: &str, tensor: &Tensor<'_>) -> PyResult<[usize; N]> {
     let found: Vec<usize> = tensor.getattr("shape")?.extract()?;
+    let sizes = found.iter().filter(|size| **size > 0);
+    let product = sizes.copied().try_fold(size_of::<f32>(), usize::checked_mul);
+    if product.is_none_or(|bytes| bytes > isize::MAX as usize) {
+        return Err(UsageError::new_err(format!(
+            "{name}: shape {found:?} has more elements than memory can hold"
+        )));
+    }
     <[usize; N]>::try_from(found)
         .map_err(|found| UsageError::new_err(format!("{name} must have {N} dimensions, got {}", found.len())))
 }

@@ -1,11 +1,13 @@
 //! Causal softmax attention with f32 logits.
 
-use ballast_kernels::attention::{self, Dims, Grads, Input, Options, Saved, Selected};
+use ballast_kernels::attention::{self, Dims, Grads, Input, Options, Saved, Selected, UNUSED};
+use ballast_kernels::scratch::workspace;
 use pyo3::prelude::*;
 
 use super::arguments::{Arguments, Tensor, shape, with_dtype};
 use super::packing::offsets;
 use super::threads;
+use crate::errors::UsageError;
 
 fn dims(q: &Tensor<'_>, v: &Tensor<'_>) -> PyResult<(usize, usize, Dims)> {
     let [batch, tokens, heads, head_dim] = shape("q", q)?;
@@ -20,14 +22,47 @@ pub(super) fn options((scale, window, soft_cap): Settings) -> Options {
     Options { scale: Some(scale), window, soft_cap, ..Options::default() }
 }
 
-/// Keys that are selected for each query, [B, T, topk].
+/// Keys that are selected for each query, [B, T, topk]: positions in its sequence.
 pub(super) fn selected<'a>(
     arguments: &mut Arguments,
     tensor: Option<&'a Tensor<'_>>,
+    cu_seqlens: &[usize],
 ) -> PyResult<Option<Selected<'a>>> {
     let Some(tensor) = tensor else { return Ok(None) };
     let [_, _, topk] = shape("selected", tensor)?;
-    Ok(Some(Selected { keys: arguments.input("selected", tensor)?, topk }))
+    let keys = arguments.input("selected", tensor)?;
+    check_keys(keys, topk, cu_seqlens)?;
+    Ok(Some(Selected { keys, topk }))
+}
+
+/// Returns an error unless every query lists positions of its own sequence, none of them twice.
+fn check_keys(keys: &[u32], topk: usize, cu_seqlens: &[usize]) -> PyResult<()> {
+    let mut sorted: Vec<u32> = Vec::new();
+    for bounds in cu_seqlens.windows(2).filter(|_| topk > 0) {
+        let tokens = bounds[1] - bounds[0];
+        // A list of another length is an error of the kernel.
+        let rows = keys.chunks_exact(topk).enumerate().skip(bounds[0]).take(tokens);
+        for (token, row) in rows {
+            if let Some(key) = row.iter().find(|key| **key != UNUSED && **key as usize >= tokens) {
+                return Err(UsageError::new_err(format!(
+                    "selected has the key {} for token {token}, but positions in its sequence are 0 to {}, \
+                     and -1 is an unused slot",
+                    *key as i32,
+                    tokens - 1
+                )));
+            }
+            sorted.clear();
+            sorted.extend(row.iter().filter(|key| **key != UNUSED));
+            sorted.sort_unstable();
+            if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+                return Err(UsageError::new_err(format!(
+                    "selected has the key {} for token {token} twice",
+                    twice[0]
+                )));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// o [B, T, heads, vd] and lse [B, T, heads].
@@ -50,7 +85,7 @@ pub fn attention_forward(
     let mut arguments = Arguments::default();
     let cu_seqlens = offsets(&mut arguments, cu_seqlens, batch, tokens)?;
     let sinks = arguments.optional("sinks", sinks)?;
-    let selected = selected(&mut arguments, selected_keys)?;
+    let selected = selected(&mut arguments, selected_keys, &cu_seqlens)?;
     let lse: &mut [f32] = arguments.output("lse", lse)?;
     with_dtype!("q", q, T => {
         let (q, k) = (arguments.input::<T>("q", q)?, arguments.input("k", k)?);
@@ -95,7 +130,7 @@ pub fn attention_backward(
     let mut arguments = Arguments::default();
     let cu_seqlens = offsets(&mut arguments, cu_seqlens, batch, tokens)?;
     let sinks = arguments.optional("sinks", sinks)?;
-    let selected = selected(&mut arguments, selected_keys)?;
+    let selected = selected(&mut arguments, selected_keys, &cu_seqlens)?;
     let saved = Saved { lse: arguments.input("lse", lse)?.to_vec(), max_sum: Vec::new() };
     let dsinks = arguments.optional_output("dsinks", dsinks)?;
     with_dtype!("q", q, T => {
@@ -111,7 +146,7 @@ pub fn attention_backward(
         };
         threads::run(py, threads, |scratch| {
             let keys = cu_seqlens[cu_seqlens.len() - 1];
-            let mut workspace = vec![0.0; attention::attention_backward_workspace::<T>(dims, keys)];
+            let mut workspace = workspace(attention::attention_backward_workspace::<T>(dims, keys))?;
             attention::attention_backward(
                 grads, d_o, o, &input, &saved, dims, &options, &mut workspace, scratch,
             )

@@ -25,7 +25,9 @@ fn options(scale: f32, l2norm: bool, chunk: usize) -> Options {
 fn states_len(cu_seqlens: &[usize], dims: Dims, options: &Options, found: usize) -> PyResult<usize> {
     // A chunk out of range is an error of the kernel.
     let saved = if options.chunk == 0 { 0 } else { gdn::saved_states(cu_seqlens, options) };
-    match saved.checked_mul(dims.value_heads).and_then(|n| n.checked_mul(dims.key_dim * dims.value_dim)) {
+    let state = dims.key_dim.checked_mul(dims.value_dim);
+    let heads = saved.checked_mul(dims.value_heads);
+    match heads.zip(state).and_then(|(heads, state)| heads.checked_mul(state)) {
         Some(len) if len <= found => Ok(len),
         _ => Err(UsageError::new_err(format!("states must have {saved} states, got {found} values"))),
     }
@@ -180,7 +182,7 @@ pub fn gated_delta_rule_steps(
     let state = arguments.output::<f32>("state", state)?;
     let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
     let all = batch * tokens;
-    let state_len = value_heads * dims.state_len();
+    let state_len = key_dim.saturating_mul(value_heads * value_dim);
     // Every token is a row of each slice, and every sequence has a state.
     let (key, value) = (key_heads * key_dim, value_heads * value_dim);
     for (name, tensor, width) in [("o", o, value), ("q", q, key), ("k", k, key), ("v", v, value)] {
@@ -188,7 +190,7 @@ pub fn gated_delta_rule_steps(
     }
     check_len("g", g.len(), all * value_heads)?;
     check_len("beta", beta.len(), all * value_heads)?;
-    check_len("state", state.len(), (cu_seqlens.len() - 1) * state_len)?;
+    check_len("state", state.len(), state_len.saturating_mul(cu_seqlens.len() - 1))?;
     with_dtype!("q", q, T => {
         let o = arguments.output::<T>("o", o)?;
         let (q, k) = (arguments.input::<T>("q", q)?, arguments.input::<T>("k", k)?);

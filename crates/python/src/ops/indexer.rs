@@ -2,6 +2,7 @@
 
 use ballast_kernels::attention::{self, Saved};
 use ballast_kernels::indexer::{self, Dims, Grads, Input, Options, Target};
+use ballast_kernels::scratch::workspace;
 use pyo3::prelude::*;
 
 use super::arguments::{Arguments, Tensor, shape, with_dtype};
@@ -73,7 +74,7 @@ pub fn indexer_loss(
     let cu_seqlens = offsets(&mut arguments, cu_seqlens, batch, tokens)?;
     let w = arguments.input("w", w)?;
     let saved = Saved { lse: arguments.input("lse", lse)?.to_vec(), max_sum: Vec::new() };
-    let selected = selected_keys(&mut arguments, selected)?;
+    let selected = selected_keys(&mut arguments, selected, &cu_seqlens)?;
     with_dtype!("q", q, T => {
         let (q, k) = (arguments.input::<T>("q", q)?, arguments.input("k", k)?);
         let input = Input { q, k, w, before: 0, cu_seqlens: &cu_seqlens };
@@ -98,7 +99,7 @@ pub fn indexer_loss(
             let target =
                 Target { input: &attended, saved: &saved, dims: served, options: &served_options };
             let keys = cu_seqlens[cu_seqlens.len() - 1];
-            let mut workspace = vec![0.0; indexer::indexer_loss_workspace(dims, keys)];
+            let mut workspace = workspace(indexer::indexer_loss_workspace(dims, keys))?;
             indexer::indexer_loss(grads, &input, &target, dims, &options, &mut workspace, scratch)
         })
     })

@@ -2,6 +2,7 @@
 
 use ballast_kernels::linear::Dims;
 use ballast_kernels::linear_cross_entropy::{self as loss, Grads, Options};
+use ballast_kernels::scratch::workspace;
 use pyo3::prelude::*;
 
 use super::arguments::{Arguments, Tensor, shape, with_dtype};
@@ -38,7 +39,7 @@ pub fn linear_cross_entropy(
             let scale = 1.0 / loss::counted_tokens(targets, &options).max(1) as f32;
             let grads = dhidden.map(|dhidden| Grads { dhidden, dw, scale });
             let tokens = targets.len();
-            let mut workspace = vec![0.0; loss::linear_cross_entropy_workspace(dims, tokens, &options)];
+            let mut workspace = workspace(loss::linear_cross_entropy_workspace(dims, tokens, &options))?;
             let all = loss::linear_cross_entropy(
                 grads, hidden, weight, targets, dims, &options, &mut workspace, scratch,
             )?;
