@@ -193,6 +193,35 @@ fn a_run_goes_on_with_the_same_bits_on_any_number_of_ranks() {
     }
 }
 
+/// A rank whose part of a tensor is empty restores nothing of it.
+#[test]
+fn every_storage_of_moments_resumes_on_every_division() {
+    let folder = tempfile::tempdir().unwrap();
+    for moments in ["f32", "bf16", "8bit"] {
+        let moments_setting = format!("optimizer.moments={moments}");
+        let settings = with(&["steps=2", "evaluation.batches=0", &moments_setting]);
+        let whole = train(&folder.path().join(moments), 1, &settings);
+        for (ranks, shard) in [2, 4].into_iter().flat_map(|ranks| SHARDS.map(|shard| (ranks, shard))) {
+            let place = format!("{moments}-{ranks}-{shard}");
+            let out = folder.path().join(&place);
+            let mut trainer = Trainer::new(config(&out, &settings)).unwrap();
+            let stopped = trainer.run(&Listener { stop_after: Some(1), ..Listener::default() }).unwrap();
+            assert!(stopped.stopped, "{place}");
+            drop(trainer); // and its lock
+            let shard = format!("cluster.shard={shard}");
+            threads::run(ranks, |world| {
+                let mut trainer = Trainer::resume_on(&out, std::slice::from_ref(&shard), world).unwrap();
+                trainer.run(&Listener::default()).unwrap();
+                trainer.ranks.world.barrier().unwrap();
+            });
+            let optimizer = "checkpoints/step-00000002/optimizer.safetensors";
+            for (file, content) in FILES.iter().chain([&optimizer]).zip(&whole.0) {
+                assert!(std::fs::read(out.join(file)).unwrap() == *content, "{place}: {file}");
+            }
+        }
+    }
+}
+
 #[test]
 fn threads_of_a_rank_make_no_difference() {
     let folder = tempfile::tempdir().unwrap();

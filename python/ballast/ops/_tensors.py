@@ -9,7 +9,17 @@ from ballast.errors import UsageError
 from ballast.ops._function import transformed
 from ballast.threads import apply_num_threads
 
-__all__ = ["apply_num_threads", "check_cpu", "check_shape", "native", "needs_grad", "offsets", "storage"]
+__all__ = [
+    "apply_num_threads",
+    "check_cpu",
+    "check_shape",
+    "check_window",
+    "native",
+    "needs_grad",
+    "offsets",
+    "selected_keys",
+    "storage",
+]
 
 
 def check_cpu(operation: str, **tensors: torch.Tensor | None) -> None:
@@ -49,6 +59,21 @@ def offsets(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
             f"got {cu_seqlens.dtype} with the shape {list(cu_seqlens.shape)}"
         )
     return cu_seqlens.to(torch.int64).contiguous()
+
+
+def selected_keys(selected: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the listed keys as contiguous int32. What does not fit becomes a key that no sequence has."""
+    if selected is None:
+        return None
+    if selected.dtype not in (torch.int32, torch.int64):
+        raise UsageError(f"selected must be torch.int32 or torch.int64, got {selected.dtype}")
+    return selected.clamp(-2, 2**31 - 1).to(torch.int32).contiguous()
+
+
+def check_window(window: int | None) -> None:
+    """Raises an error unless a query sees at least its own key."""
+    if window is not None and window < 1:
+        raise UsageError(f"window must be 1 or more, got {window}")
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:

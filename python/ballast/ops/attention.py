@@ -11,7 +11,15 @@ import torch
 
 from ballast.errors import UsageError
 from ballast.ops._function import function
-from ballast.ops._tensors import check_cpu, check_shape, native, offsets, storage
+from ballast.ops._tensors import (
+    check_cpu,
+    check_shape,
+    check_window,
+    native,
+    offsets,
+    selected_keys,
+    storage,
+)
 
 __all__ = ["attention"]
 
@@ -34,7 +42,7 @@ def attention(
     A query sees the keys up to its own position in its sequence: the last `window` of them, and of those the
     ones listed in `selected` [B, T, topk] (int32, -1 in unused slots, as `indexer_topk` returns). `sinks`
     [heads] are logits without a value. With `cu_seqlens` [N+1] the batch size is 1, and N sequences are
-    packed.
+    packed; `selected` then counts from the first token of the query's own sequence.
 
     >>> import torch
     >>> from ballast.ops import attention
@@ -48,6 +56,7 @@ def attention(
     kv_heads = k.shape[2]
     if kv_heads == 0 or heads % kv_heads != 0:
         raise UsageError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+    check_window(window)
     check_shape("k", k, (batch, tokens, kv_heads, width))
     check_shape("v", v, (batch, tokens, kv_heads, v.shape[3]))
     if cu_seqlens is not None and batch != 1:
@@ -57,10 +66,9 @@ def attention(
         sinks = sinks.float().contiguous()
     if selected is not None:
         check_shape("selected", selected, (batch, tokens, selected.shape[-1]))
-        selected = selected.to(torch.int32).contiguous()
     o, lse = _attention(
         *(x.to(dtype).contiguous() for x in (q, k, v)),
-        *(sinks, selected, offsets(cu_seqlens)),
+        *(sinks, selected_keys(selected), offsets(cu_seqlens)),
         width**-0.5 if scale is None else float(scale),
         window,
         soft_cap,

@@ -16,7 +16,16 @@ import torch
 from ballast.errors import UsageError
 from ballast.ops._function import function
 from ballast.ops._loss import loss_gradients
-from ballast.ops._tensors import check_cpu, check_shape, native, needs_grad, offsets, storage
+from ballast.ops._tensors import (
+    check_cpu,
+    check_shape,
+    check_window,
+    native,
+    needs_grad,
+    offsets,
+    selected_keys,
+    storage,
+)
 
 __all__ = ["indexer_loss", "indexer_topk"]
 
@@ -76,13 +85,12 @@ def indexer_loss(
     check_shape("attention_q", attention_q, (batch, tokens, *attention_q.shape[2:]))
     check_shape("attention_k", attention_k, (batch, tokens, attention_k.shape[2], attention_q.shape[3]))
     check_shape("lse", lse, tuple(attention_q.shape[:3]))
-    if selected is not None:
-        selected = selected.to(torch.int32).contiguous()
+    check_window(window)
     loss, *_ = _loss(
         *(q, k, w),
         *(x.detach().to(q.dtype).contiguous() for x in (attention_q, attention_k)),
         lse.detach().float().contiguous(),
-        *(selected, offsets(cu_seqlens), loss_scale),
+        *(selected_keys(selected), offsets(cu_seqlens), loss_scale),
         attention_q.shape[3] ** -0.5 if scale is None else float(scale),
         *(window, soft_cap, needs_grad(q, k, w)),
     )

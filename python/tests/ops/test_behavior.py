@@ -362,3 +362,21 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_without_keys_is_refused(window: int) -> None:
+    q = torch.ones(1, 4, 1, 2)
+    with pytest.raises(UsageError, match=f"window must be 1 or more, got {window}"):
+        ops.attention(q, q, q, window=window)
+
+
+@pytest.mark.parametrize("key", [4, -2, 2**31, 2**32, -(2**32)])
+def test_a_selected_key_outside_of_the_sequence_is_refused(key: int) -> None:
+    q = torch.ones(1, 8, 1, 2)
+    selected = torch.zeros(1, 8, 1, dtype=torch.int64)
+    selected[0, 5] = key
+    with pytest.raises(UsageError, match="for token 5, but positions in its sequence are 0 to 3"):
+        ops.attention(q, q, q, selected=selected, cu_seqlens=torch.tensor([0, 4, 8]))
+    with pytest.raises(UsageError, match="selected must be torch.int32 or torch.int64, got torch.float32"):
+        ops.attention(q, q, q, selected=selected.float())

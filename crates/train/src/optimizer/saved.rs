@@ -159,7 +159,9 @@ impl Slot {
                 )?),
                 Stored::Bits8 { codes, scales, .. } => {
                     codes.copy_from_slice(&read(&name, Dtype::U8, &state.shape, range.clone())?);
-                    let groups = range.start / GROUP..range.end.div_ceil(GROUP);
+                    // An empty range has no scale, also where it begins inside a group.
+                    let first = range.start / GROUP;
+                    let groups = first..first + scales.len();
                     let (name, shape) =
                         (scale_name(state.kind.prefix, &self.name), [scales_of(&state.shape)]);
                     let bytes = read(&name, Dtype::F32, &shape, groups)?;
