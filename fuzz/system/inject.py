@@ -51,7 +51,7 @@ def calls_by_thread(log: Path) -> list[int]:
     return sorted(collections.Counter(started).values())
 
 
-def judge(scenario: Scenario, ballast: Path, folder: Path, run: subprocess.CompletedProcess) -> str:
+def judge(scenario: Scenario, folder: Path, run: subprocess.CompletedProcess) -> str:
     """Returns "done" or "refused" for an outcome that is right, else what is wrong."""
     if run.returncode < 0 or run.returncode > 128:
         return f"died by a signal ({run.returncode})"
@@ -71,13 +71,15 @@ def judge(scenario: Scenario, ballast: Path, folder: Path, run: subprocess.Compl
 
 
 def recovers(scenario: Scenario, ballast: Path, folder: Path) -> str:
-    """Runs what a user would run next, without failures; returns what is wrong."""
+    """Runs what a user would run next, without failures; returns what is wrong. A whole result needs nothing."""
+    if scenario.result is None or scenario.digest(folder, "") == scenario.expected:
+        return ""
     command = scenario.again or scenario.command
     if command[1] == "--resume" and not (folder / command[2] / "config.toml").is_file():
         command = scenario.command
     run = execute(scenario, ballast, folder, command)
-    if run.returncode in (2, 3) and command is scenario.again:
-        # Nothing was saved before the failure: a new run in another place.
+    if "no checkpoint to resume from" in run.stderr:
+        # Nothing was saved before the failure. A checkpoint that is there and cannot be read is wrong.
         shutil.rmtree(folder / command[2], ignore_errors=True)
         run = execute(scenario, ballast, folder, scenario.command)
     if run.returncode != 0:
@@ -119,39 +121,33 @@ def main() -> int:
                 cases += [(scenario, kind, error, n) for n in range(first, most + 1) for error in errors]
         random.Random(options.seed).shuffle(cases)
 
-        counts, wrong, start = collections.Counter(), [], time.monotonic()
-        tried = 0
+        counts, start = collections.Counter(), time.monotonic()
         for scenario, kind, error, n in cases:
             if options.seconds and time.monotonic() - start > options.seconds:
                 break
-            tried += 1
             fresh(scenario, folder)
             prefix = strace(KINDS[kind][0], log, f"inject={KINDS[kind][0]}:error={error}:when={n}")
             try:
                 run = execute(scenario, ballast, folder, scenario.command, prefix)
-                outcome = judge(scenario, ballast, folder, run)
-                if outcome in ("done", "refused") and (problem := recovers_if_due(scenario, ballast, folder, outcome)):
-                    outcome = problem
+                outcome = judge(scenario, folder, run)
+                if outcome == "refused":
+                    outcome = recovers(scenario, ballast, folder) or outcome
             except subprocess.TimeoutExpired:
                 run, outcome = None, "hung"
             counts[scenario.name, outcome if outcome in ("done", "refused") else "wrong"] += 1
             if outcome not in ("done", "refused"):
-                wrong.append((scenario.name, kind, error, n, outcome))
                 print(f"WRONG {scenario.name}: {kind} {n} with {error}: {outcome}", file=sys.stderr)
                 print("    " + (run.stderr.strip()[-600:] if run else ""), file=sys.stderr, flush=True)
         print(f"{'scenario':<18}{'done':>7}{'refused':>9}{'wrong':>7}")
         for scenario in chosen:
             row = [counts[scenario.name, outcome] for outcome in ("done", "refused", "wrong")]
             print(f"{scenario.name:<18}{row[0]:>7}{row[1]:>9}{row[2]:>7}")
-        print(f"{tried} of {len(cases)} failures injected, seed {options.seed}, {len(wrong)} wrong")
+        tried = sum(counts.values())
+        wrong = sum(count for (_, outcome), count in counts.items() if outcome == "wrong")
+        print(f"{tried} of {len(cases)} failures injected, seed {options.seed}, {wrong} wrong")
+    if tried == 0:
+        raise SystemExit("no failure was injected; can strace trace a process here?")
     return 1 if wrong else 0
-
-
-def recovers_if_due(scenario: Scenario, ballast: Path, folder: Path, outcome: str) -> str:
-    """A refused run must leave a state from which the same command succeeds, unless its result is there."""
-    if outcome == "done" or scenario.result is None or scenario.digest(folder, "") == scenario.expected:
-        return ""
-    return recovers(scenario, ballast, folder)
 
 
 if __name__ == "__main__":

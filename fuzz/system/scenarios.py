@@ -1,6 +1,6 @@
 """What the system may fail under: a folder, a command that changes it, and the states it may leave.
 
-A scenario is prepared once by running `ballast` itself; `inject.py` and `power_loss.py` run its command on copies.
+A scenario is prepared once by running `ballast` itself; `inject.py` runs its command on copies.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def scenarios(ballast: Path, work: Path) -> list[Scenario]:
     run("train", "--steps", "2", "--out", "run", *RUN)
     run("train", "--steps", "1", "--out", "lora", "--model", "run/model", "--set", "lora.rank=2", *RUN)
     hub = serve(base / "src")
-    made = [
+    return [
         Scenario("convert", base, ["convert", "src", "old", "--layout", "megatron", "--tp", "2", "--force"], "old"),
         Scenario("convert to torch", base, ["convert", "src", "new", "--format", "dcp"], "new"),
         Scenario("convert to gguf", base, ["convert", "run/model", "new.gguf"], "new.gguf"),
@@ -83,12 +83,12 @@ def scenarios(ballast: Path, work: Path) -> list[Scenario]:
         Scenario("download", base, ["convert", "hf://org/model", "new"], "new", None,
                  {"HF_ENDPOINT": hub, "HF_HUB_CACHE": "cache"}),
     ]  # fmt: skip
-    return made
 
 
-def execute(scenario: Scenario, ballast: Path, folder: Path, command: list[str], prefix: list[str] = []):
+def execute(
+    scenario: Scenario, ballast: Path, folder: Path, command: list[str], prefix: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess:
     """Runs a command of a scenario in `folder`. A signal is a negative exit code, a hang is `TimeoutExpired`."""
-    # Options of torch and the caller's own settings have no part in this.
     env = {**os.environ, "NO_PROXY": "127.0.0.1", "RUST_BACKTRACE": "0", **scenario.env}
     line = [*prefix, ballast, *command, "-q", "--threads", "2"]
     return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, errors="replace", timeout=120)

@@ -402,7 +402,8 @@ fn header_findings(
     }
 }
 
-/// Finds FP8 weights without usable scales or configuration, and scales without weights; the values of the scales are read with all others.
+/// Finds FP8 weights without usable scales or configuration, and scales without weights; the values of the scales
+/// are read with all others.
 fn fp8_findings(checkpoint: &Checkpoint, values: Values, findings: &mut Findings) -> Result<()> {
     for t in fp8::unconfigured(checkpoint) {
         findings.add(&UNCONFIGURED, None, Some(t.dtype), t.name.clone());

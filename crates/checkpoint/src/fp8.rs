@@ -42,6 +42,11 @@ fn is_code(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F8E4M3 | Dtype::F8E5M2)
 }
 
+/// Returns true for types whose values are codes that need a scale beside them.
+fn is_quantized(dtype: Dtype) -> bool {
+    dtype.is_scaled_float() && !matches!(dtype, Dtype::F8E8M0 | Dtype::Q8_0)
+}
+
 /// Returns the weight that a tensor has scales for, by its name.
 fn weight_of_scale(name: &str) -> Option<String> {
     if let Some(weight) = name.strip_suffix("_scale_inv") {
@@ -327,9 +332,7 @@ pub(crate) fn unconfigured(checkpoint: &Checkpoint) -> impl Iterator<Item = &Sto
     let states = |config: &Value| config.get(SETTINGS).or(config.get("compression_config")).is_some();
     let config = checkpoint.config.as_ref();
     let stated = config.is_none_or(|config| states(config) || config.get("text_config").is_some_and(states));
-    let is_quantized =
-        |t: &&StoredTensor| t.dtype.is_scaled_float() && !matches!(t.dtype, Dtype::F8E8M0 | Dtype::Q8_0);
-    checkpoint.tensors.iter().filter(move |t| !stated && is_quantized(t))
+    checkpoint.tensors.iter().filter(move |t| !stated && is_quantized(t.dtype))
 }
 
 /// Returns the scales whose weights are not there, or are values that need no scale.
@@ -416,10 +419,8 @@ pub(crate) fn count_bad_scales(checkpoint: &Checkpoint, scales: usize) -> Result
 /// codes, and scales that belong to no FP8 weight, are an error: the result would be read as values.
 pub fn dequantized(source: &Arc<Checkpoint>) -> Result<Arc<Checkpoint>> {
     let refuse = |t: &StoredTensor, problem| Err(Error::tensor(&t.name, problem).of(&source.root));
-    let is_known = |t: &&StoredTensor| {
-        is_code(t.dtype) || !t.dtype.is_scaled_float() || matches!(t.dtype, Dtype::F8E8M0 | Dtype::Q8_0)
-    };
-    if let Some(t) = source.tensors.iter().find(|t| t.elements() > 0 && !is_known(t)) {
+    let is_unknown = |t: &&StoredTensor| t.elements() > 0 && is_quantized(t.dtype) && !is_code(t.dtype);
+    if let Some(t) = source.tensors.iter().find(is_unknown) {
         let problem = format!("stored in {}, which cannot be dequantized; F8_E4M3 and F8_E5M2 can", t.dtype);
         return refuse(t, problem);
     }

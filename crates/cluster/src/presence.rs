@@ -26,7 +26,7 @@ pub(crate) const INTERVAL: Duration = Duration::from_millis(500);
 
 const ALIVE: u64 = u64::MAX;
 
-/// What this rank says about itself, and what it has heard from others.
+/// The words of this rank about itself, and those heard from others.
 #[derive(Debug)]
 pub(crate) struct Presence {
     transport: Arc<dyn Transport>,
@@ -37,7 +37,7 @@ pub(crate) struct Presence {
 
 #[derive(Debug, Default)]
 struct Heard {
-    /// What a rank said last, and when this was read.
+    /// Last words of each rank, and when they were read.
     by_rank: BTreeMap<usize, (u64, Instant)>,
     /// Time of the last look.
     read: Option<Instant>,
@@ -120,7 +120,7 @@ impl Presence {
 }
 
 impl Heard {
-    /// What a rank said last; `None` if that is `timeout` ago.
+    /// Last words of a rank; `None` if they are `timeout` old.
     fn last_words(&self, rank: usize, timeout: Duration) -> Option<u64> {
         self.by_rank.get(&rank).filter(|(_, read)| read.elapsed() <= timeout).map(|(said, _)| *said)
     }
