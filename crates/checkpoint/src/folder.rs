@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 use crate::header::Header;
+use crate::regular::read_regular;
 use crate::shard_file::{ShardFile, open_shard};
 
 /// A folder whose files are found by name.
@@ -64,7 +65,7 @@ impl Folder for Disk<'_> {
 
     fn read(&self, name: &Path) -> Result<Vec<u8>> {
         let path = self.0.join(name);
-        fs::read(&path).map_err(Error::io(&path, "read"))
+        read_regular(&path).map_err(Error::io(&path, "read"))
     }
 
     fn open(&self, names: &[PathBuf]) -> Result<Vec<(ShardFile, Header)>> {

@@ -22,6 +22,7 @@ pub mod layout;
 mod masters;
 pub mod open;
 mod ranks;
+pub mod regular;
 pub mod repair;
 mod shard_file;
 mod shards;

@@ -25,6 +25,7 @@ use crate::header::{self, Header, TensorInfo};
 use crate::hub::{self, Remote};
 use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
 use crate::ranks::RankFolders;
+use crate::regular::read_regular;
 pub use crate::shard_file::ShardFile;
 use crate::shard_file::{open_shard, require_file};
 use crate::shards::{missing_file, missing_layer};
@@ -583,7 +584,7 @@ fn read_config(path: &Path) -> Result<Option<Value>> {
         return Ok(None);
     }
     require_file(path)?;
-    parse_config(path, &fs::read(path).map_err(Error::io(path, "read"))?).map(Some)
+    parse_config(path, &read_regular(path).map_err(Error::io(path, "read"))?).map(Some)
 }
 
 fn parse_config(path: &Path, text: &[u8]) -> Result<Value> {

@@ -1,4 +1,4 @@
-//! Names of files and folders that are not plain ASCII.
+//! Names of files and folders that are not plain ASCII, and files that are not regular ones.
 #![cfg(target_os = "linux")]
 
 mod common;
@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use common::{Scratch, ballast};
+use common::{Scratch, ballast, run};
 
 /// Accents as macOS writes them, quotes, a backslash, a line break, another script.
 const NAMES: [&str; 5] =
@@ -149,4 +149,43 @@ fn a_policy_file_may_have_any_name() {
     let mut command = ballast(["audit", "--json"]);
     let report = common::run(command.arg("--policy").arg(&policy).arg(scratch.src())).exits(0).json();
     assert_eq!(report["policy"], "mine");
+}
+
+/// Files that commands read whole, and a command that reads each. A pipe would wait for a writer forever.
+#[test]
+fn a_pipe_or_a_device_in_place_of_a_file_is_refused() {
+    let generate = ["generate", "src", "--prompt", "a"];
+    for (name, args) in [
+        ("src/config.json", &["inspect", "src"][..]),
+        ("src/tokenizer.json", &generate),
+        ("src/tokenizer_config.json", &generate),
+        ("src/generation_config.json", &generate),
+        ("src/chat_template.jinja", &["generate", "src", "--chat", "chat.json"]),
+        ("chat.json", &["generate", "src", "--chat", "chat.json"]),
+        ("policy.toml", &["audit", "src", "--policy", "policy.toml"]),
+        ("run.toml", &["train", "--config", "run.toml", "--dry-run"]),
+        ("text.txt", &["eval", "src", "--data", "text.txt"]),
+        ("config.json", &["train", "--set", "model.config=\"config.json\"", "--dry-run"]),
+    ] {
+        for make in [&["mkfifo"][..], &["ln", "-s", "/dev/zero"]] {
+            let scratch = Scratch::with_text_model();
+            scratch.put("chat.json", r#"[{"role": "user", "content": "a"}]"#);
+            let path = scratch.path(name);
+            let _ = fs::remove_file(&path);
+            let made = std::process::Command::new(make[0]).args(&make[1..]).arg(&path).status().unwrap();
+            assert!(made.success());
+            let refused = scratch.run(args);
+            let file = name.trim_start_matches("src/");
+            assert!(refused.stderr.contains(file) && refused.stderr.contains("not a"), "{}", refused.stderr);
+            assert!([2, 3].map(Some).contains(&refused.code), "{name}: {:?} {}", refused.code, refused.stderr);
+        }
+    }
+}
+
+#[test]
+fn standard_input_without_an_end_is_refused() {
+    let scratch = Scratch::with_text_model();
+    let zeros = fs::File::open("/dev/zero").unwrap();
+    let mut command = ballast(["generate", "src", "-"]);
+    run(command.current_dir(scratch.path("")).stdin(zeros)).exits(3).says(&["standard input", "256 MiB"]);
 }

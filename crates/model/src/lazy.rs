@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::layout::{self, Layout};
+use ballast_checkpoint::regular::read_regular_text;
 use ballast_checkpoint::{Checkpoint, View, look_at};
 use ballast_contract::Dtype;
 use rayon::prelude::*;
@@ -111,7 +112,7 @@ impl Model {
 /// The configuration of a folder that has a config.json, and neither tensors nor folders.
 fn config_alone(folder: &Path) -> Result<Option<Config>> {
     let file = folder.join("config.json");
-    let (Ok(text), Ok(entries)) = (std::fs::read_to_string(&file), std::fs::read_dir(folder)) else {
+    let (Ok(text), Ok(entries)) = (read_regular_text(&file), std::fs::read_dir(folder)) else {
         return Ok(None);
     };
     // An entry that cannot be listed or looked at may hold tensors; the checkpoint is opened, which names it.

@@ -11,6 +11,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+use ballast_checkpoint::regular::open_regular;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -211,7 +212,7 @@ impl MetricsWriter {
 /// Calls `each` with every complete line, newline included, and its entry. Returns false if the last line is
 /// incomplete.
 fn read_lines(path: &Path, mut each: impl FnMut(&[u8], MetricsEntry) -> Result) -> Result<bool> {
-    let mut input = BufReader::new(File::open(path).map_err(Error::io(path, "open"))?);
+    let mut input = BufReader::new(open_regular(path).map_err(Error::io(path, "open"))?);
     let mut line = Vec::new();
     for number in 1.. {
         line.clear();

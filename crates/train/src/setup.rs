@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::look_at;
+use ballast_checkpoint::regular::{read_regular, read_regular_text};
 use ballast_contract::pattern::wildcard_matches as matches;
 use ballast_model::params::{Grads, Specs};
 use ballast_model::{Config, Model, Precision};
@@ -86,7 +87,7 @@ pub fn outline(config: &TrainConfig) -> Result<Model> {
 
 fn architecture(config: &TrainConfig) -> Result<Value> {
     if let Some(path) = &config.model.config {
-        let text = std::fs::read_to_string(path).map_err(Error::io(path, "read"))?;
+        let text = read_regular_text(path).map_err(Error::io(path, "read"))?;
         let problem = |error| Error::Config(format!("{}: not JSON: {error}", path.display()));
         return serde_json::from_str(text_without_mark(&text)).map_err(problem);
     }
@@ -162,7 +163,7 @@ pub fn sidecars(config: &TrainConfig) -> Result<Vec<(String, Vec<u8>)>> {
     for name in names {
         let path = folder.join(name);
         if look_at(&path)?.is_some() {
-            files.push((name.to_string(), std::fs::read(&path).map_err(Error::io(&path, "read"))?));
+            files.push((name.to_string(), read_regular(&path).map_err(Error::io(&path, "read"))?));
         }
     }
     Ok(files)
@@ -213,7 +214,7 @@ pub(crate) fn tokenizer_checksum(encoder: &TextEncoder) -> Result<u64> {
         if look_at(&path)?.is_none() {
             continue;
         }
-        let bytes = std::fs::read(&path).map_err(Error::io(&path, "read"))?;
+        let bytes = read_regular(&path).map_err(Error::io(&path, "read"))?;
         content.add(name.as_bytes());
         content.add(&bytes);
     }

@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::jobs::{Observer, Silent};
 use ballast_checkpoint::look_at;
+use ballast_checkpoint::regular::read_regular_text;
 use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_kernels::Rounding;
@@ -444,7 +445,7 @@ fn config_of_version(version: u32, config: &str) -> Result<toml::Table, toml::de
 /// Reads the state of a checkpoint.
 pub fn read_state(checkpoint: &Path) -> Result<State> {
     let path = checkpoint.join("state.json");
-    let text = fs::read_to_string(&path).map_err(Error::io(&path, "read"))?;
+    let text = read_regular_text(&path).map_err(Error::io(&path, "read"))?;
     let refuse = |problem: String| Error::Resume { path: path.clone(), problem };
     let state: State = serde_json::from_str(&text).map_err(|error| {
         refuse(format!("not the state of a run: {error}; go back to an earlier checkpoint"))
@@ -527,7 +528,7 @@ pub(crate) fn restore(
 
 /// Returns an error if config.json describes other computations on parameters of the same names and shapes.
 fn check_config(path: &Path, model: &Model) -> Result {
-    let text = fs::read_to_string(path).map_err(Error::io(path, "read"))?;
+    let text = read_regular_text(path).map_err(Error::io(path, "read"))?;
     let refuse = |problem: String| Error::Resume { path: path.into(), problem };
     let json = serde_json::from_str(&text).map_err(|error| refuse(format!("not JSON: {error}")))?;
     if Config::parse(&json, path)? != model.config {

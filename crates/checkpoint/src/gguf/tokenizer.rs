@@ -7,7 +7,6 @@
 //! | none | `none`: llama.cpp takes token ids only |
 
 use std::collections::{HashMap, HashSet};
-use std::fs;
 use std::path::Path;
 
 use serde_json::Value as Json;
@@ -16,7 +15,9 @@ use super::family::{Config, Family};
 use super::header::{Entry, Value};
 use crate::encoding::without_mark;
 use crate::error::{Error, Result};
+use crate::folder::look_at;
 use crate::open::Checkpoint;
+use crate::regular::{read_regular, read_regular_text};
 
 /// Types of tokens.
 mod kind {
@@ -95,10 +96,10 @@ fn key(name: &str) -> String {
 }
 
 fn read_json(path: &Path) -> Result<Option<Json>> {
-    if !path.is_file() {
+    if look_at(path)?.is_none() {
         return Ok(None);
     }
-    let text = fs::read(path).map_err(Error::io(path, "read"))?;
+    let text = read_regular(path).map_err(Error::io(path, "read"))?;
     serde_json::from_slice(without_mark(&text))
         .map(Some)
         .map_err(|e| Error::Config { file: path.into(), problem: format!("not valid JSON: {e}") })
@@ -452,8 +453,8 @@ fn is_byte(text: &str) -> bool {
 /// Returns the chat templates: of the file, or of tokenizer_config.json.
 fn chat_templates(settings: &Json, path: &Path) -> Result<Vec<Entry>> {
     const KEY: &str = "tokenizer.chat_template";
-    if path.is_file() {
-        let text = fs::read_to_string(path).map_err(Error::io(path, "read"))?;
+    if look_at(path)?.is_some() {
+        let text = read_regular_text(path).map_err(Error::io(path, "read"))?;
         return Ok(vec![(KEY.into(), Value::String(text))]);
     }
     match &settings["chat_template"] {

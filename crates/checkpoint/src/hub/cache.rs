@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::folder::{Disk, Folder};
 use crate::hub::address::is_commit;
 use crate::index::{INDEX_SUFFIX, Index};
+use crate::regular::{read_regular, read_regular_text};
 
 /// The part of the cache that belongs to a repository.
 #[derive(Clone, Debug)]
@@ -46,7 +47,7 @@ impl Cache {
         if is_commit(revision) {
             return Some(revision.to_string());
         }
-        let text = fs::read_to_string(self.folder().join("refs").join(revision)).ok()?;
+        let text = read_regular_text(&self.folder().join("refs").join(revision)).ok()?;
         Some(text.trim().to_string()).filter(|commit| is_commit(commit))
     }
 
@@ -116,7 +117,7 @@ impl Cache {
 
 /// Returns true if every shard of an index is beside it.
 fn has_shards(index: &Path) -> bool {
-    let parsed = fs::read(index).ok().and_then(|text| Index::parse(index, &text).ok());
+    let parsed = read_regular(index).ok().and_then(|text| Index::parse(index, &text).ok());
     parsed.is_some_and(|parsed| parsed.shards().iter().all(|shard| index.with_file_name(shard).is_file()))
 }
 

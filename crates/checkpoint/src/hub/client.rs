@@ -19,6 +19,7 @@ use crate::hub::Traffic;
 use crate::hub::address::Url;
 use crate::hub::range::ContentRange;
 use crate::hub::settings::{Limits, Settings};
+use crate::regular::read_regular;
 
 /// Number of redirects that are followed.
 const MOST_REDIRECTS: usize = 8;
@@ -411,7 +412,7 @@ fn etag(headers: &HeaderMap, name: &str) -> Option<String> {
 /// Returns the certificates to trust: those of Mozilla, or the file's.
 fn tls(settings: &Settings) -> Result<TlsConfig> {
     let Some(file) = &settings.certificates else { return Ok(TlsConfig::default()) };
-    let pem = std::fs::read(file).map_err(Error::io(file, "read"))?;
+    let pem = read_regular(file).map_err(Error::io(file, "read"))?;
     let mut trusted = Vec::new();
     for item in parse_pem(&pem) {
         match item {

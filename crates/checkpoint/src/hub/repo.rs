@@ -17,6 +17,7 @@ use crate::hub::{Part, Remote, RemoteFile, download};
 use crate::index::{INDEX_SUFFIX, Index};
 use crate::jobs::Observer;
 use crate::open::{Checkpoint, is_sidecar};
+use crate::regular::read_regular;
 use crate::shard_file::{ShardFile, open_shard, read_header};
 
 /// Largest config.json, index or list of files.
@@ -310,7 +311,7 @@ impl Folder for RepoFolder<'_> {
     fn read(&self, name: &Path) -> Result<Vec<u8>> {
         let cached = self.cached.join(name);
         if cached.is_file() {
-            return std::fs::read(&cached).map_err(Error::io(&cached, "read"));
+            return read_regular(&cached).map_err(Error::io(&cached, "read"));
         }
         let url = file_url(&self.hub.client, &self.repo, &self.commit, &self.full(name))?;
         let fail = |failure: Failure| failure.error(&self.path.join(name).display().to_string());

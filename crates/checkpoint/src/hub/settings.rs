@@ -3,12 +3,12 @@
 
 use std::env;
 use std::fmt;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::hub::address::Url;
+use crate::regular::read_regular_text;
 
 /// The public hub.
 const ENDPOINT: &str = "https://huggingface.co";
@@ -146,7 +146,7 @@ fn token(home: &Path) -> Result<Option<Token>> {
         }
     }
     let file = path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"));
-    match fs::read_to_string(&file) {
+    match read_regular_text(&file) {
         Ok(text) => Token::new(&text, &file.display().to_string()),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Error::io(&file, "read")(error)),

@@ -41,6 +41,7 @@ use self::saved::Saved;
 use crate::assembly::Assembly;
 use crate::error::{Error, Place, Result};
 use crate::ranks::{RankFolders, is_rank_folder};
+use crate::regular::read_regular_text;
 use crate::shard_file::ShardFile;
 
 /// Tensors of a checkpoint in one of torch's formats.
@@ -83,7 +84,7 @@ pub(crate) fn iteration(path: &Path) -> Result<Option<PathBuf>> {
     if !tracker.is_file() || path.join(distributed::METADATA).is_file() {
         return Ok(None);
     }
-    let text = fs::read_to_string(&tracker).map_err(Error::io(&tracker, "read"))?;
+    let text = read_regular_text(&tracker).map_err(Error::io(&tracker, "read"))?;
     let folder = match text.trim() {
         RELEASE => RELEASE.to_string(),
         number => match number.parse::<u64>() {

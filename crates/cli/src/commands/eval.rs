@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use ballast_checkpoint::encoding::BYTE_ORDER_MARK;
 use ballast_checkpoint::jobs::Observer;
+use ballast_checkpoint::regular::open_regular;
 use ballast_model::text::perplexity::{Perplexity, windows};
 use ballast_model::text::{PieceEncoder, Token, Tokenizer, folder_of};
 use ballast_model::{Error, memory};
@@ -275,7 +276,7 @@ impl Source {
             file: file.into(),
             problem: format!("cannot read: {error}"),
         };
-        let mut reader = BufReader::with_capacity(PART, File::open(file).map_err(fail)?);
+        let mut reader = BufReader::with_capacity(PART, open_regular(file).map_err(fail)?);
         let mark = reader.fill_buf().map_err(fail)?.starts_with(BYTE_ORDER_MARK);
         let at = if mark { BYTE_ORDER_MARK.len() } else { 0 };
         reader.consume(at);

@@ -1,12 +1,13 @@
 //! `ballast generate`
 
-use std::io::{BufRead, IsTerminal, Read};
+use std::io::{BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::jobs::Observer;
+use ballast_checkpoint::regular::{MOST_BYTES, read_bounded, read_regular_text, utf8};
 use ballast_model::text::{
     ChatTemplate, Conversation, Generation, GenerationSettings, Sampler, Sampling, Tokenizer, folder_of,
 };
@@ -119,7 +120,7 @@ impl GenerateArgs {
                 file: file.clone(),
                 problem: format!("cannot read: {error}"),
             };
-            let text = std::fs::read_to_string(file).map_err(fail)?;
+            let text = read_regular_text(file).map_err(fail)?;
             let conversation = Conversation::parse(text_without_mark(&text), file)?;
             let text = template(folder)?.render(&conversation, &tokenizer.special, true)?;
             return Ok(Some(tokenizer.encode(&text, false)?));
@@ -127,9 +128,8 @@ impl GenerateArgs {
         let text = match (&self.prompt, &self.input) {
             (Some(prompt), _) => prompt.clone(),
             (None, Some(_)) => {
-                let mut text = String::new();
-                std::io::stdin()
-                    .read_to_string(&mut text)
+                let text = read_bounded(std::io::stdin(), MOST_BYTES)
+                    .and_then(utf8)
                     .context("cannot read the prompt from standard input")?;
                 let text = text_without_mark(&text);
                 text.strip_suffix('\n').unwrap_or(text).to_string()

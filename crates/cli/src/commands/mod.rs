@@ -25,6 +25,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::hub::{self, Part, RemoteSummary};
+use ballast_checkpoint::regular::read_regular_text;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_checkpoint::{Checkpoint, Error};
 use ballast_contract::{Policy, Registry};
@@ -210,8 +211,7 @@ impl PolicyArg {
         let builtin = Registry::builtin();
         let path = Path::new(&self.policy);
         if path.extension().is_some_and(|e| e == "toml") {
-            let text =
-                std::fs::read_to_string(path).with_context(|| format!("{}: cannot read", path.display()))?;
+            let text = read_regular_text(path).with_context(|| format!("{}: cannot read", path.display()))?;
             return builtin
                 .with_policy_file(text_without_mark(&text))
                 .with_context(|| path.display().to_string());

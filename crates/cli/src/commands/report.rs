@@ -4,6 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use ballast_checkpoint::encoding::text_without_mark;
+use ballast_checkpoint::regular::read_regular_text;
 use ballast_checkpoint::{Error, look_at};
 use ballast_train::ledger::Ledger;
 use ballast_train::metrics;
@@ -37,7 +38,7 @@ pub(crate) fn run(args: ReportArgs, global: &Global) -> anyhow::Result<Outcome> 
     let records = metrics::read(&args.folder.join("metrics.jsonl"))?;
     let path = args.folder.join("ledger.json");
     let ledger = if look_at(&path)?.is_some() {
-        let text = fs::read_to_string(&path).map_err(Error::io(&path, "read"))?;
+        let text = read_regular_text(&path).map_err(Error::io(&path, "read"))?;
         let ledger: Ledger = serde_json::from_str(text_without_mark(&text))
             .map_err(|e| Error::Config { file: path, problem: e.to_string() })?;
         ledger_rows(&ledger)

@@ -9,6 +9,7 @@ use std::path::Path;
 
 use ballast_checkpoint::Error as CheckpointError;
 use ballast_checkpoint::jobs::Silent;
+use ballast_checkpoint::regular::read_regular;
 use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::{Named, TensorFile, write_f32};
 use serde_json::{Value, json};
@@ -124,7 +125,7 @@ impl AdapterSettings {
 
 /// Reads adapter_config.json.
 fn settings(path: &Path) -> Result<AdapterSettings> {
-    let text = fs::read(path).map_err(CheckpointError::io(path, "read"))?;
+    let text = read_regular(path).map_err(CheckpointError::io(path, "read"))?;
     let config: Value =
         serde_json::from_slice(ballast_checkpoint::encoding::without_mark(&text)).map_err(|error| {
             Error::Config {

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use ballast_checkpoint::encoding::text_without_mark;
+use ballast_checkpoint::regular::read_regular_text;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, ErrorKind, context};
 use serde_json::Value;
@@ -106,7 +107,7 @@ impl ChatTemplate {
     pub fn load(folder: &Path) -> Result<Option<ChatTemplate>> {
         let file = folder.join("chat_template.jinja");
         if ballast_checkpoint::look_at(&file)?.is_some() {
-            let source = std::fs::read_to_string(&file)
+            let source = read_regular_text(&file)
                 .map_err(|error| text_error(&file, format!("cannot read: {error}")))?;
             return ChatTemplate::new(&[("default", text_without_mark(&source))], &file).map(Some);
         }

@@ -14,6 +14,7 @@ mod tokenizer;
 
 use std::path::{Path, PathBuf};
 
+use ballast_checkpoint::regular::read_regular;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
@@ -39,7 +40,7 @@ fn read_object(file: &Path) -> Result<Map<String, Value>> {
     if ballast_checkpoint::look_at(file)?.is_none() {
         return Ok(Map::new());
     }
-    let bytes = std::fs::read(file).map_err(|error| text_error(file, format!("cannot read: {error}")))?;
+    let bytes = read_regular(file).map_err(|error| text_error(file, format!("cannot read: {error}")))?;
     match serde_json::from_slice(ballast_checkpoint::encoding::without_mark(&bytes)) {
         Ok(Value::Object(object)) => Ok(object),
         Ok(_) => Err(text_error(file, "not a JSON object")),

@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 use serde_json::Value;
 
 use ballast_checkpoint::encoding::without_mark;
+use ballast_checkpoint::regular::read_regular;
 
 use super::pieces::{Neighbors, WINDOW};
 use super::{read_object, text_error};
@@ -29,7 +30,7 @@ impl Tokenizer {
     /// Loads the tokenizer from the folder of a model.
     pub fn load(folder: &Path) -> Result<Tokenizer> {
         let file = folder.join("tokenizer.json");
-        let bytes = std::fs::read(&file).map_err(|error| {
+        let bytes = read_regular(&file).map_err(|error| {
             let missing = error.kind() == std::io::ErrorKind::NotFound;
             let hint = if missing { "; put it beside the weights" } else { "" };
             text_error(&file, format!("cannot read: {error}{hint}"))

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::encoding::text_without_mark;
+use ballast_checkpoint::regular::read_regular_text;
 use ballast_model::{IndexerLoss, IndexerStage, LossOptions, Recompute};
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
@@ -537,7 +538,7 @@ pub(crate) fn one_line(error: &toml::de::Error, text: &str) -> String {
 impl TrainConfig {
     /// Loads a file and applies `a.b=c` settings.
     pub fn load(file: &Path, settings: &[String]) -> Result<TrainConfig> {
-        let text = std::fs::read_to_string(file).map_err(Error::io(file, "read"))?;
+        let text = read_regular_text(file).map_err(Error::io(file, "read"))?;
         let text = text_without_mark(&text);
         let table =
             text.parse().map_err(|e| Error::Config(format!("{}: {}", file.display(), one_line(&e, text))))?;
