@@ -56,7 +56,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_MODULES.union(__all__))
 
 
 def patch_transformers() -> Patch:

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 import types
 import typing
 import warnings
@@ -16,7 +17,7 @@ from typing import Any, TypeVar, Union
 
 from ballast import _native
 from ballast.contract import Policy
-from ballast.errors import BallastWarning
+from ballast.errors import BallastError, BallastWarning, UsageError
 
 Path = str | PathLike[str]
 """A file or folder."""
@@ -56,6 +57,10 @@ def run(
     An option that is None or False is left out, and one that is True has no value. With `may_leave`, a
     command that an interrupt does not end soon goes on in the background, and writes nothing.
     """
+    for path in paths:
+        # A number would become the name of a file.
+        if not isinstance(path, (str, bytes, PathLike, type(None))):
+            raise UsageError(f"a path must be a str or an os.PathLike, got {type(path).__name__} {path!r}")
     args = [command]
     for name, value in options.items():
         option = "--" + name.replace("_", "-")
@@ -67,11 +72,27 @@ def run(
             args.append(f"{option}={_word(value)}")
     args += ["--", *(_word(path) for path in paths if path is not None)]
     handle = None if policy is None else Policy.load(policy)._handle
-    document, _, found = _native.call(args, handle, progress, may_leave)
+    try:
+        document, _, found = _native.call(args, handle, progress, may_leave)
+    except BallastError as error:
+        message = _with_keywords(error.message, options)
+        raise type(error)(message, error.file, error.tensor, error.byte) from None
     for warning in found:
-        warnings.warn(warning, BallastWarning, stacklevel=3)
+        warnings.warn(_with_keywords(warning, options), BallastWarning, stacklevel=3)
     report: _Report = _build(kind, {**json.loads(document), "_document": document})
     return report
+
+
+def _with_keywords(message: str, options: dict[str, object]) -> str:
+    """Returns a message of the command line with the keywords of the function in place of its options."""
+
+    def keyword(found: re.Match[str]) -> str:
+        name = found[1].replace("-", "_")
+        if name not in options:
+            return found[0]
+        return f"{name}=True" if isinstance(options[name], bool) else name
+
+    return re.sub(r"--([a-z][a-z0-9-]*)", keyword, message)
 
 
 def _word(value: object) -> str:

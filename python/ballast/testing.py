@@ -33,10 +33,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
+from ballast._torch import torch
 from ballast.errors import UsageError
+
+F = torch.nn.functional
 
 __all__ = [
     "Golden",

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
 
-import torch
-
 from ballast import ops
+from ballast._extras import missing
+from ballast._torch import torch
 from ballast.errors import UsageError
 from ballast.ops.packing import offsets_of_positions, offsets_of_sequence_ids
 
@@ -80,7 +80,10 @@ def patch_transformers() -> Patch:
     >>> patch.undo()
     """
     global _active
-    import transformers
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise missing(error) from None
 
     if _active is not None:
         return _active

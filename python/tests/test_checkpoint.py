@@ -168,6 +168,24 @@ def test_a_path_that_looks_like_an_option_is_a_path(tmp_path: Path, monkeypatch:
     assert inspect("--x.safetensors").total.tensors == 1
 
 
+@pytest.mark.parametrize("path", [3, 2.5, True, ["x"]])
+def test_a_path_that_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(UsageError, match=r"a path must be a str or an os.PathLike, got \w+ "):
+        audit(path)
+
+
+def test_errors_name_keywords_and_not_options(release: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        convert(release, tmp_path)
+    assert "add force=True to replace it" in str(refused.value)
+    with pytest.raises(BallastError) as refused:
+        convert(release, tmp_path / "new", tp=2)
+    assert "add layout megatron" in str(refused.value)
+    with pytest.raises(UsageError) as refused:
+        convert(release, tmp_path / "new", dtype="bf15")  # type: ignore[call-overload]
+    assert "--" not in str(refused.value)
+
+
 def test_a_warning_of_the_command_line_is_a_warning(release: Path, tmp_path: Path) -> None:
     for file in release.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

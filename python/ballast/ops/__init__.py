@@ -14,6 +14,7 @@ contiguous input is not copied. The values saved for backward are tensors.
 | `linear_cross_entropy` | output projection and loss without the logits in memory |
 """
 
+from ballast import _torch  # noqa: F401 - first, for its error
 from ballast.ops._tensors import apply_num_threads
 from ballast.ops.attention import attention
 from ballast.ops.conv import causal_conv1d_fn, causal_conv1d_update

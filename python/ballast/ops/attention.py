@@ -7,6 +7,8 @@ q [B, T, heads, D]; k [B, T, kv_heads, D]; v [B, T, kv_heads, V]; heads is a mul
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from ballast.errors import UsageError
@@ -22,6 +24,38 @@ from ballast.ops._tensors import (
 )
 
 __all__ = ["attention"]
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    window: int | None = ...,
+    soft_cap: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    selected: torch.Tensor | None = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    window: int | None = ...,
+    soft_cap: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    selected: torch.Tensor | None = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attention(

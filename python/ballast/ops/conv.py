@@ -8,6 +8,8 @@ transpose of a projection's output has them, is not copied.
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from ballast.errors import UsageError
@@ -16,6 +18,35 @@ from ballast.ops._tensors import check_cpu, check_shape, native, offsets, storag
 from ballast.ops.packing import offsets_of_sequence_ids
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
+
+
+@overload
+def causal_conv1d_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    seq_idx: torch.Tensor | None = ...,
+    initial_states: torch.Tensor | None = ...,
+    return_final_states: Literal[False] = ...,
+    final_states_out: torch.Tensor | None = ...,
+    activation: str | None = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def causal_conv1d_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    seq_idx: torch.Tensor | None = ...,
+    initial_states: torch.Tensor | None = ...,
+    *,
+    return_final_states: Literal[True],
+    final_states_out: torch.Tensor | None = ...,
+    activation: str | None = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def causal_conv1d_fn(

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ballast import _torch  # noqa: F401 - first, for its error
+
 if TYPE_CHECKING:
     from ballast.torch.keep import Kept, RoundedWarning, keep_fp32
     from ballast.torch.ledger import Ledger

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from ballast._extras import missing
 from ballast.torch.tensors import PolicyLike, protected_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -23,23 +30,61 @@ def loading(policy: PolicyLike = "strict") -> Iterator[None]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ```
 
-    Later casts are the subject of `keep_fp32`.
+    Blocks may overlap and end in any order: the policies of all that are open apply, and the end of the last
+    one takes the change of transformers back. Later casts are the subject of `keep_fp32`.
     """
-    from transformers import PreTrainedModel
-
-    plan_of_transformers = PreTrainedModel._get_dtype_plan
-
-    def plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        names = _raise_to_fp32(model, policy)
-        # The plan's keys are regular expressions, searched in the parameter's name.
-        exact = {f"^{re.escape(name)}$": torch.float32 for name in names}
-        return {**exact, **plan_of_transformers(model, dtype)}
-
-    PreTrainedModel._get_dtype_plan = plan
+    block = _Block(policy)
+    _enter(block)
     try:
         yield
     finally:
-        PreTrainedModel._get_dtype_plan = plan_of_transformers
+        _leave(block)
+
+
+@dataclass(eq=False)
+class _Block:
+    """A `loading` block; two with the same policy are different ones."""
+
+    policy: PolicyLike
+
+
+# Blocks that end out of order (generators, threads) may not restore what each of them found: the first
+# would put the function of transformers back while the second is open, and the second that of the first.
+_open: list[_Block] = []
+_plan_of_transformers: Callable[..., dict[str, torch.dtype]] | None = None
+_lock = threading.Lock()
+
+
+def _enter(block: _Block) -> None:
+    global _plan_of_transformers
+    try:
+        from transformers import PreTrainedModel
+    except ModuleNotFoundError as error:
+        raise missing(error) from None
+
+    with _lock:
+        if not _open:
+            _plan_of_transformers = PreTrainedModel._get_dtype_plan
+            PreTrainedModel._get_dtype_plan = _plan
+        _open.append(block)
+
+
+def _leave(block: _Block) -> None:
+    from transformers import PreTrainedModel
+
+    with _lock:
+        _open.remove(block)
+        # What others have replaced since then stays.
+        if not _open and PreTrainedModel._get_dtype_plan is _plan:
+            PreTrainedModel._get_dtype_plan = _plan_of_transformers
+
+
+def _plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Stands in for `PreTrainedModel._get_dtype_plan` while a block is open."""
+    names = {name for block in tuple(_open) for name in _raise_to_fp32(model, block.policy)}
+    # The plan's keys are regular expressions, searched in the parameter's name.
+    exact = {f"^{re.escape(name)}$": torch.float32 for name in sorted(names)}
+    return {**exact, **_plan_of_transformers(model, dtype)}
 
 
 def _raise_to_fp32(model: nn.Module, policy: PolicyLike) -> list[str]:

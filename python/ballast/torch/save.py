@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ballast._extras import missing
 from ballast.errors import UsageError
 from ballast.torch.keep import RoundedWarning
 from ballast.torch.tensors import PolicyLike, plain_name, protected_tensors
@@ -46,7 +47,10 @@ def save_pretrained(
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
     """Returns the transformers model in its wrappers."""
-    from transformers import PreTrainedModel
+    try:
+        from transformers import PreTrainedModel
+    except ModuleNotFoundError as error:
+        raise missing(error) from None
 
     inner: object = model
     while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):

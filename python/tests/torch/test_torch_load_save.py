@@ -98,6 +98,17 @@ def test_loading_ends_with_the_block_also_after_an_error() -> None:
     assert PreTrainedModel._get_dtype_plan is before
 
 
+def test_blocks_of_loading_may_end_in_any_order() -> None:
+    before = PreTrainedModel._get_dtype_plan
+    first, second = loading("none"), loading("strict")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert_bits(load(), {name: tensor.float() for name, tensor in PROTECTED.items()})
+    second.__exit__(None, None, None)
+    assert PreTrainedModel._get_dtype_plan is before
+
+
 def test_the_policy_of_loading_decides() -> None:
     with loading("megatron"):
         model = load(dtype=torch.bfloat16)

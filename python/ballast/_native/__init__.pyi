@@ -1,12 +1,12 @@
 """The native module: plain functions and handles behind `ballast`."""
 
 from collections.abc import Callable
-from types import ModuleType
+
+from ballast._native import ops as ops
 
 _RuleFields = tuple[str, str, str, list[str], list[str]]
 
 VERSION: str
-ops: ModuleType
 HOLDER_NAME: str
 FP32_GDN_PARAM_NAMES: list[str]
 CONTRACT_ARCHITECTURES: list[str]
