@@ -92,7 +92,8 @@ def _with_keywords(message: str, options: dict[str, object]) -> str:
             return found[0]
         return f"{name}=True" if isinstance(options[name], bool) else name
 
-    return re.sub(r"--([a-z][a-z0-9-]*)", keyword, message)
+    # The parser of the command line quotes an option with its form, as in '--dtype <DTYPE>'.
+    return re.sub(r"(?<!')--([a-z][a-z0-9-]*)", keyword, message)
 
 
 def _word(value: object) -> str:

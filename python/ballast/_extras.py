@@ -12,5 +12,7 @@ def missing(error: ModuleNotFoundError) -> ModuleNotFoundError:
     if error.name not in _EXTRAS:
         return error
     extra = _EXTRAS[error.name]
-    message = f"{error.name} is not installed; the extra `{extra}` of ballast-ml has it: pip install '.[{extra}]'"
+    message = (
+        f"{error.name} is not installed; the extra `{extra}` of ballast-ml has it: pip install '.[{extra}]'"
+    )
     return ModuleNotFoundError(message, name=error.name)

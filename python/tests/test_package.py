@@ -22,7 +22,9 @@ def test_the_stub_names_what_the_native_module_has() -> None:
     named = {node.name for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     targets = [node.target for node in stub.body if isinstance(node, ast.AnnAssign)]
     named |= {target.id for target in targets if isinstance(target, ast.Name)}
-    named |= {a.asname for node in stub.body if isinstance(node, ast.ImportFrom) for a in node.names if a.asname}
+    named |= {
+        a.asname for node in stub.body if isinstance(node, ast.ImportFrom) for a in node.names if a.asname
+    }
     assert named == {name for name in dir(_native) if not name.startswith("_")}
     [policy] = [node for node in stub.body if isinstance(node, ast.ClassDef)]
     methods = {node.name for node in policy.body if isinstance(node, ast.FunctionDef)}
