@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch_support import ROOT, batch, bits, is_protected, protected, tiny_model
+from torch_support import ROOT, batch, bits, end_rank, is_protected, protected, tiny_model
 
 from ballast.torch import Ledger, fully_shard, keep_fp32, mp_policy, save_pretrained
 
@@ -550,7 +550,7 @@ def main() -> None:
         print("done", name, flush=True)
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(results))
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron_cpu import Decoder, configuration, gated_delta_net, initialize
 from torch import nn
-from torch_support import RELEASE, free_port, release_tensors
+from torch_support import RELEASE, end_rank, free_port, release_tensors
 
 from ballast.checkpoint import convert
 from ballast.torch import Ledger, RoundedWarning, keep_fp32
@@ -218,6 +218,7 @@ def main() -> None:
         "distributed": distributed(),
     }
     print("RESULT " + json.dumps(results))
+    end_rank()
 
 
 if __name__ == "__main__":
