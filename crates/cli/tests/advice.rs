@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{A_LOG, HYBRID_CONFIG, Scratch, valid_file};
+use common::{A_LOG, HYBRID_CONFIG, Scratch, ballast, run, valid_file};
 
 #[test]
 fn audit_names_repair_before_convert_for_a_rounded_tensor() {
@@ -82,4 +82,17 @@ fn errors_show_no_escaped_line_breaks() {
     std::fs::remove_file(scratch.path("src/tokenizer.json")).unwrap();
     let run = scratch.run(&["lab", "src"]).exits(3).says(&["the embedded text needs a tokenizer"]);
     assert!(!run.stderr.contains("\\n"), "{}", run.stderr);
+}
+
+#[test]
+fn an_unknown_instruction_set_is_refused_by_every_command() {
+    for value in ["avx51", "AVX2", "avx512 "] {
+        let mut command = ballast(["audit", "--rules"]);
+        run(command.env("BALLAST_SIMD", value))
+            .exits(2)
+            .says(&[value, "portable, avx2, avx512, avx512bf16, amx"]);
+    }
+    for value in ["", "portable", "amx"] {
+        run(ballast(["audit", "--rules"]).env("BALLAST_SIMD", value)).exits(0);
+    }
 }

@@ -177,7 +177,12 @@ fn a_pipe_or_a_device_in_place_of_a_file_is_refused() {
             let refused = scratch.run(args);
             let file = name.trim_start_matches("src/");
             assert!(refused.stderr.contains(file) && refused.stderr.contains("not a"), "{}", refused.stderr);
-            assert!([2, 3].map(Some).contains(&refused.code), "{name}: {:?} {}", refused.code, refused.stderr);
+            assert!(
+                [2, 3].map(Some).contains(&refused.code),
+                "{name}: {:?} {}",
+                refused.code,
+                refused.stderr
+            );
         }
     }
 }

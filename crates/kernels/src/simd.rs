@@ -72,18 +72,38 @@ fn may_use_tiles() -> bool {
     false
 }
 
+/// Values of `BALLAST_SIMD`.
+const NAMES: [(&str, Level); 5] = [
+    ("portable", Level::Portable),
+    ("avx2", Level::Avx2),
+    ("avx512", Level::Avx512),
+    ("avx512bf16", Level::Avx512Bf16),
+    ("amx", Level::Amx),
+];
+
+/// Returns an error if `BALLAST_SIMD` has a value without a meaning. Programs call it once: [`level`] cannot fail,
+/// and takes such a value for none.
+pub fn check_setting() -> Result<(), String> {
+    match std::env::var_os("BALLAST_SIMD") {
+        Some(value) if !value.is_empty() && !NAMES.iter().any(|(name, _)| value == *name) => {
+            let names = NAMES.map(|(name, _)| name).join(", ");
+            Err(format!("BALLAST_SIMD must be one of {names}, got {value:?}; unset it for the fastest"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Level in use: the fastest of this machine, limited by `BALLAST_SIMD`.
 pub fn level() -> Level {
     static CHOICE: OnceLock<Level> = OnceLock::new();
-    *CHOICE.get_or_init(|| match std::env::var("BALLAST_SIMD").as_deref() {
-        Ok("portable") => Level::Portable,
-        Ok("avx2") => detected().min(Level::Avx2),
-        Ok("avx512") => detected().min(Level::Avx512),
-        Ok("avx512bf16") => detected().min(Level::Avx512Bf16),
-        _ => match detected() {
-            Level::Avx512Bf16 if is_intel() => Level::Avx512,
-            found => found,
-        },
+    *CHOICE.get_or_init(|| {
+        let asked = std::env::var_os("BALLAST_SIMD");
+        let limit = NAMES.iter().find(|(name, _)| asked.as_ref().is_some_and(|asked| asked == *name));
+        match (limit, detected()) {
+            (Some((_, limit)), found) if *limit < Level::Amx => found.min(*limit),
+            (_, Level::Avx512Bf16) if is_intel() => Level::Avx512,
+            (_, found) => found,
+        }
     })
 }
 

@@ -21,6 +21,7 @@ mod _native {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        ballast_kernels::simd::check_setting().map_err(pyo3::exceptions::PyValueError::new_err)?;
         module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
         module.add("HOLDER_NAME", holder::HOLDER_NAME)?;
         module.add("FP32_GDN_PARAM_NAMES", holder::FP32_GDN_PARAM_NAMES.to_vec())?;

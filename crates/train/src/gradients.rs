@@ -11,10 +11,16 @@ use crate::error::Result;
 use crate::optimizer::{Norms, Place, gradient};
 use crate::trainer::Trainer;
 
+/// Number of losses of a micro-batch, which the ranks send each other.
+pub(crate) const LOSSES: usize = 4;
+
 /// Losses of a step, per token.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Losses {
+    /// What is minimized, with label smoothing and z-loss.
     pub(crate) language: f64,
+    /// -ln p(target), without them.
+    pub(crate) cross_entropy: f64,
     pub(crate) indexer: f64,
     pub(crate) balance: f64,
 }
@@ -74,7 +80,7 @@ impl Trainer {
         let single = self.ranks.is_solo() && self.config.batch.groups == 1;
         let (ranks, shards) = (self.ranks.clone(), self.shards.clone());
         let mut reducer = Reducer::new(&ranks, &shards, &self.grads);
-        let mut parts = Vec::with_capacity(3 * batches.len());
+        let mut parts = Vec::with_capacity(LOSSES * batches.len());
         for group in batches.chunks(per_group) {
             self.grads.clear();
             for (index, batch) in group.iter().enumerate() {
@@ -86,7 +92,8 @@ impl Trainer {
                             reducer.add(bucket);
                         }
                     })?;
-                parts.extend([loss.language.sum, loss.indexer, loss.balance]);
+                let language = loss.language;
+                parts.extend([language.sum, loss.indexer, loss.balance, language.cross_entropy]);
             }
             reducer.finish_round()?;
         }
@@ -94,7 +101,7 @@ impl Trainer {
         Ok((self.sum_losses(&parts, totals)?, self.norms()?))
     }
 
-    /// The losses of the step, from those of the own micro-batches: three values each.
+    /// The losses of the step, from [`LOSSES`] values of each micro-batch of this rank.
     fn sum_losses(&self, own: &[f64], totals: Totals) -> Result<Losses> {
         let all = self.ranks.world.all_gather_f64(Kind::Scalars, own)?;
         let (groups, parts) = (self.config.batch.groups, self.ranks.context.size());
@@ -104,11 +111,12 @@ impl Trainer {
             let (round, rank) = (group / data_ranks, group % data_ranks);
             let members = &all[rank * parts..(rank + 1) * parts];
             for index in 0..per_group {
-                let at = 3 * (round * per_group + index);
+                let at = LOSSES * (round * per_group + index);
                 let sum = |which: usize| members.iter().map(|values| values[at + which]).sum::<f64>();
                 losses.language += sum(0) / totals.counted.max(1) as f64;
                 losses.indexer += sum(1);
                 losses.balance += sum(2);
+                losses.cross_entropy += sum(3) / totals.counted.max(1) as f64;
             }
         }
         Ok(losses)

@@ -33,9 +33,13 @@ pub enum MetricsEntry {
 pub struct Step {
     /// Step number, from 1.
     pub step: u64,
-    /// Mean loss per trained token.
+    /// Mean loss per trained token, as it is minimized: with label smoothing and z-loss.
     #[serde(with = "any_float")]
     pub loss: f64,
+    /// Mean cross-entropy per trained token, which a held-out loss is compared with. Present if `loss` has other
+    /// parts: label smoothing or z-loss.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "any_float::option")]
+    pub cross_entropy: Option<f64>,
     /// Loss of the indexers, if they are trained.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "any_float::option")]
     pub indexer_loss: Option<f64>,
@@ -81,7 +85,7 @@ pub struct RankUse {
 pub struct Evaluation {
     /// Number of steps before the evaluation.
     pub step: u64,
-    /// Mean loss per trained token.
+    /// Mean cross-entropy per trained token, without label smoothing and z-loss.
     #[serde(with = "any_float")]
     pub loss: f64,
     /// Fraction of trained tokens whose most likely prediction is right.
@@ -97,7 +101,7 @@ pub struct Evaluation {
 /// Scores of one source.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SourceScore {
-    /// Mean loss per trained token.
+    /// Mean cross-entropy per trained token, without label smoothing and z-loss.
     #[serde(with = "any_float")]
     pub loss: f64,
     /// Fraction of trained tokens whose most likely prediction is right.

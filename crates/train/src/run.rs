@@ -115,6 +115,9 @@ fn write_events(events: &mut EventWriter, record: &MetricsEntry) -> Result {
         MetricsEntry::Step(step) => {
             let speed = step.tokens as f64 / step.seconds.max(1e-9);
             events.scalar(step.step, "train/loss", step.loss)?;
+            if let Some(cross_entropy) = step.cross_entropy {
+                events.scalar(step.step, "train/cross_entropy", cross_entropy)?;
+            }
             events.scalar(step.step, "train/learning_rate", step.learning_rate)?;
             events.scalar(step.step, "train/gradient_norm", step.gradient_norm)?;
             events.scalar(step.step, "train/tokens_per_second", speed)?;

@@ -489,6 +489,7 @@ impl Trainer {
         Ok(Attempt::Taken(Box::new(Step {
             step: self.step,
             loss: losses.language,
+            cross_entropy: self.config.loss.has_other_parts().then_some(losses.cross_entropy),
             indexer_loss: (self.config.loss.indexer_scale > 0.0).then_some(losses.indexer),
             balance_loss: (self.config.loss.balance > 0.0).then_some(losses.balance),
             learning_rate: lr,

@@ -28,6 +28,26 @@ fn a_step_in_micro_batches_is_the_step_in_one() {
 }
 
 #[test]
+fn the_loss_of_a_step_has_parts_that_the_cross_entropy_has_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = |name: &str, settings: &[&str]| {
+        let mut trainer = Trainer::new(config(&folder.path().join(name), settings)).unwrap();
+        match trainer.attempt(&mut |_| {}).unwrap() {
+            Attempt::Taken(step) => *step,
+            Attempt::NotTaken => panic!("nothing is wrong with it"),
+        }
+    };
+    let plain = first("plain", &[]);
+    assert_eq!(plain.cross_entropy, None, "the loss is the cross-entropy");
+    for (name, setting) in [("z", "loss.z_loss=0.01"), ("smoothed", "loss.label_smoothing=0.2")] {
+        let step = first(name, &[setting]);
+        let cross_entropy = step.cross_entropy.unwrap();
+        assert_eq!(cross_entropy.to_bits(), plain.loss.to_bits(), "{setting}");
+        assert!((step.loss - cross_entropy).abs() > 1e-3, "{setting}: {} {cross_entropy}", step.loss);
+    }
+}
+
+#[test]
 fn spikes_are_reported_and_can_be_skipped() {
     let folder = tempfile::tempdir().unwrap();
     let settings = ["steps=30", "sentinel.spike_sigma=0.2", "evaluation.batches=0", "samples.count=0"];

@@ -112,8 +112,8 @@ def free_port() -> int:
 def end_rank() -> None:
     """Ends the process of a rank that has printed its results, without the end of the interpreter.
 
-    A rank was sometimes aborted at its end ("terminate called without an active exception"), after all results
-    were printed: a thread of torch that needs Python while it ends is stopped within a C++ function.
+    A rank was sometimes aborted at its end ("terminate called without an active exception"), after all
+    results were printed: a thread of torch that needs Python while it ends is stopped in a C++ function.
     """
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

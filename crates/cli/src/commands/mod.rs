@@ -33,7 +33,7 @@ use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
 use crate::call::Caller;
-use crate::exit::Outcome;
+use crate::exit::{Outcome, Usage};
 use crate::launcher::{cores, launch};
 use crate::output;
 use crate::progress::Progress;
@@ -127,6 +127,7 @@ impl Cli {
 
 impl Command {
     fn run(self, global: &Global) -> anyhow::Result<Outcome> {
+        ballast_kernels::simd::check_setting().map_err(Usage)?;
         match self {
             Command::Demo(args) => demo::run(args, global),
             Command::Inspect(args) => inspect::run(args, global),

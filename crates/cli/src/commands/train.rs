@@ -522,8 +522,9 @@ impl Terminal {
                 format!("{} in the largest rank, {} waiting", bytes(most), percent(waiting))
             }
         };
+        let parts = step.cross_entropy.map_or(String::new(), |plain| format!(" (cross-entropy {plain:.4})"));
         let figures = format!(
-            "loss {:.4}{held_out}, {} tokens/s, learning rate {:.2e}, gradient norm {:.3}, {memory}",
+            "loss {:.4}{parts}{held_out}, {} tokens/s, learning rate {:.2e}, gradient norm {:.3}, {memory}",
             step.loss,
             count(speed as u64),
             step.learning_rate,

@@ -82,10 +82,12 @@ impl Default for Options {
 /// Loss of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Loss {
-    /// Sum over the counted tokens, including the z-loss.
+    /// Sum over the counted tokens, with label smoothing and z-loss.
     pub sum: f64,
     /// Part of `sum` that is z-loss.
     pub z_sum: f64,
+    /// Sum of -ln p(target), without label smoothing and z-loss; the same bits as `sum` where there is neither.
+    pub cross_entropy: f64,
     /// Number of counted tokens: those whose target is not `ignore_index`.
     pub tokens: usize,
     /// Number of correct predictions: counted tokens for which no logit is larger than the target's.
@@ -159,6 +161,7 @@ pub fn linear_cross_entropy<T: Element, W: Element>(
         for row in losses.into_iter().flatten() {
             loss.sum += row.loss;
             loss.z_sum += row.z_loss;
+            loss.cross_entropy += row.cross_entropy;
             loss.tokens += 1;
             loss.right += usize::from(row.right);
         }
@@ -244,6 +247,7 @@ fn check_input<T, W>(
 struct RowLoss {
     loss: f64,
     z_loss: f64,
+    cross_entropy: f64,
     right: bool,
 }
 
@@ -267,6 +271,7 @@ fn row_loss(row: &mut [f32], target: usize, options: &Options, scale: Option<f32
     let log_sum = max as f64 + exps.ln();
     let (smoothing, z) = (options.label_smoothing as f64, options.z_loss as f64);
     let z_loss = z * log_sum * log_sum;
+    let cross_entropy = log_sum - row[target] as f64;
     let loss = log_sum - (1.0 - smoothing) * row[target] as f64 - smoothing * sum / count + z_loss;
     if let Some(scale) = scale {
         let slope = |logit: f32| options.soft_cap.map_or(1.0, |cap| 1.0 - (logit / cap) * (logit / cap));
@@ -279,7 +284,7 @@ fn row_loss(row: &mut [f32], target: usize, options: &Options, scale: Option<f32
         }
         row[target] -= on_target;
     }
-    RowLoss { loss, z_loss, right }
+    RowLoss { loss, z_loss, cross_entropy, right }
 }
 
 simd_fn! {

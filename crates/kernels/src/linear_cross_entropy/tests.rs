@@ -125,6 +125,7 @@ fn any_number_of_threads_gives_the_same_bits() {
     let problem = Problem::new(50, 40, 5000, options, 8);
     let (loss, ..) = same_on_any_pool(|| problem.run::<f32, bf16>());
     assert!(loss.sum > 0.0 && loss.tokens > 20 && loss.z_sum > 0.0);
+    assert!(loss.cross_entropy > 0.0 && loss.cross_entropy != loss.sum - loss.z_sum, "it has no smoothing");
 }
 
 #[test]
@@ -136,7 +137,7 @@ fn huge_logits_do_not_overflow() {
     let (options, scratch) = (Options::default(), Scratch::new(0));
     let mut logits = [0.0; 3];
     let loss = linear_cross_entropy(Some(grads), &hidden, &w, &[1], dims, &options, &mut logits, &scratch);
-    assert_eq!(loss.unwrap(), Loss { sum: 2e4, z_sum: 0.0, tokens: 1, right: 0 });
+    assert_eq!(loss.unwrap(), Loss { sum: 2e4, z_sum: 0.0, cross_entropy: 2e4, tokens: 1, right: 0 });
     assert_eq!((dhidden, dw), ([2.0], [1e4, -1e4, 0.0]));
 }
 

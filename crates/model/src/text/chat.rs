@@ -15,7 +15,7 @@ use minijinja::{Environment, ErrorKind, context};
 use serde_json::Value;
 
 use super::python::{Json, str_of, strftime};
-use super::{read_object, text_error};
+use super::{check_integers, read_object, text_error};
 use crate::error::Result;
 
 /// Instruction limit of one rendering; an endless loop in a template becomes an error.
@@ -34,6 +34,7 @@ impl Conversation {
     /// Parses the text of a file: a JSON array of messages, an object with `messages` and perhaps `tools`, or
     /// JSON lines of one message each.
     pub fn parse(text: &str, file: &Path) -> Result<Conversation> {
+        check_integers(text).map_err(|problem| text_error(file, problem))?;
         let conversation = match serde_json::from_str(text) {
             Ok(Value::Array(messages)) => Conversation { messages, tools: None },
             Ok(Value::Object(mut fields)) if fields.contains_key("messages") => {

@@ -5,6 +5,7 @@
 
 pub mod chat;
 mod generate;
+mod integers;
 pub mod perplexity;
 mod pieces;
 mod python;
@@ -21,6 +22,7 @@ use crate::error::{Error, Result};
 
 pub use chat::{ChatTemplate, Conversation};
 pub use generate::Generation;
+pub use integers::check_integers;
 pub use pieces::{PieceEncoder, Token};
 pub use sample::{Sampler, Sampling};
 pub use settings::GenerationSettings;

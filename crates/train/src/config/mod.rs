@@ -509,6 +509,11 @@ impl Default for SentinelConfig {
 }
 
 impl LossConfig {
+    /// Returns true if the loss has parts that a held-out loss does not have.
+    pub(crate) fn has_other_parts(&self) -> bool {
+        self.z_loss > 0.0 || self.label_smoothing > 0.0
+    }
+
     /// The model's loss options, without the scale of a step.
     pub fn options(&self) -> LossOptions {
         let stage = match self.indexer_stage {

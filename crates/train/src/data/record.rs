@@ -1,6 +1,6 @@
 //! Records: the lines of a `.jsonl` file.
 
-use ballast_model::text::Conversation;
+use ballast_model::text::{Conversation, check_integers};
 use serde_json::{Map, Value};
 
 /// A document before tokenization.
@@ -27,7 +27,10 @@ impl Record {
     /// and these over `text`.
     pub fn parse(line: &str) -> Result<Record, String> {
         let mut fields = match serde_json::from_str(line) {
-            Ok(Value::Object(fields)) => fields,
+            Ok(Value::Object(fields)) => {
+                check_integers(line)?;
+                fields
+            }
             Ok(_) => return Err(format!("not a JSON object; expected one with {KNOWN}")),
             Err(error) => return Err(format!("not valid JSON at column {}: {error}", error.column())),
         };
@@ -105,6 +108,15 @@ mod tests {
 
     fn refused(line: &str) -> String {
         Record::parse(line).unwrap_err()
+    }
+
+    #[test]
+    fn integers_that_would_lose_digits_are_refused() {
+        let line = |id: &str| {
+            format!(r#"{{"messages": [{{"role": "user", "content": "a", "tool_calls": [{{"id": {id}}}]}}]}}"#)
+        };
+        assert!(Record::parse(&line("18446744073709551615")).is_ok());
+        assert!(refused(&line("18446744073709551616")).contains("does not fit in 64 bits"));
     }
 
     #[test]

@@ -9,6 +9,7 @@ use ballast_model::params::Part;
 
 use super::blueprint::Blueprint;
 use crate::error::Result;
+use crate::gradients::LOSSES;
 
 impl Blueprint<'_> {
     /// Bytes that each rank sends in a step, by kind. Not counted: evaluations, samples, checkpoints, and the check of
@@ -74,7 +75,7 @@ impl Blueprint<'_> {
     /// Bytes of scalars that go to each other rank: token counts, losses, norms of blocks, the flag of a bad update,
     /// the checksum of the protected tensors.
     fn sent_scalars(&self, rank: usize) -> usize {
-        let losses = 3 * 8 * self.rounds() * self.per_group();
+        let losses = LOSSES * 8 * self.rounds() * self.per_group();
         let blocks = |weight: usize| self.shards.range(weight, rank).len().div_ceil(BLOCK);
         let norms = match self.divides_updates() {
             true => {

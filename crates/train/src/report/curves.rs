@@ -59,7 +59,8 @@ pub(super) fn training(report: &Report<'_>) -> String {
 }
 
 fn loss(report: &Report<'_>) -> String {
-    let train: Points = points(report, |step| step.loss);
+    // What the validation loss can be compared with.
+    let train: Points = points(report, |step| step.cross_entropy.unwrap_or(step.loss));
     let validation: Points = evaluations(report).map(|found| (found.step as f64, found.loss)).collect();
     let caption = [change("The loss", &train), lowest_validation(report)];
     let scale = Scale::fitting(train.iter().chain(&validation).map(|point| point.1));
@@ -114,7 +115,10 @@ fn learning_rate(report: &Report<'_>) -> String {
 fn other_losses(report: &Report<'_>) -> String {
     let indexer = other_loss(report, "indexer-loss", "Indexer loss", |step| step.indexer_loss);
     let balance = other_loss(report, "balance-loss", "Balance loss", |step| step.balance_loss);
-    let plots: Vec<String> = [indexer, balance].into_iter().flatten().collect();
+    let minimized = other_loss(report, "minimized-loss", "Loss with smoothing and z-loss", |step| {
+        step.cross_entropy.map(|_| step.loss)
+    });
+    let plots: Vec<String> = [minimized, indexer, balance].into_iter().flatten().collect();
     if plots.is_empty() { String::new() } else { grid(&plots) }
 }
 
