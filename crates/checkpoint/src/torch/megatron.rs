@@ -44,6 +44,9 @@ pub(super) const COUNTS: [(&str, &str); 16] = [
     ("max_position_embeddings", "max_position_embeddings"),
 ];
 
+/// Most experts of a layer; each becomes a tensor.
+const MOST_EXPERTS: u64 = 1 << 16;
+
 /// Puts tensors together as one rank has them.
 pub(crate) fn as_one_rank(found: Vec<Found>) -> Result<Vec<Found>> {
     let mut made: Vec<Found> = Vec::new();
@@ -58,9 +61,11 @@ pub(crate) fn as_one_rank(found: Vec<Found>) -> Result<Vec<Found>> {
             }
         } else if let Some((module, leaf)) = tensor.name.split_once(".mlp.experts.experts.") {
             let (count, rest) = match tensor.shape.as_slice() {
-                [count, rest @ ..] if !rest.is_empty() => (*count, rest.to_vec()),
+                [count, rest @ ..] if !rest.is_empty() && *count <= MOST_EXPERTS => (*count, rest.to_vec()),
                 other => {
-                    let problem = format!("shape {other:?}, expected [experts, ...]");
+                    let problem = format!(
+                        "shape {other:?}, expected [experts, ...] with at most {MOST_EXPERTS} experts"
+                    );
                     return Err(Error::tensor(&tensor.name, problem));
                 }
             };
