@@ -1,8 +1,8 @@
 //! Pickle as data: a description of the objects, of which nothing is executed.
 //!
-//! A pickle is a program for a stack machine; Python calls whatever functions it names. Here ([`super::machine`])
+//! A pickle is a program for a stack machine; Python calls whatever functions it names. Here (`machine.rs`)
 //! a call is only recorded, as [`Node::Call`], and which functions and classes may be named is decided in
-//! [`super::globals`]. What is refused is an error with its name and byte.
+//! `globals.rs`. What is refused is an error with its name and byte.
 //!
 //! Nodes lie in one list and refer to each other by index, so an object that contains itself, a deep nesting
 //! and objects that are used many times need no recursion here. Memory is a small multiple of the bytes read
@@ -68,7 +68,7 @@ pub enum Node {
         callable: Id,
         /// Its arguments, a tuple.
         arguments: Id,
-        /// Number of its [`Additions`], or [`NONE`].
+        /// Number of its additions, or `u32::MAX`.
         additions: u32,
     },
     /// An object outside of the pickle, by its key: a storage of torch.
