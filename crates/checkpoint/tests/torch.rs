@@ -517,3 +517,30 @@ fn tensors_and_names_that_are_used_many_times_are_limited_by_the_length_of_the_p
     let pickle = [&pickle[..at], &many, &pickle[at + 3..]].concat();
     assert!(refusal(&pickle).contains("in a form that torch does not write"), "{}", refusal(&pickle));
 }
+
+#[test]
+fn an_object_of_the_metadata_with_very_many_fields_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut metadata = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(".to_vec();
+    for number in 0..65 {
+        metadata.extend([b'K', number, b'N']);
+    }
+    metadata.extend(b"ub.");
+    std::fs::write(folder.path().join(".metadata"), metadata).unwrap();
+    let error = Checkpoint::open(folder.path()).unwrap_err().to_string();
+    assert!(error.contains(".metadata") && error.contains("more than 64 fields"), "{error}");
+}
+
+#[test]
+fn objects_beside_the_tensors_of_a_folder_are_named_and_counted() {
+    let checkpoint = Checkpoint::open(&fixture("torch/torch_dist_tp2")).unwrap();
+    let count =
+        |kind: &str| checkpoint.left_out.iter().find(|own| own.kind == kind).map_or(0, |own| own.count);
+    assert_eq!(count("argparse.Namespace"), 1, "{:?}", checkpoint.left_out);
+    let legacy = Checkpoint::open(&fixture("torch/legacy_tp2")).unwrap();
+    let kinds: Vec<&str> = legacy.left_out.iter().map(|own| own.kind.as_str()).collect();
+    assert!(kinds.contains(&"argparse.Namespace") && kinds.contains(&"attributes of a tensor"), "{kinds:?}");
+    let nested = Checkpoint::open(&fixture("torch/saved/dcp_app")).unwrap();
+    let objects = nested.left_out.iter().find(|own| own.kind == "saved objects").unwrap();
+    assert_eq!((objects.count, &objects.names[..]), (1, &["app.optim.rate".to_string()][..]));
+}

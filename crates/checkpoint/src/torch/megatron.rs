@@ -206,3 +206,18 @@ fn layer_types(pickle: &Pickle<'_>, id: Id, layers: u64) -> Option<Value> {
     };
     Some(json!(kinds))
 }
+
+#[cfg(test)]
+mod tests {
+    use ballast_contract::Dtype;
+
+    use super::*;
+
+    #[test]
+    fn experts_without_values_do_not_become_tensors_without_end() {
+        let name = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight".to_string();
+        let tensor = Found { name, dtype: Dtype::Bf16, shape: vec![1 << 40, 0, 8], parts: Vec::new() };
+        let error = as_one_rank(vec![tensor]).unwrap_err().to_string();
+        assert!(error.contains("linear_fc1") && error.contains("at most 65536 experts"), "{error}");
+    }
+}

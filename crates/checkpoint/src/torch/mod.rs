@@ -207,7 +207,9 @@ pub(crate) fn read(format: Format) -> Result<TorchCheckpoint> {
             checkpoint.left_out = left_out;
             let common = folder.join("common.pt");
             if common.is_file() {
-                checkpoint.config = read_arguments(&common)?;
+                let (config, left_out) = read_common(&common)?;
+                checkpoint.config = config;
+                left_out::join(&mut checkpoint.left_out, left_out);
             }
         }
     }
@@ -302,11 +304,15 @@ fn read_file(file: &Arc<ShardFile>) -> Result<SavedFile> {
     Ok(SavedFile { model, state, left_out, config, unsupported_ranks: megatron::unsupported_ranks(&pickle) })
 }
 
-/// Megatron's arguments in common.pt, as a config.json.
-fn read_arguments(path: &Path) -> Result<Option<Value>> {
+/// Megatron's arguments in common.pt, as a config.json, and what else the file has.
+fn read_common(path: &Path) -> Result<(Option<Value>, Vec<LeftOut>)> {
     let file = Arc::new(ShardFile::open(path)?);
     let archive = Archive::whole(&file)?;
     let (bytes, begin) = archive.pickle()?;
     let pickle = Pickle::parse(&bytes, &file.path, begin)?;
-    Ok(megatron::config_from_args(&pickle))
+    let Contents { items, mut left_out } = contents(&Saved::new(&pickle, &archive, begin))?;
+    for item in items {
+        left_out::count(&mut left_out, "tensors of common.pt", || item.name);
+    }
+    Ok((megatron::config_from_args(&pickle), left_out))
 }
