@@ -6,9 +6,13 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::Checkpoint;
+use ballast_checkpoint::audit::audit;
+use ballast_checkpoint::convert::plan;
 use ballast_checkpoint::diff::{Verdict, diff};
+use ballast_checkpoint::inspect::inspect;
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::left_out;
+use ballast_contract::Registry;
 use common::*;
 
 fn saved(name: &str) -> PathBuf {
@@ -146,4 +150,17 @@ fn what_is_not_a_tensor_is_named_and_counted() {
     for name in ["zip.pt", "legacy_2.pt", "legacy_module.pt"] {
         assert_eq!(Checkpoint::open(&saved(name)).unwrap().left_out, [], "{name}");
     }
+}
+
+#[test]
+fn inspect_audit_and_convert_say_what_is_left_out() {
+    let source = open(&saved("extras.pt"));
+    let (registry, strict) = (Registry::builtin(), policy("strict"));
+    let report = inspect(&source, registry, &strict).unwrap();
+    assert_eq!(report.left_out, source.left_out);
+    let words = "beside the tensors, not part of the checkpoint: 1 set (set); 1 frozenset (frozenset)";
+    let notes = audit(&source, registry, &strict, &Silent).unwrap().notes;
+    assert!(notes.iter().any(|note| note.starts_with(words)), "{notes:?}");
+    let notes = plan(&source, &options(&source, "none")).unwrap().notes;
+    assert!(notes.iter().any(|note| note.starts_with(words)), "{notes:?}");
 }
