@@ -1,5 +1,5 @@
-//! Reads arbitrary bytes as a file of torch.save, and as a bare pickle: an error or a list of tensors, in time and
-//! memory that the length of the file bounds.
+//! Reads arbitrary bytes as a file of torch.save, as what follows the first bytes of one from before torch 1.6, and
+//! as a bare pickle: an error or a list of tensors, in time and memory that the length of the file bounds.
 
 #![no_main]
 
@@ -9,6 +9,9 @@ use ballast_checkpoint::header::elements;
 use ballast_checkpoint::torch::list;
 use ballast_checkpoint::torch::pickle::{Node, Pickle};
 use libfuzzer_sys::fuzz_target;
+
+/// Magic number, protocol and system of a file from before torch 1.6.
+const LEGACY: &[u8] = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}X\x0d\x00\x00\x00little_endian\x88s.";
 
 fuzz_target!(|file: &[u8]| {
     let path = Path::new("x.pt");
@@ -23,9 +26,11 @@ fuzz_target!(|file: &[u8]| {
             pickle.callable(*value);
         }
     }
-    let Ok(tensors) = list(path, file.to_vec()) else { return };
-    for (name, dtype, shape) in tensors {
-        let bytes = elements(&shape).and_then(|n| dtype.bytes_for(n));
-        assert!(bytes.is_some(), "{name} has no size");
+    for whole in [file.to_vec(), [LEGACY, file].concat()] {
+        let Ok(tensors) = list(path, whole) else { continue };
+        for (name, dtype, shape) in tensors {
+            let bytes = elements(&shape).and_then(|n| dtype.bytes_for(n));
+            assert!(bytes.is_some(), "{name} has no size");
+        }
     }
 });

@@ -30,6 +30,7 @@ __all__ = [
     "Finding",
     "Inspection",
     "Layout",
+    "LeftOut",
     "MovedValues",
     "ProtectedSummary",
     "RemoteSummary",
@@ -110,6 +111,15 @@ class TensorSummary:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Values of one kind that a file of torch has beside its tensors, and the names of the first ones."""
+
+    kind: str
+    count: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RemoteSummary:
     """What was read from a server: the address with its commit, and numbers of bytes and requests."""
 
@@ -121,7 +131,8 @@ class RemoteSummary:
 
 @dataclass(frozen=True)
 class Inspection(Report):
-    """The summary of a checkpoint. `tensors` is empty unless it was asked for; `state` is optimizer state.
+    """The summary of a checkpoint. `tensors` is empty unless it was asked for; `state` is optimizer state, and
+    `left_out` has what is neither that nor a tensor.
 
     `remote` is None for a checkpoint on disk.
     """
@@ -139,6 +150,7 @@ class Inspection(Report):
     tensors: tuple[TensorSummary, ...]
     unknown_config_keys: tuple[str, ...] = ()
     state: dict[str, Amount] = field(default_factory=dict)
+    left_out: tuple[LeftOut, ...] = ()
     remote: RemoteSummary | None = None
 
 

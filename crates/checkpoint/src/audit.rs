@@ -18,6 +18,7 @@ use crate::gguf;
 use crate::hub::{self, RemoteSummary};
 use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::layout::{Layout, Naming, metadata};
+use crate::left_out;
 use crate::masters;
 use crate::open::{Checkpoint, StoredTensor};
 use crate::tied;
@@ -187,6 +188,7 @@ pub fn audit_values(
             checkpoint.ignored.iter().filter_map(|p| p.file_name()).map(|n| n.to_string_lossy()).collect();
         notes.push(format!("not part of the checkpoint, ignored: {}", names.join(", ")));
     }
+    notes.extend(left_out::line(&checkpoint.left_out));
     let findings = findings.sorted();
     Ok(AuditReport {
         architecture,

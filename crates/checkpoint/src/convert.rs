@@ -17,6 +17,7 @@ use crate::gguf::{self, GgufFile};
 use crate::hub;
 use crate::jobs::Observer;
 use crate::layout::{Form, Layout, LayoutRequest, Naming, Ranks, is_carried, metadata, relayout};
+use crate::left_out;
 use crate::open::Checkpoint;
 use crate::staging::Staging;
 use crate::torch::{self, FileFormat};
@@ -145,7 +146,9 @@ pub struct ConvertReport {
 /// Plans a conversion without writing anything.
 pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<ConvertPlan> {
     if options.layout.naming == Some(Naming::Gguf) {
-        return gguf::plan(source, options);
+        let mut plan = gguf::plan(source, options)?;
+        plan.notes.extend(left_out::line(&source.left_out));
+        return Ok(plan);
     }
     if options.dtype.is_some_and(|dtype| dtype.block().is_some()) {
         return Err(Error::Refused("q8_0 is a type of GGUF; use a destination that ends in .gguf".into()));
@@ -185,6 +188,7 @@ pub fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<Conver
     }
     plan.dtype_changes = changes;
     plan.notes.extend(form_notes(source, &plan));
+    plan.notes.extend(left_out::line(&source.left_out));
     Ok(plan)
 }
 

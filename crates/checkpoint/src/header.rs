@@ -20,6 +20,18 @@ use crate::error::{Error, Place, Result};
 /// Largest header that the format allows.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
+/// Key of the metadata in the JSON, which no tensor can have as its name.
+const METADATA: &str = "__metadata__";
+
+/// Returns an error if the format has no place for a tensor of this name.
+pub(crate) fn check_name(name: &str) -> Result<()> {
+    if name == METADATA {
+        let problem = "safetensors files have their metadata under this name; rename the tensor";
+        return Err(Error::tensor(name, problem));
+    }
+    Ok(())
+}
+
 /// Size of the length field before the JSON.
 const LENGTH_BYTES: u64 = 8;
 
@@ -105,7 +117,7 @@ impl Header {
         let mut map = serde_json::Map::new();
         if !self.metadata.is_empty() {
             let metadata = self.metadata.iter().map(|(k, v)| (k.clone(), v.clone().into())).collect();
-            map.insert("__metadata__".into(), serde_json::Value::Object(metadata));
+            map.insert(METADATA.into(), serde_json::Value::Object(metadata));
         }
         for t in &self.tensors {
             let entry = serde_json::json!({
@@ -234,7 +246,7 @@ impl<'de> Deserialize<'de> for RawHeader {
                         return Err(de::Error::custom(format!("the key {name:?} occurs twice")));
                     }
                     let place = |e| de::Error::custom(format!("tensor {name:?}: {e}"));
-                    if name == "__metadata__" {
+                    if name == METADATA {
                         raw.metadata = map.next_value::<UniqueMap>().map_err(place)?.0;
                     } else {
                         let entry = map.next_value::<RawEntry>().map_err(place)?;

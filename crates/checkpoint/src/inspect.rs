@@ -8,6 +8,7 @@ use serde::Serialize;
 use crate::error::Result;
 use crate::hub::RemoteSummary;
 use crate::layout::Layout;
+use crate::left_out::LeftOut;
 use crate::open::Checkpoint;
 
 /// Number of tensors, parameters and bytes.
@@ -88,6 +89,9 @@ pub struct InspectReport {
     /// Optimizer state beside the model, in torch's formats, by dtype.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub state: BTreeMap<Dtype, Amount>,
+    /// What files in torch's formats have beside tensors, by kind.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<LeftOut>,
     /// Bytes and requests that a server was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remote: Option<RemoteSummary>,
@@ -169,6 +173,7 @@ pub fn inspect(checkpoint: &Checkpoint, registry: &Registry, policy: &Policy) ->
         sidecars: checkpoint.sidecars.iter().map(|p| p.to_string_lossy().into_owned()).collect(),
         issues: checkpoint.issues.iter().map(ToString::to_string).collect(),
         state,
+        left_out: checkpoint.left_out.clone(),
         remote: checkpoint.remote.as_ref().map(|remote| remote.summary()),
         tensors,
     })

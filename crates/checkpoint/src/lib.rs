@@ -19,6 +19,7 @@ pub mod index;
 pub mod inspect;
 pub mod jobs;
 pub mod layout;
+pub mod left_out;
 mod masters;
 pub mod open;
 mod ranks;

@@ -24,6 +24,7 @@ use crate::gguf;
 use crate::header::{self, Header, TensorInfo};
 use crate::hub::{self, Remote};
 use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
+use crate::left_out::LeftOut;
 use crate::ranks::RankFolders;
 use crate::regular::read_regular;
 pub use crate::shard_file::ShardFile;
@@ -89,6 +90,8 @@ pub struct Checkpoint {
     pub sidecars: Vec<PathBuf>,
     /// Safetensors files in the folder that are not part of the checkpoint.
     pub ignored: Vec<PathBuf>,
+    /// Values in torch's formats that are neither tensors of the model nor optimizer state.
+    pub left_out: Vec<LeftOut>,
     /// Number of ranks with files of their own; 1 for an ordinary checkpoint.
     pub ranks: usize,
     /// Number of expert-parallel ranks for each tensor-parallel one.
@@ -188,6 +191,7 @@ impl Checkpoint {
             config: None,
             sidecars: Vec::new(),
             ignored: Vec::new(),
+            left_out: Vec::new(),
             ranks: 1,
             expert_ranks: 1,
             issues: Vec::new(),
@@ -208,6 +212,7 @@ impl Checkpoint {
             config: Some(config),
             sidecars: vec!["config.json".into()],
             ignored: Vec::new(),
+            left_out: Vec::new(),
             ranks: 1,
             expert_ranks: 1,
             issues: Vec::new(),
@@ -228,6 +233,7 @@ impl Checkpoint {
             config: like.config.clone(),
             sidecars: like.sidecars.clone(),
             ignored: Vec::new(),
+            left_out: Vec::new(),
             ranks: 1,
             expert_ranks: 1,
             issues: Vec::new(),
@@ -273,6 +279,7 @@ impl Checkpoint {
             config: self.config.clone(),
             sidecars: self.sidecars.clone(),
             ignored: Vec::new(),
+            left_out: Vec::new(),
             ranks: self.ranks,
             expert_ranks: self.expert_ranks,
             issues: Vec::new(),
@@ -401,38 +408,39 @@ impl Checkpoint {
             self.sidecars.push("config.json".into());
         }
         self.files = found.files;
+        self.left_out = found.left_out;
+        let opened = self.files.len();
         for (rank, tensors) in found.ranks.into_iter().enumerate() {
             for tensor in tensors {
-                let stored = self.store(tensor, rank)?;
+                let stored = self.store(tensor, rank, opened)?;
                 self.tensors.push(stored);
             }
         }
         for tensor in found.state {
-            let stored = self.store(tensor, 0)?;
+            let stored = self.store(tensor, 0, opened)?;
             self.state.push(stored);
         }
         self.tensors.sort_by_key(|t| (t.file, t.begin));
         Ok(())
     }
 
-    /// Returns a tensor by its place in a file; one that is in several places becomes a file of its own.
-    fn store(&mut self, tensor: torch::Found, rank: usize) -> Result<StoredTensor> {
+    /// Returns a tensor by its place in one of the first `opened` files; one that is in several places becomes a file
+    /// of its own.
+    fn store(&mut self, tensor: torch::Found, rank: usize, opened: usize) -> Result<StoredTensor> {
         let torch::Found { name, dtype, shape, parts } = tensor;
         let width = dtype.bytes().unwrap_or(1);
         let assembly = Assembly::new(&name, &shape, width, parts)?;
         let bytes = assembly.bytes();
-        let (file, begin) = match assembly.plain() {
-            Some(part) => {
-                let file = self.files.iter().position(|file| Arc::ptr_eq(file, &part.file));
-                let missing = || Error::tensor(&name, "its file was not opened");
-                (file.ok_or_else(missing)?, part.begin)
-            }
-            None => {
-                let path = assembly.paths().next().cloned().unwrap_or_default();
-                self.files.push(Arc::new(ShardFile::assembled(&path, assembly)));
-                (self.files.len() - 1, 0)
-            }
-        };
+        // An array of numpy may be in memory, in none of the files.
+        let plain = assembly.plain().and_then(|part| {
+            let file = self.files[..opened].iter().position(|file| Arc::ptr_eq(file, &part.file))?;
+            Some((file, part.begin))
+        });
+        let (file, begin) = plain.unwrap_or_else(|| {
+            let path = assembly.paths().next().cloned().unwrap_or_default();
+            self.files.push(Arc::new(ShardFile::assembled(&path, assembly)));
+            (self.files.len() - 1, 0)
+        });
         Ok(StoredTensor { name, dtype, shape, file, begin, bytes, rank })
     }
 

@@ -141,6 +141,7 @@ fn write(path: &Path, tensors: &[Raw<'_>], metadata: &[(String, String)], force:
     let mut header = Header { metadata: metadata.to_vec(), tensors: Vec::new() };
     let mut begin = 0;
     for (name, dtype, shape, data) in tensors {
+        header::check_name(name)?;
         let bytes = data.len() as u64;
         let shape = shape.iter().map(|d| *d as u64).collect();
         header.tensors.push(TensorInfo { name: name.to_string(), dtype: *dtype, shape, begin, bytes });
@@ -205,6 +206,7 @@ fn shared_layout(tensors: &[Described<'_>]) -> Result<(Vec<u8>, Vec<u64>, u64)> 
     let mut header = Header { metadata: Vec::new(), tensors: Vec::new() };
     let mut begin = 0;
     for (name, dtype, shape) in tensors {
+        header::check_name(name)?;
         let shape: Vec<u64> = shape.iter().map(|d| *d as u64).collect();
         let bytes = header::elements(&shape).and_then(|elements| dtype.bytes_for(elements));
         let bytes = bytes.ok_or_else(|| Error::tensor(*name, format!("shape {shape:?} is too large")))?;

@@ -16,7 +16,7 @@ use rayon::prelude::*;
 
 use crate::cast::{self, Buffer};
 use crate::error::{Error, Result};
-use crate::header::{Header, TensorInfo};
+use crate::header::{Header, TensorInfo, check_name};
 use crate::index::Index;
 use crate::jobs::{self, CHUNK_BYTES, Workspace};
 use crate::open::Checkpoint;
@@ -112,6 +112,7 @@ impl WritePlan {
                 _ => folder.join(rank_folder(rank, expert_ranks)),
             };
             let total: u64 = outputs.iter().map(Output::bytes).sum();
+            outputs.iter().try_for_each(|output| check_name(&output.view.name))?;
             let mut names = std::collections::HashSet::new();
             if let Some(twice) = outputs.iter().find(|o| !names.insert(&o.view.name)) {
                 return Err(Error::tensor(

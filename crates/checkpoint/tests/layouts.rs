@@ -5,6 +5,7 @@ mod common;
 
 use std::path::Path;
 
+use ballast_checkpoint::convert::{execute, plan};
 use ballast_checkpoint::diff::{Verdict, diff};
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{Form, Layout, LayoutRequest, Naming};
@@ -409,4 +410,48 @@ fn sizes_that_cannot_be_divided_or_packed_are_refused_with_the_field() {
     let mut options = options(&source, "strict");
     options.layout = layout(Naming::Nemo, 1);
     convert(&source, &folder.path().join("nemo"), &options);
+}
+
+#[test]
+fn an_architecture_without_a_megatron_layout_is_named_with_those_that_have_one() {
+    for (model, model_type) in [
+        ("gemma2", "gemma2"),
+        ("gemma3", "gemma3_text"),
+        ("gemma4_dense", "gemma4_text"),
+        ("deepseek_v32", "deepseek_v32"),
+    ] {
+        let source = open(&fixture("models").join(model));
+        let mut options = options(&source, "none");
+        options.layout = LayoutRequest { naming: Some(Naming::Megatron), ..LayoutRequest::default() };
+        let error = plan(&source, &options).err().unwrap().to_string();
+        assert!(error.contains(&format!("{model_type:?} has no Megatron layout")), "{error}");
+        assert!(error.contains("Qwen3.5-MoE") && error.contains("config.json"), "{error}");
+    }
+}
+
+#[test]
+fn a_tensor_with_the_name_of_the_metadata_is_refused_with_its_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.pt");
+    // {"__metadata__": a tensor of one float}
+    let mut pickle = b"\x80\x02}X\x0c\x00\x00\x00__metadata__ctorch._utils\n_rebuild_tensor_v2\n(".to_vec();
+    pickle.extend(
+        b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ",
+    );
+    pickle.extend(b"K\x00K\x01\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtRs.");
+    let mut zip = zip::ZipWriter::new(std::fs::File::create(&path).unwrap());
+    let stored = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
+    for (name, bytes) in [("x/data.pkl", &pickle[..]), ("x/data/0", &[0; 4])] {
+        zip.start_file(name, stored).unwrap();
+        std::io::Write::write_all(&mut zip, bytes).unwrap();
+    }
+    zip.finish().unwrap();
+    let source = open(&path);
+    let options = options(&source, "none");
+    let destination = folder.path().join("out");
+    let error =
+        execute(&source, plan(&source, &options).unwrap(), &destination, &options, &Silent).err().unwrap();
+    let error = error.to_string();
+    assert!(error.contains("model.pt, tensor \"__metadata__\"") && error.contains("rename"), "{error}");
+    assert!(!destination.exists());
 }

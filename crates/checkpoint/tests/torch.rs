@@ -357,3 +357,190 @@ fn a_file_that_changes_after_opening_is_noticed() {
     std::fs::write(path.join("__0_0.distcp"), b"short").unwrap();
     assert!(checkpoint.files.iter().any(|file| file.check_unchanged().is_err()));
 }
+
+/// Magic number, protocol and system as torch wrote them before 1.6, the pickle, and what follows it.
+fn legacy_file(system: &[u8], pickle: &[u8], rest: &[u8]) -> Vec<u8> {
+    let magic = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.";
+    [magic, system, pickle, rest].concat()
+}
+
+const LITTLE: &[u8] = b"\x80\x02}X\x0d\x00\x00\x00little_endian\x88s.";
+
+/// [`one_tensor`] over the storage `0` of four floats, in the form before torch 1.6.
+fn legacy_tensor() -> Vec<u8> {
+    let pickle = one_tensor(0, 4, 1, 4);
+    // The storage is not a view of another one.
+    let at = pickle.windows(4).position(|window| window == b"K\x04tQ").unwrap();
+    [&pickle[..at + 2], b"N", &pickle[at + 2..]].concat()
+}
+
+#[test]
+fn files_from_before_torch_1_6_that_do_not_add_up_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.pt");
+    let opened = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        Checkpoint::open(&path).map_err(|e| e.to_string())
+    };
+    let keys = b"\x80\x02]X\x01\x00\x00\x000a.";
+    let storage = [&4u64.to_le_bytes()[..], &[7; 16]].concat();
+    let rest = [&keys[..], &storage].concat();
+    let whole = legacy_file(LITTLE, &legacy_tensor(), &rest);
+    assert_eq!(opened(&whole).unwrap().tensors[0].shape, [4]);
+    let view = {
+        let pickle = legacy_tensor();
+        let at = pickle.windows(5).position(|window| window == b"K\x04NtQ").unwrap();
+        [&pickle[..at + 2], b"X\x01\x00\x00\x001K\x00K\x04\x87", &pickle[at + 3..]].concat()
+    };
+    for (bytes, problem) in [
+        (whole[..whole.len() - 1].to_vec(), "reaches past the end"),
+        (whole[..60].to_vec(), "does not end within"),
+        ([&whole[..], b"x"].concat(), "1 bytes after the last storage"),
+        (legacy_file(b"\x80\x02}.", &legacy_tensor(), &rest), "little-endian"),
+        (legacy_file(LITTLE, &view, &rest), "is a view of another one"),
+        (legacy_file(LITTLE, &legacy_tensor(), b"\x80\x02]X\x01\x00\x00\x001a."), "belongs to no tensor"),
+        (legacy_file(LITTLE, &legacy_tensor(), b"\x80\x02K\x01."), "expected the list"),
+        (legacy_file(LITTLE, &legacy_tensor(), b"\x80\x02]."), "no entry data/0"),
+        (legacy_file(LITTLE, b"\x80\x02cos\nsystem\n.", &rest), "names os.system,"),
+    ] {
+        let error = opened(&bytes).unwrap_err();
+        assert!(error.contains(problem) && error.contains("model.pt"), "{problem}: {error}");
+    }
+    // Another protocol of torch.save.
+    let mut other = whole.clone();
+    other[18] = 0xea;
+    assert!(opened(&other).unwrap_err().contains("other than 1001"), "{}", opened(&other).unwrap_err());
+    // Fewer elements than the tensor's storage has.
+    let short = [&keys[..], &3u64.to_le_bytes(), &[7; 12]].concat();
+    let error = opened(&legacy_file(LITTLE, &legacy_tensor(), &short)).unwrap_err();
+    assert!(error.contains("has 12 bytes, expected 4 elements"), "{error}");
+    // A module of torch, not its state dict.
+    let module = b"\x80\x02(X\x06\x00\x00\x00modulectorch.nn.modules.linear\nLinear\nX\x01\x00\x00\x00fX\x01\x00\x00\x00stQ)\x81.";
+    let error = opened(&legacy_file(LITTLE, module, b"\x80\x02].")).unwrap_err();
+    assert!(error.contains("got a torch.nn.modules.linear.Linear"), "{error}");
+}
+
+#[test]
+fn the_order_of_bytes_is_read_only_if_it_is_short() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.pt");
+    torch_file(&path, &one_tensor(0, 4, 1, 4), &[("data/0", &[7; 16]), ("byteorder", &[b'x'; 100_000])]);
+    let error = Checkpoint::open(&path).unwrap_err().to_string();
+    assert!(error.contains("\"byteorder\" has 100000 bytes"), "{error}");
+}
+
+/// `{"w": tensor}` whose functions take these arguments after the strides.
+fn tensor_of(function: &str, rest: &[u8]) -> Vec<u8> {
+    let pickle = one_tensor(0, 4, 1, 4);
+    let at = pickle.windows(2).position(|window| window == b"\x89c").unwrap();
+    let pickle = [&pickle[..at], rest, b"tRs."].concat();
+    let name = b"_rebuild_tensor_v2";
+    let at = pickle.windows(name.len()).position(|window| window == name).unwrap();
+    [&pickle[..at], function.as_bytes(), &pickle[at + name.len()..]].concat()
+}
+
+#[test]
+fn every_argument_of_the_functions_that_rebuild_a_tensor_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.pt");
+    let opened = |pickle: &[u8]| {
+        torch_file(&path, pickle, &[("data/0", &[7; 16])]);
+        Checkpoint::open(&path).map(|_| ()).map_err(|e| e.to_string())
+    };
+    const HOOKS: &[u8] = b"ccollections\nOrderedDict\n)R";
+    let bits = |key: &str, value: u8| {
+        [b"}X", &(key.len() as u32).to_le_bytes()[..], key.as_bytes(), &[value, b's']].concat()
+    };
+    let v2 = |metadata: &[u8]| tensor_of("_rebuild_tensor_v2", &[b"\x89", HOOKS, metadata].concat());
+    let v3 = |rest: &[u8]| tensor_of("_rebuild_tensor_v3", &[b"\x89", HOOKS, rest].concat());
+    let float = b"ctorch\nfloat32\n";
+    for pickle in [
+        tensor_of("_rebuild_tensor", b""),
+        v2(b""),
+        v2(b"N"),
+        v2(b"}"),
+        v2(&bits("neg", 0x89)),
+        v3(float),
+        v3(&[&float[..], b"}"].concat()),
+        tensor_of("_rebuild_tensor_v2", b"\x88N"),
+    ] {
+        opened(&pickle).unwrap();
+    }
+    for (pickle, problem) in [
+        (v2(&bits("neg", 0x88)), "negative bit"),
+        (v2(&bits("conj", 0x88)), "conjugate bit"),
+        (v2(&bits("new", 0x88)), "its metadata has \"new\""),
+        (v2(b"K\x01"), "in a form that torch does not write"),
+        (v2(b"}K\x01"), "in a form that torch does not write"),
+        (v3(&[&float[..], &bits("neg", 0x88)].concat()), "negative bit"),
+        (v3(b""), "in a form that torch does not write"),
+        (v3(b"ctorch\ncomplex128\n"), "its type is torch.complex128"),
+        (tensor_of("_rebuild_tensor", b"\x89"), "in a form that torch does not write"),
+        (tensor_of("_rebuild_tensor_v2", b"\x89"), "in a form that torch does not write"),
+        (tensor_of("_rebuild_tensor_v2", b"\x89}K\x01K\x02s"), "backward hooks"),
+        (tensor_of("_rebuild_qtensor", b"N\x89N"), "it is quantized by torch"),
+        (tensor_of("_rebuild_new_kind", b""), "its kind is not known"),
+    ] {
+        let error = opened(&pickle).unwrap_err();
+        assert!(error.contains(problem) && error.contains("tensor \"w\""), "{problem}: {error}");
+    }
+}
+
+#[test]
+fn a_tensor_in_an_opaque_object_is_not_lost() {
+    let tensor = one_tensor(0, 4, 1, 4);
+    // The tensor is the state of an object of another package, in place of being a value of the dict.
+    let key = b"\x80\x02}X\x01\x00\x00\x00w".len();
+    let inner = &tensor[key..tensor.len() - 2];
+    let pickle = [&tensor[..key], b"cours\nConfig\n)R}X\x01\x00\x00\x00v", inner, b"sbs."].concat();
+    let error = refusal(&pickle);
+    assert!(error.contains("tensor \"w.v\"") && error.contains("it lies in a ours.Config"), "{error}");
+}
+
+#[test]
+fn tensors_and_names_that_are_used_many_times_are_limited_by_the_length_of_the_pickle() {
+    let tensor = one_tensor(0, 4, 1, 4);
+    let key = b"\x80\x02}X\x01\x00\x00\x00w".len();
+    let mut pickle = [b"\x80\x02", &tensor[key..tensor.len() - 2], b"q\x000}("].concat();
+    for number in 0..80_000u32 {
+        pickle.push(b'J');
+        pickle.extend(number.to_le_bytes());
+        pickle.extend(b"h\x00");
+    }
+    pickle.extend(b"u.");
+    assert!(refusal(&pickle).contains("more than"), "{}", refusal(&pickle));
+    // A shape of very many dimensions, which could be shared by all tensors.
+    let mut pickle = b"\x80\x02}X\x01\x00\x00\x00w".to_vec();
+    pickle.extend(&tensor[key..]);
+    let at = pickle.windows(3).position(|window| window == b"K\x04\x85").unwrap();
+    let many = [b"(", &b"K\x01".repeat(100)[..], b"t"].concat();
+    let pickle = [&pickle[..at], &many, &pickle[at + 3..]].concat();
+    assert!(refusal(&pickle).contains("in a form that torch does not write"), "{}", refusal(&pickle));
+}
+
+#[test]
+fn an_object_of_the_metadata_with_very_many_fields_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut metadata = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(".to_vec();
+    for number in 0..65 {
+        metadata.extend([b'K', number, b'N']);
+    }
+    metadata.extend(b"ub.");
+    std::fs::write(folder.path().join(".metadata"), metadata).unwrap();
+    let error = Checkpoint::open(folder.path()).unwrap_err().to_string();
+    assert!(error.contains(".metadata") && error.contains("more than 64 fields"), "{error}");
+}
+
+#[test]
+fn objects_beside_the_tensors_of_a_folder_are_named_and_counted() {
+    let checkpoint = Checkpoint::open(&fixture("torch/torch_dist_tp2")).unwrap();
+    let count =
+        |kind: &str| checkpoint.left_out.iter().find(|own| own.kind == kind).map_or(0, |own| own.count);
+    assert_eq!(count("argparse.Namespace"), 1, "{:?}", checkpoint.left_out);
+    let legacy = Checkpoint::open(&fixture("torch/legacy_tp2")).unwrap();
+    let kinds: Vec<&str> = legacy.left_out.iter().map(|own| own.kind.as_str()).collect();
+    assert!(kinds.contains(&"argparse.Namespace") && kinds.contains(&"attributes of a tensor"), "{kinds:?}");
+    let nested = Checkpoint::open(&fixture("torch/saved/dcp_app")).unwrap();
+    let objects = nested.left_out.iter().find(|own| own.kind == "saved objects").unwrap();
+    assert_eq!((objects.count, &objects.names[..]), (1, &["app.optim.rate".to_string()][..]));
+}

@@ -21,11 +21,28 @@ use std::collections::BTreeMap;
 use ballast_contract::Dtype;
 
 use super::experts::expert_index;
-use super::{Geometry, Layout, Pool};
+use super::{Geometry, Layout, Pool, text_config};
 use crate::cast::Buffer;
 use crate::error::{Error, Result};
 use crate::jobs::{CHUNK_BYTES, pieces};
+use crate::open::Checkpoint;
 use crate::view::View;
+
+/// Returns an error if config.json is of an architecture without this layout. Without the name of one, the geometry
+/// that is missing is the error.
+pub(super) fn check_architecture(checkpoint: &Checkpoint) -> Result<()> {
+    let config = text_config(checkpoint);
+    let Some(model_type) = config.and_then(|config| config.get("model_type")?.as_str()) else {
+        return Ok(());
+    };
+    if model_type == "qwen3_next" || model_type.starts_with("qwen3_5") {
+        return Ok(());
+    }
+    let problem = format!(
+        "model_type {model_type:?} has no Megatron layout here; those with one are Qwen3-Next, Qwen3.5 and Qwen3.5-MoE"
+    );
+    Err(Error::Config { file: checkpoint.config_path(), problem })
+}
 
 /// The division of a tensor among ranks.
 #[derive(Clone, Copy, PartialEq)]

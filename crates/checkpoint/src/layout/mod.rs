@@ -269,6 +269,9 @@ fn rearranged(checkpoint: &Arc<Checkpoint>, from: &Layout, to: &Layout) -> Resul
         let problem = "a GGUF file is for llama.cpp and cannot be converted back; convert the checkpoint that it was made from";
         return Err(Error::Refused(format!("{}: {problem}", checkpoint.root.display())));
     }
+    if [from.naming, to.naming].contains(&Naming::Megatron) {
+        megatron::check_architecture(checkpoint)?;
+    }
     // The geometry is read only if needed: a checkpoint without config.json can still be renamed.
     let geometry = || Geometry::of(checkpoint);
     let packed = |form: Option<Form>| form.map(|_| Form::Split);

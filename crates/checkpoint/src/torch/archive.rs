@@ -1,25 +1,30 @@
-//! The zip container of `torch.save`: entries that are stored, not compressed, in a whole file or in a range of
-//! one.
+//! The container of `torch.save`: a pickle, and the storages of its tensors, in a whole file or in a range of one.
+//! Since torch 1.6 it is a zip file whose entries are stored, not compressed; before, see [`super::legacy`].
 
+use std::collections::HashMap;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::sync::Arc;
 
 use zip::{CompressionMethod, ZipArchive};
 
+use super::legacy;
 use super::pickle::MOST_BYTES;
 use crate::error::{Error, Place, Result};
 use crate::shard_file::ShardFile;
 
-/// A zip file, by the places of its entries.
+/// A file of `torch.save`, by the places of its entries.
 #[derive(Debug)]
 pub(crate) struct Archive {
     /// The file.
     pub(crate) file: Arc<ShardFile>,
     window: Range<u64>,
-    /// Names below the archive's own folder, and the bytes of the file.
-    entries: Vec<(String, Range<u64>)>,
+    /// The bytes of the file, by the name below the archive's own folder: `data.pkl`, and `data/KEY` for a storage.
+    entries: HashMap<String, Range<u64>>,
 }
+
+/// Name of the pickle.
+const PICKLE: &str = "data.pkl";
 
 /// A range of a file, as a reader.
 struct Window<'a> {
@@ -53,29 +58,65 @@ impl Seek for Window<'_> {
 }
 
 impl Archive {
+    /// Reads the places of the entries of a whole file.
+    pub(crate) fn whole(file: &Arc<ShardFile>) -> Result<Archive> {
+        let window = 0..file.bytes;
+        match legacy::read(file)? {
+            Some(legacy) => {
+                let storages = legacy.storages.into_iter();
+                let mut entries: HashMap<String, Range<u64>> =
+                    storages.map(|(key, range)| (format!("data/{key}"), range)).collect();
+                entries.insert(PICKLE.into(), legacy.pickle);
+                Ok(Archive { file: file.clone(), window, entries })
+            }
+            None => Archive::open(file, window),
+        }
+    }
+
     /// Reads the directory of the zip in a range of a file.
     pub(crate) fn open(file: &Arc<ShardFile>, window: Range<u64>) -> Result<Archive> {
-        let fail = |byte: u64, problem: String| Error::Header {
-            file: file.path.clone(),
-            place: Place { tensor: None, byte: Some(byte) },
-            problem,
-        };
         if window.start > window.end || window.end > file.bytes {
             let problem = format!(
                 "bytes {} to {} lie outside of the file, which has {} bytes: truncated?",
                 window.start, window.end, file.bytes
             );
-            return Err(fail(window.start, problem));
+            return Err(failure(file, window.start, problem));
         }
+        let mut archive = Archive { file: file.clone(), window, entries: HashMap::new() };
+        let mut ranges = archive.read_directory()?;
+        ranges.sort_by_key(|(_, range)| (range.start, range.end));
+        if let Some([_, (name, range)]) =
+            ranges.array_windows().find(|[(_, first), (_, second)]| second.start < first.end)
+        {
+            return Err(archive.error(range.start, format!("zip entry {name:?} overlaps another one")));
+        }
+        for (name, range) in ranges {
+            // torch puts everything into one folder.
+            let own = name.split_once('/').map_or(name.as_str(), |(_, rest)| rest);
+            if archive.entries.insert(own.into(), range.clone()).is_some() {
+                return Err(archive.error(range.start, format!("two zip entries are called {own:?}")));
+            }
+        }
+        archive.check_order()?;
+        Ok(archive)
+    }
+
+    /// Names and places of the zip's entries.
+    fn read_directory(&self) -> Result<Vec<(String, Range<u64>)>> {
+        let window = &self.window;
         let bad = |error: zip::result::ZipError| {
-            let problem = format!(
-                "not a readable zip file as torch.save writes it ({error}); a file saved by torch before 1.6 must be \
-                 loaded and saved again"
-            );
-            fail(window.start, problem)
+            let problem = format!("not a readable zip file as torch.save writes it ({error})");
+            self.error(window.start, problem)
         };
-        let reader = Window { file, range: window.clone(), at: 0 };
+        let reader = Window { file: &self.file, range: window.clone(), at: 0 };
         let mut zip = ZipArchive::new(reader).map_err(bad)?;
+        // Its program is compressed.
+        let is_script = |name: &str| name.ends_with("/constants.pkl") || name.contains("/code/");
+        if zip.file_names().flatten().any(|name| is_script(&name)) {
+            let problem = "a TorchScript archive (torch.jit.save), whose tensors belong to a program; load it with \
+                           torch.jit.load and save its state_dict() with torch.save";
+            return Err(self.error(window.start, problem.into()));
+        }
         let mut entries = Vec::with_capacity(zip.len());
         for index in 0..zip.len() {
             let entry = zip.by_index_raw(index).map_err(bad)?;
@@ -83,10 +124,8 @@ impl Archive {
             let begin = entry.data_start().and_then(|start| start.checked_add(window.start));
             let range = begin.and_then(|begin| Some(begin..begin.checked_add(entry.size())?));
             let Some(range) = range.filter(|range| range.end <= window.end) else {
-                return Err(fail(
-                    window.start,
-                    format!("zip entry {name:?} reaches past the end: truncated?"),
-                ));
+                let problem = format!("zip entry {name:?} reaches past the end: truncated?");
+                return Err(self.error(window.start, problem));
             };
             if entry.compression() != CompressionMethod::Stored
                 || entry.compressed_size() != entry.size()
@@ -94,36 +133,34 @@ impl Archive {
             {
                 let problem =
                     format!("zip entry {name:?} is compressed or encrypted; torch.save stores entries");
-                return Err(fail(range.start, problem));
+                return Err(self.error(range.start, problem));
             }
-            // torch puts everything into one folder.
-            let name = name.split_once('/').map_or(name.clone(), |(_, rest)| rest.to_string());
             entries.push((name, range));
         }
-        let archive = Archive { file: file.clone(), window, entries };
-        let mut ranges: Vec<&(String, Range<u64>)> = archive.entries.iter().collect();
-        ranges.sort_by_key(|(_, range)| (range.start, range.end));
-        if let Some([_, (name, range)]) =
-            ranges.array_windows().find(|[(_, first), (_, second)]| second.start < first.end)
-        {
-            return Err(archive.error(range.start, format!("zip entry {name:?} overlaps another one")));
-        }
-        if let Some(order) = archive.entry("byteorder")
-            && archive.bytes(&order)? != b"little"
-        {
-            return Err(archive.error(order.start, "the tensors are stored in big-endian order".into()));
-        }
-        Ok(archive)
+        Ok(entries)
+    }
+
+    /// Checks the byte order of the tensors.
+    fn check_order(&self) -> Result<()> {
+        let Some(order) = self.entry("byteorder") else { return Ok(()) };
+        const LITTLE: &[u8] = b"little";
+        let problem = match order.end - order.start {
+            0..=16 if self.bytes(&order)? == LITTLE => return Ok(()),
+            0..=16 if self.bytes(&order)? == b"big" => {
+                "the tensors are stored in big-endian order".to_string()
+            }
+            length => format!("zip entry \"byteorder\" has {length} bytes, expected \"little\""),
+        };
+        Err(self.error(order.start, problem))
     }
 
     fn error(&self, byte: u64, problem: String) -> Error {
-        let place = Place { tensor: None, byte: Some(byte) };
-        Error::Header { file: self.file.path.clone(), place, problem }
+        failure(&self.file, byte, problem)
     }
 
     /// The bytes of the file that an entry occupies.
     pub(crate) fn entry(&self, name: &str) -> Option<Range<u64>> {
-        self.entries.iter().find(|(own, _)| own == name).map(|(_, range)| range.clone())
+        self.entries.get(name).cloned()
     }
 
     fn bytes(&self, range: &Range<u64>) -> Result<Vec<u8>> {
@@ -134,15 +171,26 @@ impl Archive {
 
     /// Reads the pickle, and returns it with its first byte in the file.
     pub(crate) fn pickle(&self) -> Result<(Vec<u8>, u64)> {
-        let Some(range) = self.entry("data.pkl") else {
+        self.pickle_up_to(MOST_BYTES)
+    }
+
+    /// Reads the pickle if it has at most `most` bytes.
+    pub(crate) fn pickle_up_to(&self, most: u64) -> Result<(Vec<u8>, u64)> {
+        let Some(range) = self.entry(PICKLE) else {
             let problem = "the zip file has no data.pkl: it was not written by torch.save";
             return Err(self.error(self.window.start, problem.into()));
         };
-        if range.end - range.start > MOST_BYTES {
-            let problem =
-                format!("data.pkl has {} bytes; at most {MOST_BYTES} are read", range.end - range.start);
+        let length = range.end - range.start;
+        if length > most {
+            let problem = format!("data.pkl has {length} bytes; at most {most} are read");
             return Err(self.error(range.start, problem));
         }
         Ok((self.bytes(&range)?, range.start))
     }
+}
+
+/// An error at a byte of a file.
+pub(super) fn failure(file: &ShardFile, byte: u64, problem: String) -> Error {
+    let place = Place { tensor: None, byte: Some(byte) };
+    Error::Header { file: file.path.clone(), place, problem }
 }

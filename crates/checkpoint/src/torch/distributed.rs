@@ -12,11 +12,13 @@ use std::sync::Arc;
 use ballast_contract::Dtype;
 
 use super::archive::Archive;
-use super::pickle::{Id, MOST_BYTES, Pickle};
-use super::saved::{Found, Saved, dtype_of, single_tensor};
+use super::division::Item;
+use super::pickle::{Id, MOST_BYTES, Node, Pickle};
+use super::saved::{Found, Saved, Value, dtype_of, single_tensor};
 use crate::assembly::Part;
 use crate::error::{Error, Place, Result};
 use crate::header;
+use crate::left_out::{self, LeftOut};
 use crate::shard_file::ShardFile;
 
 /// Name of the file that describes the folder.
@@ -24,6 +26,9 @@ pub(crate) const METADATA: &str = ".metadata";
 
 /// Most parts of one tensor.
 const MOST_PARTS: usize = 1 << 14;
+
+/// Most fields of an object of the metadata.
+const MOST_FIELDS: usize = 64;
 
 struct Metadata<'a> {
     path: PathBuf,
@@ -37,11 +42,14 @@ struct StorageInfo {
     length: u64,
 }
 
+/// The tensors of a folder, and what else it has.
+pub(super) struct Tensors {
+    pub(super) items: Vec<Item>,
+    pub(super) left_out: Vec<LeftOut>,
+}
+
 /// Reads the tensors of a folder; `open` opens a file of it, each once.
-pub(crate) fn read(
-    folder: &Path,
-    open: &mut dyn FnMut(&Path) -> Result<Arc<ShardFile>>,
-) -> Result<Vec<Found>> {
+pub(super) fn read(folder: &Path, open: &mut dyn FnMut(&Path) -> Result<Arc<ShardFile>>) -> Result<Tensors> {
     let path = folder.join(METADATA);
     let bytes = fs::metadata(&path).map_err(Error::io(&path, "look at"))?.len();
     if bytes > MOST_BYTES {
@@ -51,20 +59,26 @@ pub(crate) fn read(
     let bytes = fs::read(&path).map_err(Error::io(&path, "read"))?;
     let pickle = Pickle::parse(&bytes, &path, 0)?;
     let metadata = Metadata { path: path.clone(), pickle: &pickle };
-    let places = metadata.places()?;
-    let mut found = Vec::new();
+    let (places, cuts) = (metadata.places()?, metadata.cuts());
+    let mut all = Tensors { items: Vec::new(), left_out: Vec::new() };
     for (key, value) in metadata.part(metadata.state(pickle.root(), "Metadata")?, "state_dict_metadata")? {
         let name = pickle.text(key).ok_or_else(|| metadata.malformed("a tensor without a name"))?;
-        if pickle.callable(value).is_some_and(|(_, class)| class == "BytesStorageMetadata") {
-            // Random states, schedules and the like; only the extra state of a module belongs to the model.
-            if name.contains("._extra_state") {
-                found.extend(metadata.bytes(name, &places, folder, open)?);
-            }
-            continue;
+        let tensor = if pickle.callable(value).is_none_or(|(_, class)| class != "BytesStorageMetadata") {
+            Some(metadata.tensor(name, value, &places, folder, open)?)
+        } else if name.contains("._extra_state") {
+            // Only the extra state of a module belongs to the model.
+            metadata.bytes(name, &places, folder, open)?
+        } else {
+            // Random states, schedules and the like.
+            left_out::count(&mut all.left_out, "saved objects", || name.into());
+            None
+        };
+        if let Some(tensor) = tensor {
+            let cuts = cuts.get(name).cloned().unwrap_or_default();
+            all.items.push(Item { name: name.into(), cuts, tensor: Ok(tensor) });
         }
-        found.push(metadata.tensor(name, value, &places, folder, open)?);
     }
-    Ok(found)
+    Ok(all)
 }
 
 type Places<'a> = HashMap<(&'a str, Option<Vec<u64>>), StorageInfo>;
@@ -86,6 +100,10 @@ impl<'a> Metadata<'a> {
     }
 
     fn field(&self, state: Id, name: &str) -> Result<Id> {
+        // One object may be written once and be used by every tensor.
+        if self.pickle.entries(state).is_some_and(|entries| entries.len() > MOST_FIELDS) {
+            return Err(self.malformed(&format!("an object with more than {MOST_FIELDS} fields")));
+        }
         self.pickle.entry(state, name).ok_or_else(|| self.malformed(&format!("field {name} is missing")))
     }
 
@@ -96,6 +114,30 @@ impl<'a> Metadata<'a> {
         Ok(entries.ok_or_else(|| self.malformed(&format!("field {name} is not a dict")))?.to_vec())
     }
 
+    /// Where the keys of names end that stand for nested dicts, by name: `planner_data` has the keys of each.
+    fn cuts(&self) -> HashMap<&'a str, Vec<u32>> {
+        let metadata = self.state(self.pickle.root(), "Metadata").ok();
+        let planned = metadata.and_then(|metadata| self.pickle.entry(metadata, "planner_data"));
+        let entries = planned.and_then(|planned| self.pickle.entries(planned)).unwrap_or_default();
+        let path = |(name, keys): &(Id, Id)| {
+            let (name, mut end, mut cuts) = (self.pickle.text(*name)?, 0, Vec::new());
+            let keys = self.pickle.elements(*keys).filter(|keys| keys.len() <= MOST_FIELDS)?;
+            for key in keys {
+                end += match self.pickle.text(*key) {
+                    Some(text) => text.len(),
+                    None => self.pickle.int(*key)?.to_string().len(),
+                };
+                cuts.push(end as u32);
+                end += 1;
+            }
+            cuts.pop();
+            // The keys with dots between them are the name.
+            let is_dot = |cut: &u32| name.as_bytes().get(*cut as usize) == Some(&b'.');
+            (end == name.len() + 1 && cuts.iter().all(is_dot)).then_some((name, cuts))
+        };
+        entries.iter().filter_map(path).filter(|(_, cuts)| !cuts.is_empty()).collect()
+    }
+
     /// The range of every part of every tensor.
     fn places(&self) -> Result<Places<'a>> {
         let mut places = HashMap::new();
@@ -103,7 +145,7 @@ impl<'a> Metadata<'a> {
             let key = self.state(key, "MetadataIndex")?;
             let name = self.pickle.text(self.field(key, "fqn")?);
             let name = name.ok_or_else(|| self.malformed("a part without the name of its tensor"))?;
-            let offsets = self.pickle.entry(key, "offset").and_then(|id| self.pickle.counts(id));
+            let offsets = self.pickle.entry(key, "offset").and_then(|id| self.pickle.shape(id));
             let info = self.state(value, "_StorageInfo")?;
             let file = self.pickle.text(self.field(info, "relative_path")?);
             let numbers = [self.field(info, "offset")?, self.field(info, "length")?];
@@ -156,7 +198,7 @@ impl<'a> Metadata<'a> {
         let dtype = self.pickle.elements(properties).and_then(|all| self.pickle.global(*all.first()?));
         let dtype = dtype.and_then(|(_, name)| dtype_of(name));
         let dtype = dtype.ok_or_else(|| self.of_tensor(name, "its type is unknown".into()))?;
-        let shape = self.pickle.counts(self.field(state, "size")?);
+        let shape = self.pickle.shape(self.field(state, "size")?);
         let shape = shape.filter(|shape| header::elements(shape).and_then(|n| dtype.bytes_for(n)).is_some());
         let shape = shape.ok_or_else(|| self.of_tensor(name, "its shape has no size below 2^64".into()))?;
         let chunks = self.pickle.elements(self.field(state, "chunks")?);
@@ -170,7 +212,7 @@ impl<'a> Metadata<'a> {
         for chunk in chunks {
             let chunk = self.state(*chunk, "ChunkStorageMetadata")?;
             let bounds = [self.field(chunk, "offsets")?, self.field(chunk, "sizes")?];
-            let [Some(offsets), Some(sizes)] = bounds.map(|id| self.pickle.counts(id)) else {
+            let [Some(offsets), Some(sizes)] = bounds.map(|id| self.pickle.shape(id)) else {
                 return Err(self.of_tensor(name, "a part of it has no offsets or sizes".into()));
             };
             let Some(info) = places.get(&(name, Some(offsets.clone()))) else {
@@ -220,15 +262,16 @@ fn is_empty(file: &Arc<ShardFile>, window: std::ops::Range<u64>) -> Result<bool>
     // Data of unknown classes is not empty.
     let Ok(pickle) = Pickle::parse(&bytes, &file.path, begin) else { return Ok(false) };
     let saved = Saved::new(&pickle, &archive, begin);
-    let nothing = |id: Id| {
-        use super::pickle::Node;
-        matches!(pickle.node(id), Node::None)
-            || matches!(pickle.node(id), Node::Bytes(range) if range.is_empty())
+    let nothing = |id: Id| match pickle.node(id) {
+        Node::None => true,
+        Node::Bytes(span) => span.length == 0,
+        _ => false,
     };
     let root = pickle.root();
     let values: Vec<Id> = pickle.elements(root).map_or(vec![root], <[Id]>::to_vec);
     for value in values {
-        let is_empty_tensor = saved.tensor(value, "")?.is_some_and(|t| t.shape.contains(&0));
+        let is_empty_tensor =
+            matches!(saved.value(value, "")?, Value::Tensor(tensor, _) if tensor.shape.contains(&0));
         if !is_empty_tensor && !nothing(value) {
             return Ok(false);
         }

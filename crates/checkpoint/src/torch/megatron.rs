@@ -44,6 +44,9 @@ pub(super) const COUNTS: [(&str, &str); 16] = [
     ("max_position_embeddings", "max_position_embeddings"),
 ];
 
+/// Most experts of a layer; each becomes a tensor.
+const MOST_EXPERTS: u64 = 1 << 16;
+
 /// Puts tensors together as one rank has them.
 pub(crate) fn as_one_rank(found: Vec<Found>) -> Result<Vec<Found>> {
     let mut made: Vec<Found> = Vec::new();
@@ -58,9 +61,11 @@ pub(crate) fn as_one_rank(found: Vec<Found>) -> Result<Vec<Found>> {
             }
         } else if let Some((module, leaf)) = tensor.name.split_once(".mlp.experts.experts.") {
             let (count, rest) = match tensor.shape.as_slice() {
-                [count, rest @ ..] if !rest.is_empty() => (*count, rest.to_vec()),
+                [count, rest @ ..] if !rest.is_empty() && *count <= MOST_EXPERTS => (*count, rest.to_vec()),
                 other => {
-                    let problem = format!("shape {other:?}, expected [experts, ...]");
+                    let problem = format!(
+                        "shape {other:?}, expected [experts, ...] with at most {MOST_EXPERTS} experts"
+                    );
                     return Err(Error::tensor(&tensor.name, problem));
                 }
             };
@@ -200,4 +205,19 @@ fn layer_types(pickle: &Pickle<'_>, id: Id, layers: u64) -> Option<Value> {
         None => pickle.counts(id)?.into_iter().map(|flag| kind(flag == 1)).collect(),
     };
     Some(json!(kinds))
+}
+
+#[cfg(test)]
+mod tests {
+    use ballast_contract::Dtype;
+
+    use super::*;
+
+    #[test]
+    fn experts_without_values_do_not_become_tensors_without_end() {
+        let name = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight".to_string();
+        let tensor = Found { name, dtype: Dtype::Bf16, shape: vec![1 << 40, 0, 8], parts: Vec::new() };
+        let error = as_one_rank(vec![tensor]).unwrap_err().to_string();
+        assert!(error.contains("linear_fc1") && error.contains("at most 65536 experts"), "{error}");
+    }
 }

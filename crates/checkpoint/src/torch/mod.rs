@@ -9,22 +9,30 @@
 //! | folder with `pytorch_model*.bin` | Hugging Face, before safetensors |
 //! | folder of safetensors with `DCP_SHARDING_INFO` | NeMo Automodel, tensors in pieces |
 //!
-//! - Reading. [`pickle`]: pickles as data. `archive.rs`: the zip files around them. `saved.rs`: tensors in one such file.
+//! - Pickles. [`pickle`]: the data. `machine.rs`: the machine that reads it. `globals.rs`: names that it may have.
+//! - Files of `torch.save`. `archive.rs`: the zip around a pickle; `legacy.rs`: the form before torch 1.6. `saved.rs`:
+//!   one tensor; `numpy.rs`: an array; `contents.rs`: all of them. `division.rs`: which of them are the model.
 //! - `distributed.rs`: tensors in parts, over many files. `pieces.rs`: the same in safetensors
 //!   files. `megatron.rs`: Megatron's names and arguments.
 //! - Writing. `export.rs`: the files of each format. `pickler.rs`: pickles. `zipper.rs`: zip files.
 
 mod archive;
+mod contents;
 mod distributed;
+mod division;
 mod export;
+mod globals;
+mod legacy;
+mod machine;
 mod megatron;
+mod numpy;
 pub mod pickle;
 mod pickler;
 mod pieces;
 mod saved;
 mod zipper;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,14 +40,17 @@ use std::sync::Arc;
 use ballast_contract::Dtype;
 use serde_json::Value;
 
-use self::archive::Archive;
+use self::archive::{Archive, failure};
+use self::contents::{Contents, contents};
+use self::division::{Divided, Item, divide};
 pub use self::export::FileFormat;
 pub(crate) use self::export::plan as plan_files;
-use self::pickle::{Id, Pickle};
+use self::pickle::Pickle;
 pub(crate) use self::saved::Found;
 use self::saved::Saved;
 use crate::assembly::Assembly;
-use crate::error::{Error, Place, Result};
+use crate::error::{Error, Result};
+use crate::left_out::{self, LeftOut};
 use crate::ranks::{RankFolders, is_rank_folder};
 use crate::regular::read_regular_text;
 use crate::shard_file::ShardFile;
@@ -53,6 +64,8 @@ pub(crate) struct TorchCheckpoint {
     pub(crate) expert_ranks: usize,
     /// Tensors beside the model: optimizer state.
     pub(crate) state: Vec<Found>,
+    /// Everything else that the files have.
+    pub(crate) left_out: Vec<LeftOut>,
     /// config.json by the arguments that Megatron saves.
     pub(crate) config: Option<Value>,
     /// Files, each once.
@@ -75,6 +88,8 @@ pub(crate) enum Format {
 pub(crate) const TRACKER: &str = "latest_checkpointed_iteration.txt";
 /// Iteration of weights that were converted, not saved by a run.
 pub(crate) const RELEASE: &str = "release";
+/// Kind of tensors beside the model that are not supported.
+const UNSUPPORTED: &str = "unsupported tensors";
 /// File of a rank in Megatron's legacy format.
 const RANK_FILE: &str = "model_optim_rng.pt";
 
@@ -137,6 +152,7 @@ pub(crate) fn read(format: Format) -> Result<TorchCheckpoint> {
                 let saved = read_file(&file)?;
                 model.extend(saved.model);
                 checkpoint.state.extend(saved.state);
+                left_out::join(&mut checkpoint.left_out, saved.left_out);
                 checkpoint.config = checkpoint.config.or(saved.config);
             }
             checkpoint.ranks.push(model);
@@ -155,6 +171,7 @@ pub(crate) fn read(format: Format) -> Result<TorchCheckpoint> {
                 }
                 checkpoint.ranks.push(saved.model);
                 checkpoint.state.extend(saved.state);
+                left_out::join(&mut checkpoint.left_out, saved.left_out);
                 checkpoint.config = checkpoint.config.or(saved.config);
             }
         }
@@ -168,7 +185,7 @@ pub(crate) fn read(format: Format) -> Result<TorchCheckpoint> {
         }
         Format::Distributed(folder) => {
             let mut opened: HashMap<PathBuf, Arc<ShardFile>> = HashMap::new();
-            let found = distributed::read(&folder, &mut |path| {
+            let distributed::Tensors { items, left_out } = distributed::read(&folder, &mut |path| {
                 if let Some(file) = opened.get(path) {
                     return Ok(file.clone());
                 }
@@ -176,15 +193,34 @@ pub(crate) fn read(format: Format) -> Result<TorchCheckpoint> {
                 opened.insert(path.into(), file.clone());
                 Ok(file)
             })?;
-            let found = megatron::as_one_rank(found)?;
+            let is_nested = items.iter().any(|item| !item.cuts.is_empty());
+            let divided =
+                divide(items).map_err(|problem| Error::NoCheckpoint { path: folder.clone(), problem })?;
+            let (model, beside) = (divided.model, divided.beside);
+            let tensors = |items: Vec<Item>| items.into_iter().filter_map(|item| item.tensor.ok()).collect();
+            let found = megatron::as_one_rank(tensors(model))?;
             let (state, model): (Vec<Found>, Vec<Found>) =
                 found.into_iter().partition(|t| is_optimizer_state(&t.name));
-            checkpoint.ranks.push(without_wrapper(model));
-            checkpoint.state = state;
+            // What wraps a nested model is known by its keys.
+            checkpoint.ranks.push(if is_nested { model } else { without_wrapper(model) });
+            checkpoint.state = megatron::as_one_rank(tensors(beside))?;
+            checkpoint.state.extend(state);
+            checkpoint.left_out = left_out;
             let common = folder.join("common.pt");
             if common.is_file() {
-                checkpoint.config = read_arguments(&common)?;
+                let (config, left_out) = read_common(&common)?;
+                checkpoint.config = config;
+                left_out::join(&mut checkpoint.left_out, left_out);
             }
+        }
+    }
+    for tensors in &checkpoint.ranks {
+        let mut names = HashSet::new();
+        if let Some(twice) = tensors.iter().find(|tensor| !names.insert(&tensor.name)) {
+            return Err(Error::tensor(
+                &twice.name,
+                "two tensors would have this name; rename one of their keys",
+            ));
         }
     }
     Ok(checkpoint)
@@ -233,6 +269,8 @@ struct SavedFile {
     model: Vec<Found>,
     /// Tensors beside it.
     state: Vec<Found>,
+    /// Values that are no tensors, and tensors beside the model that are not supported.
+    left_out: Vec<LeftOut>,
     /// config.json by Megatron's arguments.
     config: Option<Value>,
     /// Why the file cannot be joined with those of other ranks, by Megatron's arguments.
@@ -240,43 +278,42 @@ struct SavedFile {
 }
 
 fn read_file(file: &Arc<ShardFile>) -> Result<SavedFile> {
-    let archive = Archive::open(file, 0..file.bytes)?;
+    let archive = Archive::whole(file)?;
     let (bytes, begin) = archive.pickle()?;
     let pickle = Pickle::parse(&bytes, &file.path, begin)?;
     let saved = Saved::new(&pickle, &archive, begin);
-    let root = pickle.root();
-    let Some(entries) = pickle.entries(root) else {
-        return Err(Error::Header {
-            file: file.path.clone(),
-            place: Place { tensor: None, byte: Some(begin) },
-            problem: "expected a dict of tensors (a state dict)".into(),
-        });
-    };
-    let is_dict = |id: Id| pickle.entries(id).is_some();
-    let model = ["model", "state_dict", "model_state_dict", "module"]
-        .into_iter()
-        .find_map(|key| pickle.entry(root, key).filter(|id| is_dict(*id)));
-    let Some(model) = model else {
-        let model = saved.tensors(root, "")?;
-        return Ok(SavedFile { model, state: Vec::new(), config: None, unsupported_ranks: None });
-    };
-    let mut state = Vec::new();
-    for (key, value) in entries.iter().filter(|(_, value)| *value != model) {
-        state.extend(saved.tensors(*value, pickle.text(*key).unwrap_or("?"))?);
+    let fail = |problem: String| failure(file, begin, problem);
+    if pickle.entries(pickle.root()).is_none() {
+        let problem = format!(
+            "expected a dict of tensors (a state dict), got a {}; save a model by its state_dict()",
+            left_out::shortened(&pickle.kind(pickle.root()))
+        );
+        return Err(fail(problem));
     }
-    Ok(SavedFile {
-        model: saved.tensors(model, "")?,
-        state,
-        config: megatron::config_from_args(&pickle),
-        unsupported_ranks: megatron::unsupported_ranks(&pickle),
-    })
+    let Contents { items, mut left_out } = contents(&saved)?;
+    let Divided { model, beside } = divide(items).map_err(fail)?;
+    let supported = |item: Item| item.tensor.map_err(|reason| saved.error(&item.name, reason));
+    let model = model.into_iter().map(supported).collect::<Result<Vec<Found>>>()?;
+    let mut state = Vec::new();
+    for item in beside {
+        match item.tensor {
+            Ok(tensor) => state.push(tensor),
+            Err(_) => left_out::count(&mut left_out, UNSUPPORTED, || item.name),
+        }
+    }
+    let config = megatron::config_from_args(&pickle);
+    Ok(SavedFile { model, state, left_out, config, unsupported_ranks: megatron::unsupported_ranks(&pickle) })
 }
 
-/// Megatron's arguments in common.pt, as a config.json.
-fn read_arguments(path: &Path) -> Result<Option<Value>> {
+/// Megatron's arguments in common.pt, as a config.json, and what else the file has.
+fn read_common(path: &Path) -> Result<(Option<Value>, Vec<LeftOut>)> {
     let file = Arc::new(ShardFile::open(path)?);
-    let archive = Archive::open(&file, 0..file.bytes)?;
+    let archive = Archive::whole(&file)?;
     let (bytes, begin) = archive.pickle()?;
     let pickle = Pickle::parse(&bytes, &file.path, begin)?;
-    Ok(megatron::config_from_args(&pickle))
+    let Contents { items, mut left_out } = contents(&Saved::new(&pickle, &archive, begin))?;
+    for item in items {
+        left_out::count(&mut left_out, "tensors of common.pt", || item.name);
+    }
+    Ok((megatron::config_from_args(&pickle), left_out))
 }

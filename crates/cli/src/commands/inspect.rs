@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::inspect::{InspectReport, inspect};
 use ballast_checkpoint::layout::{Form, Layout, Naming, Ranks};
+use ballast_checkpoint::left_out;
 use ballast_report::format::percent;
 use clap::Args;
 
@@ -107,6 +108,9 @@ fn text(report: &InspectReport, list_tensors: bool) -> String {
     }
     for issue in &report.issues {
         text += &format!("index: {}\n", clean(issue));
+    }
+    if let Some(line) = left_out::line(&report.left_out) {
+        text += &format!("{}\n", clean(&line));
     }
     if list_tensors {
         let mut tensors = table(&["tensor", "dtype", "shape", ">size", "role", "protected by"]);
