@@ -1,4 +1,4 @@
-//! Hostile templates: each of them ended the process, or took all memory, without the limits.
+//! Hostile templates. Without the limits they overflow the stack, take all memory, or do not end.
 
 use minijinja::context;
 use serde_json::json;
