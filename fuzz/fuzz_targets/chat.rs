@@ -1,9 +1,10 @@
-//! Parses arbitrary text as a conversation and renders it with templates like ChatML's and Gemma's. Also
-//! parses it as a template, which is not run: the memory that a template uses is up to its author.
+//! Parses arbitrary text as a conversation and renders it with a template like ChatML's and Gemma's. Also
+//! parses it as a template, which renders a fixed conversation.
 
 #![no_main]
 
 use std::path::Path;
+use std::sync::OnceLock;
 
 use ballast_model::text::{ChatTemplate, Conversation};
 use libfuzzer_sys::fuzz_target;
@@ -20,9 +21,23 @@ const TEMPLATE: &str = r#"{{ bos_token }}{% if tools %}{% for tool in tools %}{{
     {{- message }}
 {%- endfor %}"#;
 
+/// Conversation for arbitrary templates: texts, parts, a tool call and a tool.
+const CONVERSATION: &str = r#"{"messages": [{"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Wie spät ist es?"}, {"type": "image"}]},
+    {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n", "tool_calls": [{"name": "time", "arguments": {"zone": "CET", "n": 1.5}}]},
+    {"role": "tool", "content": "12:00"}, {"role": "assistant", "content": "Noon\n"}],
+    "tools": [{"type": "function", "function": {"name": "time", "parameters": {"zone": ["CET", null, true]}}}]}"#;
+
+fn conversation() -> &'static Conversation {
+    static PARSED: OnceLock<Conversation> = OnceLock::new();
+    PARSED.get_or_init(|| Conversation::parse(CONVERSATION, Path::new("chat.json")).expect("it is valid"))
+}
+
 fuzz_target!(|text: &str| {
     let path = Path::new("chat.json");
-    let _ = ChatTemplate::new(&[("default", text)], path);
+    if let Ok(template) = ChatTemplate::new(&[("default", text)], path) {
+        let _ = template.render(conversation(), &Default::default(), true);
+    }
     let Ok(conversation) = Conversation::parse(text, path) else { return };
     assert!(!conversation.messages.is_empty());
     let template = ChatTemplate::new(&[("default", TEMPLATE)], path).expect("it is valid");

@@ -5,21 +5,16 @@
 //! trace.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::path::Path;
 
 use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::regular::read_regular_text;
-use minijinja::value::Kwargs;
-use minijinja::{Environment, ErrorKind, context};
+use minijinja::context;
 use serde_json::Value;
 
-use super::python::{Json, str_of, strftime};
+use super::template::Templates;
 use super::{check_integers, read_object, text_error};
 use crate::error::Result;
-
-/// Instruction limit of one rendering; an endless loop in a template becomes an error.
-const FUEL: u64 = 10_000_000;
 
 /// Messages and available tools.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -98,8 +93,7 @@ fn lines(text: &str, file: &Path, whole: &serde_json::Error) -> Result<Vec<Value
 /// Chat templates by name: `default`, and optionally `tool_use` for conversations with tools.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
-    file: PathBuf,
+    templates: Templates,
 }
 
 impl ChatTemplate {
@@ -136,32 +130,7 @@ impl ChatTemplate {
 
     /// Creates templates from sources by name; errors name `file`.
     pub fn new(sources: &[(&str, &str)], file: &Path) -> Result<ChatTemplate> {
-        let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
-        environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.set_formatter(|out, _, value| {
-            let written = match value.as_str() {
-                Some(text) => out.write_str(text),
-                None => out.write_str(&str_of(value)),
-            };
-            Ok(written?)
-        });
-        environment.add_filter("tojson", to_json);
-        environment.add_function("raise_exception", |message: String| -> Result<String, minijinja::Error> {
-            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-        });
-        environment.add_function("strftime_now", |format: String| {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-            strftime(&format, now)
-        });
-        for (name, source) in sources {
-            environment
-                .add_template_owned(name.to_string(), without_generation_blocks(source))
-                .map_err(|error| text_error(file, format!("the chat template cannot be read: {error:#}")))?;
-        }
-        Ok(ChatTemplate { environment, file: file.into() })
+        Templates::new(sources, file).map(|templates| ChatTemplate { templates })
     }
 
     /// Formats a conversation; `special` are the tokenizer's special tokens by name, as templates use them
@@ -172,74 +141,17 @@ impl ChatTemplate {
         special: &BTreeMap<String, String>,
         add_generation_prompt: bool,
     ) -> Result<String> {
-        let fail = |error: minijinja::Error| text_error(&self.file, format!("the chat template: {error:#}"));
-        let with_tools = conversation.tools.is_some() && self.environment.get_template("tool_use").is_ok();
-        let name = if with_tools { "tool_use" } else { "default" };
-        let template = self.environment.get_template(name).map_err(fail)?;
-        let own = context! {
-            messages => conversation.messages,
-            tools => conversation.tools,
-            documents => (),
-            add_generation_prompt,
-        };
-        template.render(context! { ..own, ..minijinja::Value::from_serialize(special) }).map_err(fail)
+        let with_tools = conversation.tools.is_some() && self.templates.has("tool_use");
+        self.templates.render(if with_tools { "tool_use" } else { "default" }, || {
+            let own = context! {
+                messages => conversation.messages,
+                tools => conversation.tools,
+                documents => (),
+                add_generation_prompt,
+            };
+            context! { ..own, ..minijinja::Value::from_serialize(special) }
+        })
     }
-}
-
-/// `tojson` as transformers defines it: `json.dumps` with `ensure_ascii` off, and nothing escaped for HTML.
-fn to_json(value: minijinja::Value, options: Kwargs) -> Result<String, minijinja::Error> {
-    let bad = |problem: String| minijinja::Error::new(ErrorKind::InvalidOperation, problem);
-    if value.is_undefined() {
-        return Err(bad("an undefined value has no JSON".into()));
-    }
-    let indent = match options.get::<Option<minijinja::Value>>("indent")? {
-        None => None,
-        Some(value) if value.is_none() => None,
-        Some(value) => match (value.as_str(), value.as_i64()) {
-            (Some(text), _) => Some(text.to_string()),
-            (None, Some(n)) => Some(" ".repeat(n.clamp(0, 64) as usize)),
-            _ => return Err(bad("tojson: indent is neither a number nor a string".into())),
-        },
-    };
-    let separators: Option<Vec<String>> = options.get("separators")?;
-    let separators = match separators {
-        None => None,
-        Some(pair) => match <[String; 2]>::try_from(pair) {
-            Ok([item, key]) => Some((item, key)),
-            Err(_) => return Err(bad("tojson: separators must be two strings".into())),
-        },
-    };
-    let json = Json {
-        indent,
-        ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
-        sorted: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
-        separators,
-    };
-    options.assert_all_used()?;
-    let value = serde_json::to_value(&value).map_err(|error| bad(format!("tojson: {error}")))?;
-    Ok(json.write(&value))
-}
-
-/// Replaces `{% generation %}` blocks, which mark the assistant's text for training, by `{% if true %}`
-/// blocks.
-fn without_generation_blocks(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some((before, tag)) = rest.split_once("{%") {
-        out += before;
-        out += "{%";
-        rest = tag;
-        let Some((inside, _)) = tag.split_once("%}") else { continue };
-        let replacement = match inside.trim_matches(['-', '+']).trim() {
-            "generation" => "if true",
-            "endgeneration" => "endif",
-            _ => continue,
-        };
-        let name = inside.trim_matches(['-', '+']).trim();
-        out += &inside.replacen(name, replacement, 1);
-        rest = &tag[inside.len()..];
-    }
-    out + rest
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ mod pieces;
 mod python;
 mod sample;
 mod settings;
+mod template;
 mod tokenizer;
 
 use std::path::{Path, PathBuf};

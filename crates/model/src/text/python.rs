@@ -80,21 +80,22 @@ fn repr_string(text: &str) -> String {
 }
 
 /// Options of `json.dumps`.
-#[derive(Default)]
 pub(super) struct Json {
     pub(super) indent: Option<String>,
     pub(super) ascii: bool,
     pub(super) sorted: bool,
     /// Separators between items, and between key and value.
     pub(super) separators: Option<(String, String)>,
+    /// Bytes after which writing stops: indents and separators can make the text far longer than the value is.
+    pub(super) limit: usize,
 }
 
 impl Json {
-    /// `json.dumps(value)`.
-    pub(super) fn write(&self, value: &Value) -> String {
+    /// `json.dumps(value)`, or `None` if it is longer than the limit.
+    pub(super) fn write(&self, value: &Value) -> Option<String> {
         let mut out = String::new();
         self.value(&mut out, value, 0);
-        out
+        (out.len() <= self.limit).then_some(out)
     }
 
     fn value(&self, out: &mut String, value: &Value, depth: usize) {
@@ -136,6 +137,9 @@ impl Json {
         };
         out.push(ends.0);
         for (i, (key, value)) in items.iter().enumerate() {
+            if out.len() > self.limit {
+                return;
+            }
             if i > 0 {
                 *out += item_separator;
             }

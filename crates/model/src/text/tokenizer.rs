@@ -36,7 +36,9 @@ impl Tokenizer {
             text_error(&file, format!("cannot read: {error}{hint}"))
         })?;
         let not_a_tokenizer = |error| text_error(&file, format!("not a tokenizer: {error}"));
-        let mut inner = tokenizers::Tokenizer::from_bytes(without_mark(&bytes)).map_err(not_a_tokenizer)?;
+        let bytes = without_mark(&bytes);
+        check_decoder(bytes).map_err(|error| text_error(&file, format!("not a tokenizer: {error}")))?;
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(not_a_tokenizer)?;
         // Padding and truncation saved in the file are ignored, as transformers does by default.
         inner.with_padding(None).with_truncation(None).map_err(not_a_tokenizer)?;
         let config = read_object(&folder.join("tokenizer_config.json"))?;
@@ -108,6 +110,17 @@ impl Tokenizer {
         let byte = digits.filter(|digits| digits.len() == 2).map(|digits| u8::from_str_radix(digits, 16));
         self.byte_fallback && matches!(byte, Some(Ok(_)))
     }
+}
+
+/// Reads the part of tokenizer.json on which the `tokenizers` crate panics if it is not valid JSON. The rest,
+/// which has the vocabulary, is skipped.
+fn check_decoder(bytes: &[u8]) -> serde_json::Result<()> {
+    #[derive(serde::Deserialize)]
+    struct Parts {
+        #[serde(default, rename = "decoder")]
+        _decoder: Value,
+    }
+    serde_json::from_slice::<Parts>(bytes).map(drop)
 }
 
 /// Returns true if a decoder, or one of a sequence, turns byte tokens into text.
@@ -344,8 +357,10 @@ pub(crate) mod tests {
         let folder = tempfile::tempdir().unwrap();
         let error = Tokenizer::load(folder.path()).err().unwrap().to_string();
         assert!(error.contains("tokenizer.json: cannot read"), "{error}");
-        std::fs::write(folder.path().join("tokenizer.json"), "{\"model\": 3}").unwrap();
-        let error = Tokenizer::load(folder.path()).err().unwrap().to_string();
-        assert!(error.contains("tokenizer.json: not a tokenizer"), "{error}");
+        for broken in ["{\"model\": 3}", "{\"decoder\": {\"type\" 3}}", "{\"decoder\": [1e999]}", "{"] {
+            std::fs::write(folder.path().join("tokenizer.json"), broken).unwrap();
+            let error = Tokenizer::load(folder.path()).err().unwrap().to_string();
+            assert!(error.contains("tokenizer.json: not a tokenizer"), "{error}");
+        }
     }
 }
