@@ -364,7 +364,9 @@ fn a_disk_that_is_full_for_one_rank_leaves_no_checkpoint_and_does_not_end_the_ru
         .args([":", "-n", "1", "bash", "-c", limited, "rank"])
         .arg(other.get_program())
         .args(train(&out, &settings));
-    run(&mut command).exits(0);
+    // The run has finished, without a checkpoint.
+    let ended = run(&mut command).exits(4);
+    assert!(ended.stderr.contains("save failed: the checkpoint of step 3"), "{}", ended.stderr);
     let metrics = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
     assert!(metrics.contains("save failed") && metrics.contains("rank 1: "), "{metrics}");
     assert!(steps_saved(&out).is_empty(), "{:?}", steps_saved(&out));

@@ -73,6 +73,8 @@ pub struct Trainer {
     tokenizer: u64,
     /// Remarks about the resumed checkpoint, for the start of the run.
     pub(crate) notices: Vec<String>,
+    /// Step and error of every checkpoint that could not be written.
+    pub(crate) failed_saves: Vec<(u64, String)>,
     /// Memory of the process before the model was made, in bytes.
     pub(crate) program_bytes: u64,
     /// Training data of the own groups.
@@ -251,6 +253,7 @@ impl Trainer {
             tokenizer: setup::tokenizer_checksum(&encoder)?,
             untrained_since: None,
             notices: Vec::new(),
+            failed_saves: Vec::new(),
             config,
             model,
             optimizer,
