@@ -11,7 +11,7 @@ use std::time::Duration;
 use ballast_cluster::Group;
 
 use crate::exit::Usage;
-use crate::launcher::launch;
+use crate::launcher::{has_launcher, launch};
 use crate::output;
 
 /// Exit code of a process that panicked, as without MPI.
@@ -19,7 +19,6 @@ use crate::output;
 const PANICKED: i32 = 101;
 
 /// Time that the first rank has to report an error that all ranks have.
-#[cfg(feature = "mpi")]
 const FIRST_REPORTS: Duration = Duration::from_secs(2);
 
 /// The group of all ranks, once MPI has been started.
@@ -31,7 +30,7 @@ static STARTED: std::sync::OnceLock<Group> = std::sync::OnceLock::new();
 pub(crate) fn has_nothing_to_do(runs_on_all_ranks: bool) -> Option<u8> {
     let launch = launch()?;
     if cfg!(not(feature = "mpi")) {
-        if launch.rank == 0 {
+        if launch.rank == 0 || outlives_the_first() {
             output::error(&no_mpi(launch.size));
         }
         return Some(2);
@@ -43,10 +42,22 @@ pub(crate) fn has_nothing_to_do(runs_on_all_ranks: bool) -> Option<u8> {
     (launch.rank > 0).then_some(0)
 }
 
+/// Returns true if the launcher does not end this rank although the first one had time to report: then the first
+/// rank is another build, which waits for this one inside MPI. Without a launcher nothing waits for this process.
+///
+/// A rank that exited at once could have the first one ended before it has said why.
+fn outlives_the_first() -> bool {
+    let is_launched = has_launcher();
+    if is_launched {
+        std::thread::sleep(FIRST_REPORTS);
+    }
+    is_launched
+}
+
 fn no_mpi(size: usize) -> String {
     format!(
-        "started as one of {size} processes, but this build has no MPI; build it with `cargo build --release \
-         --features mpi`, or start one process without mpirun or srun"
+        "started as one of {size} processes, but this build has no MPI; build it on every machine with `cargo build \
+         --release --features mpi`, or start one process without mpirun or srun"
     )
 }
 

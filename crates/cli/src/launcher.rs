@@ -15,6 +15,9 @@ const VARIABLES: [[&str; 3]; 3] = [
 const PROGRAMS: [&str; 8] =
     ["mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy", "slurmstepd"];
 
+/// Most ancestors of a rank that are looked at: shells and wrappers between it and its launcher.
+const MOST_ANCESTORS: usize = 16;
+
 /// One of several processes that were started together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Launch {
@@ -61,18 +64,15 @@ pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| cores.get())
 }
 
+/// Returns true if a program that starts ranks is among the ancestors of this process.
+pub(crate) fn has_launcher() -> bool {
+    Status::of_launcher().is_some()
+}
+
 /// Returns true if the program that started this rank gave it fewer cores than it has itself.
 fn is_bound() -> bool {
-    let Some(own) = Status::read("self") else { return false };
-    let mut parent = own.parent.clone();
-    for _ in 0..16 {
-        let Some(status) = Status::read(&parent) else { return false };
-        if PROGRAMS.contains(&status.name.as_str()) {
-            return status.cores != own.cores;
-        }
-        parent = status.parent;
-    }
-    false
+    let launcher = Status::of_launcher();
+    launcher.zip(Status::read("self")).is_some_and(|(launcher, own)| launcher.cores != own.cores)
 }
 
 /// Parts of a process's status in /proc; there is none outside Linux.
@@ -83,6 +83,13 @@ struct Status {
 }
 
 impl Status {
+    /// The launcher among the ancestors of this process.
+    fn of_launcher() -> Option<Status> {
+        let parent = |status: &Status| Status::read(&status.parent);
+        let ancestors = std::iter::successors(Status::read("self"), parent).skip(1).take(MOST_ANCESTORS);
+        ancestors.into_iter().find(|status| PROGRAMS.contains(&status.name.as_str()))
+    }
+
     fn read(process: &str) -> Option<Status> {
         let text = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
         let field = |name: &str| {

@@ -37,6 +37,10 @@ fn greedy_text_is_the_one_that_transformers_writes() {
     let (prompt, continuation, ids) = golden();
     let plain = generate(&scratch, &prompt, &GREEDY).exits(0);
     assert_eq!(plain.stdout, continuation.clone() + "\n");
+    assert_eq!(plain.stderr, "", "--quiet hides the figures");
+    let mut loud = Command::new(env!("CARGO_BIN_EXE_ballast"));
+    let args = [&["generate", "src", "--prompt", &*prompt], &GREEDY[..]].concat();
+    let plain = run(loud.args(args).current_dir(scratch.path("")).stdin(Stdio::null())).exits(0);
     for word in ["prompt: 9 tokens, ", "generated: 12 tokens, ", "/s; peak memory ", "MiB"] {
         assert!(plain.stderr.contains(word), "{}", plain.stderr);
     }
@@ -266,7 +270,9 @@ fn an_interrupt_ends_the_text_cleanly_with_its_summary() {
     let scratch = Scratch::with_text_model();
     scratch.put("src/generation_config.json", "{}");
     scratch.put("src/tokenizer_config.json", "{}");
-    let mut command = ballast(["generate", "src", "--prompt", "the", "--max-tokens", "100000000"]);
+    // Without --quiet, which hides the summary.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ballast"));
+    command.args(["generate", "src", "--prompt", "the", "--max-tokens", "100000000"]);
     command.current_dir(scratch.path("")).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut first = [0; 4];

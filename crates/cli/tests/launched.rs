@@ -25,6 +25,21 @@ mod without_mpi {
         }
     }
 
+    /// The first rank of a job may be another build, which waits for the others inside MPI and says nothing.
+    #[test]
+    fn a_rank_that_its_launcher_does_not_end_says_it_too() {
+        let scratch = common::Scratch::new();
+        // The kernel names a process after its script: this is a launcher that ends no rank.
+        let launcher = scratch.path("mpirun");
+        scratch.put("mpirun", "#!/bin/sh\n\"$@\"\n");
+        std::fs::set_permissions(&launcher, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let rank = ballast(["train"]);
+        let mut job = std::process::Command::new(launcher);
+        job.arg(rank.get_program()).args(rank.get_args());
+        let job = run(job.env("OMPI_COMM_WORLD_RANK", "1").env("OMPI_COMM_WORLD_SIZE", "2")).exits(2);
+        job.says(&["ballast: rank 1: started as one of 2 processes", "no MPI", "--features mpi"]);
+    }
+
     #[test]
     fn one_process_of_a_launcher_runs() {
         run(ballast(["demo"]).env("OMPI_COMM_WORLD_RANK", "0").env("OMPI_COMM_WORLD_SIZE", "1")).exits(0);

@@ -331,6 +331,31 @@ fn ranks_with_different_data_models_or_programs_are_refused_with_the_difference(
 }
 
 #[test]
+fn a_folder_that_each_machine_has_of_its_own_is_refused_at_the_start_with_rank_and_folder() {
+    let _turn = turn();
+    let scratch = common::Scratch::new();
+    let folders = ["first", "second"].map(|name| scratch.path(name));
+    folders.iter().for_each(|folder| fs::create_dir_all(folder).unwrap());
+    let program = PathBuf::from(ballast([""; 0]).get_program());
+    let start =
+        |args: &[String]| run(&mut mpirun_of_two([&folders[0], &folders[1]], [&program, &program], args));
+    let refused = |args: &[String]| {
+        let ended = start(args).exits(2);
+        let place = folders[1].join("run/checkpoints").display().to_string();
+        for words in ["`out` is not shared by all ranks", "rank 1 on ", &place] {
+            assert_eq!(ended.stderr.matches(words).count(), 1, "{words}: {}", ended.stderr);
+        }
+        assert!(!folders[1].join("run").exists(), "nothing was written");
+    };
+    for shard in ["cluster.shard=none", "cluster.shard=weights"] {
+        refused(&train(Path::new("run"), &["steps=1", shard]));
+        assert!(steps_saved(&folders[0].join("run")).is_empty());
+    }
+    alone(&train(&folders[0].join("run"), &["steps=1"]));
+    refused(&resume(Path::new("run")));
+}
+
+#[test]
 fn an_error_of_one_rank_ends_all_with_its_code_and_text() {
     let _turn = turn();
     let scratch = common::Scratch::with_text_model();
@@ -364,7 +389,9 @@ fn a_disk_that_is_full_for_one_rank_leaves_no_checkpoint_and_does_not_end_the_ru
         .args([":", "-n", "1", "bash", "-c", limited, "rank"])
         .arg(other.get_program())
         .args(train(&out, &settings));
-    run(&mut command).exits(0);
+    // The run has finished, without a checkpoint.
+    let ended = run(&mut command).exits(4);
+    assert!(ended.stderr.contains("save failed: the checkpoint of step 3"), "{}", ended.stderr);
     let metrics = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
     assert!(metrics.contains("save failed") && metrics.contains("rank 1: "), "{metrics}");
     assert!(steps_saved(&out).is_empty(), "{:?}", steps_saved(&out));

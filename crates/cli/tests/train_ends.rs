@@ -190,6 +190,67 @@ fn a_stop_whose_save_failed_ends_with_exit_code_4_and_names_the_checkpoint_that_
     });
 }
 
+/// Something in the way of the checkpoint of a step.
+fn block_checkpoint(scratch: &Scratch, step: u64) {
+    scratch.put(&format!("run/checkpoints/step-{step:08}"), "x");
+    scratch.put(&format!("run/checkpoints/.new-{step:08}"), "x");
+}
+
+/// A run of three steps, which saves each of them, and cannot save this one.
+fn run_with_blocked_checkpoint(scratch: &Scratch, step: u64, extra: &[&str]) -> common::Run {
+    let out = scratch.path("run");
+    let args = train(&[&["--steps", "3", "--set", "checkpoints.every=1", "--out", "run"], extra].concat());
+    let mut command = common::ballast(args);
+    let child = command.current_dir(scratch.path("")).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = child.spawn().unwrap();
+    // The folder is cleaned up before that.
+    while !out.join("metrics.jsonl").is_file() && child.try_wait().unwrap().is_none() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    block_checkpoint(scratch, step);
+    let output = child.wait_with_output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+    common::Run { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
+}
+
+#[test]
+fn a_finished_run_whose_last_save_failed_ends_with_exit_code_4_and_says_so_when_quiet() {
+    let scratch = Scratch::new();
+    let ended = run_with_blocked_checkpoint(&scratch, 3, &[]).exits(4);
+    assert!(
+        ended.stderr.contains("save failed: the checkpoint of step 3 could not be written"),
+        "{}",
+        ended.stderr
+    );
+    assert!(ended.stdout.contains("the checkpoint of step 3 was not saved: "), "{}", ended.stdout);
+    assert!(ended.stdout.contains("the newest checkpoint is from step 2"), "{}", ended.stdout);
+    assert!(scratch.path("run/model/model.safetensors").is_file());
+    let scratch = Scratch::new();
+    let json = run_with_blocked_checkpoint(&scratch, 3, &["--json"]).exits(4).json();
+    assert_eq!(json["failed_saves"][0]["step"], 3, "{json}");
+    assert!(json["save_failure"].as_str().is_some_and(|error| json["failed_saves"][0]["error"] == error));
+    assert_eq!((&json["stopped"], &json["checkpoint"]["step"]), (&false.into(), &2.into()));
+}
+
+#[test]
+fn a_finished_run_whose_newest_checkpoint_exists_names_the_save_that_failed_and_succeeds() {
+    let scratch = Scratch::new();
+    let json = run_with_blocked_checkpoint(&scratch, 2, &["--json"]).exits(0).json();
+    assert_eq!(json["failed_saves"].as_array().map(Vec::len), Some(1), "{json}");
+    assert_eq!((&json["failed_saves"][0]["step"], &json["checkpoint"]["step"]), (&2.into(), &3.into()));
+    assert!(json["save_failure"].is_null(), "{json}");
+}
+
+#[test]
+fn warnings_are_shown_when_quiet_and_progress_is_not() {
+    let scratch = Scratch::new();
+    fs::create_dir_all(scratch.path("run/report.html")).unwrap();
+    let args = train(&["--steps", "2", "--set", "evaluation.every=1", "--out", "run"]);
+    let ended = scratch.run(&args).exits(0);
+    assert!(ended.stderr.starts_with("report failed: "), "{}", ended.stderr);
+    assert_eq!(ended.stderr.lines().count(), 1, "{}", ended.stderr);
+}
+
 #[test]
 fn metrics_tensorboard_and_report_that_cannot_be_written_do_not_keep_the_model_from_being_published() {
     let name =

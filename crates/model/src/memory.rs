@@ -6,21 +6,44 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Returns the bytes that this process can still allocate without swapping: the free memory of the machine, of its
-/// control group, or what the limits of the process (`ulimit -v`, `ulimit -d`) leave, whichever is less. `None` if the
-/// system does not report it.
+/// Memory that can still be allocated, under one of the limits of a process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bound {
+    /// The machine or control group whose processes have this memory in common; `None`: it is the process's alone.
+    pub shared: Option<String>,
+    /// Bytes.
+    pub available: u64,
+}
+
+/// Returns the bytes that this process can still allocate without swapping, which is the least of its [`bounds`].
+/// `None` if the system does not report it.
 pub fn available() -> Option<u64> {
+    bounds().into_iter().map(|bound| bound.available).min()
+}
+
+/// Returns what bounds the memory of this process: the free memory of the machine, of its control groups, and what
+/// the limits of the process (`ulimit -v`, `ulimit -d`) leave.
+pub fn bounds() -> Vec<Bound> {
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
     let below = |limit: &str, used: &str| {
         Some(soft_limit(&limits, limit)?.saturating_sub(field("/proc/self/status", used).unwrap_or(0)))
     };
-    let bounds = [
-        field("/proc/meminfo", "MemAvailable:"),
-        cgroup::available(Path::new("/")),
-        below("Max address space", "VmSize:"),
-        below("Max data size", "VmData:"),
-    ];
-    bounds.into_iter().flatten().min()
+    let boot = boot_id();
+    let of_machine = field("/proc/meminfo", "MemAvailable:").map(|free| (boot.clone(), free));
+    let groups = cgroup::limits(Path::new("/")).into_iter();
+    let of_groups = groups.map(|((device, folder), left)| (format!("{boot} {device}:{folder}"), left));
+    let shared = of_machine
+        .into_iter()
+        .chain(of_groups)
+        .map(|(shared, available)| Bound { shared: Some(shared), available });
+    let own = [below("Max address space", "VmSize:"), below("Max data size", "VmData:")];
+    shared.chain(own.into_iter().flatten().map(|available| Bound { shared: None, available })).collect()
+}
+
+/// Returns the identity of this machine since it was started, also inside a container; empty if the system has none.
+pub fn boot_id() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    id.map(|id| id.trim().to_string()).unwrap_or_default()
 }
 
 /// Returns the resident memory of this process in bytes.
@@ -146,6 +169,16 @@ mod tests {
         assert_eq!(soft_limit(limits, "Max address space"), Some(256 << 20));
         assert_eq!(soft_limit(limits, "Max data size"), None);
         assert_eq!(soft_limit("", "Max data size"), None);
+    }
+
+    #[test]
+    fn the_free_memory_of_the_machine_is_shared_by_its_processes() {
+        let Some(free) = field("/proc/meminfo", "MemAvailable:") else { return };
+        let bounds = bounds();
+        let of_machine = bounds.iter().find(|bound| bound.shared.as_deref() == Some(&boot_id())).unwrap();
+        // Other processes take and free memory meanwhile.
+        assert!(of_machine.available > free / 2 && of_machine.available < 2 * free);
+        assert!(available().is_some_and(|available| available < 2 * free));
     }
 
     #[test]

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use ballast_cluster::Kind;
 use ballast_kernels::linear_cross_entropy::Loss;
 use ballast_model::text::{Generation, Sampler, Sampling};
-use ballast_model::{Batch, Model, memory};
+use ballast_model::{Batch, Model};
 use serde::{Deserialize, Serialize};
 
 use crate::data::{Cursor, Document, MicroBatch, TextEncoder};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::metrics::{Evaluation, SourceScore};
 use crate::report::Sample;
 use crate::trainer::Trainer;
@@ -85,7 +85,14 @@ impl Trainer {
         let documents = std::mem::take(&mut self.sample_documents);
         let bytes = self.model.specs.bytes(self.model.precision().params) as u64;
         let (mut engine, ..) = self.split();
-        let fits = engine.shards.is_none() || memory::check("samples", bytes).is_ok();
+        // Ranks of one machine gather a whole model each.
+        let fits = match engine.shards.is_some() {
+            true => match engine.ranks.check_memory("samples", bytes) {
+                Err(Error::Model(ballast_model::Error::Memory { .. })) => false,
+                checked => checked.map(|()| true)?,
+            },
+            false => true,
+        };
         let samples = match documents.is_empty() || engine.ranks.any(!fits)? {
             true => Ok(Vec::new()),
             // Only the first rank reports them; the others wait for it in the next step.

@@ -45,8 +45,10 @@ pub struct Summary {
     pub model: Option<PathBuf>,
     /// Step and folder of the newest checkpoint.
     pub checkpoint: Option<(u64, PathBuf)>,
-    /// The error that kept a stopped run from saving its last step.
+    /// The error that kept the run from saving its last step.
     pub save_failure: Option<Error>,
+    /// Step and error of every checkpoint that could not be written, the last step among them.
+    pub failed_saves: Vec<(u64, String)>,
     /// Path of the report, if it could be written.
     pub report: Option<PathBuf>,
     /// Training time of this process in seconds.
@@ -154,6 +156,7 @@ struct Ended {
     /// Number of tokens read.
     tokens: u64,
     stopped: bool,
+    /// The error that kept the run from saving its last step.
     save_failure: Option<Error>,
     /// The last evaluation.
     evaluation: Option<Evaluation>,
@@ -201,6 +204,7 @@ impl Trainer {
             model,
             checkpoint: self.store.newest().map(|(step, _)| (step, self.store.path(step))),
             save_failure: ended.save_failure,
+            failed_saves: std::mem::take(&mut self.failed_saves),
             report: report.ok().flatten(),
             seconds,
             tokens_per_second: ended.tokens as f64 / seconds.max(1e-9),
@@ -228,7 +232,8 @@ impl Trainer {
         watcher: &dyn Watcher,
     ) -> Result<Ended> {
         let due = |every: u64, step: u64| every > 0 && step.is_multiple_of(every);
-        let (mut tokens, mut evaluation, steps) = (0, None, self.config.steps);
+        let (mut tokens, mut evaluation, mut save_failure) = (0, None, None);
+        let steps = self.config.steps;
         while self.step < steps {
             if self.ranks.any(watcher.should_stop())? {
                 let save_failure = self.checkpoint(journal, watcher)?;
@@ -259,7 +264,7 @@ impl Trainer {
                 samples.extend(new);
             }
             if last || due(self.config.checkpoints.every, self.step) {
-                self.checkpoint(journal, watcher)?;
+                save_failure = self.checkpoint(journal, watcher)?;
             }
         }
         self.ledger.check(&self.model, "end")?;
@@ -267,7 +272,7 @@ impl Trainer {
         if evaluation.is_none() {
             evaluation = self.evaluate()?;
         }
-        Ok(Ended { tokens, stopped: false, save_failure: None, evaluation })
+        Ok(Ended { tokens, stopped: false, save_failure, evaluation })
     }
 
     /// Evaluates on held-out data and records the result.
@@ -318,6 +323,7 @@ impl Trainer {
             Err(error) => {
                 let text = format!("the checkpoint of step {step} could not be written: {error}");
                 journal.write(event("save failed", text));
+                self.failed_saves.push((step, error.to_string()));
                 Ok(Some(error))
             }
         }

@@ -201,6 +201,11 @@ impl Store {
         Store { folder: out.join("checkpoints"), _lock: None }
     }
 
+    /// The folder of the checkpoints.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// Steps with a checkpoint, ascending.
     pub fn steps(&self) -> Vec<u64> {
         self.all_steps().unwrap_or_default()

@@ -22,7 +22,8 @@ use ballast_model::{Model, Recompute, Site, memory};
 
 use crate::checksum::weights_checksum;
 use crate::cluster::{
-    Division, Fingerprint, Ranks, Resident, Shards, check_agreement, check_same_program, gather_updates,
+    Division, Fingerprint, Ranks, Resident, Shards, check_agreement, check_same_program, check_shared_folder,
+    gather_updates,
 };
 use crate::compute::Engine;
 use crate::config::{OnSpike, TrainConfig, check_resume};
@@ -73,6 +74,8 @@ pub struct Trainer {
     tokenizer: u64,
     /// Remarks about the resumed checkpoint, for the start of the run.
     pub(crate) notices: Vec<String>,
+    /// Step and error of every checkpoint that could not be written.
+    pub(crate) failed_saves: Vec<(u64, String)>,
     /// Memory of the process before the model was made, in bytes.
     pub(crate) program_bytes: u64,
     /// Training data of the own groups.
@@ -110,6 +113,7 @@ impl Trainer {
         config.schedule.warmup = config.schedule.warmup.min(config.steps);
         let opened = ranks.on_first(|| open_new(&config))?;
         let store = opened.unwrap_or_else(|| Store::of_first(&config.out));
+        check_shared_folder(&ranks, store.folder())?;
         Trainer::build(config, store, ranks)
     }
 
@@ -127,11 +131,10 @@ impl Trainer {
             let problem = "no checkpoint to resume from; start the run without --resume".into();
             Error::Resume { path: out.into(), problem }
         };
-        if !out.join("checkpoints").is_dir() {
-            return Err(none());
-        }
         let all = Ranks::equal(world.clone())?;
-        let store = all.on_first(|| Store::open(out))?.unwrap_or_else(|| Store::of_first(out));
+        let open = || if out.join("checkpoints").is_dir() { Store::open(out) } else { Err(none()) };
+        let store = all.on_first(open)?.unwrap_or_else(|| Store::of_first(out));
+        check_shared_folder(&all, store.folder())?;
         let newest = all.on_first(|| Ok(store.all_steps()?.pop()))?;
         let step = all.value_of_first(newest.as_ref())?.ok_or_else(none)?;
         let checkpoint = store.path(step);
@@ -193,6 +196,15 @@ impl Trainer {
     fn build(config: TrainConfig, store: Store, ranks: Ranks) -> Result<Trainer> {
         let program_bytes = memory::with_all_code().unwrap_or(0);
         let (rank, size, shard) = (ranks.world.rank(), ranks.size(), ranks.shard);
+        if !ranks.is_solo() {
+            // Before any rank of a machine takes memory that another has counted.
+            let outline = setup::outline(&config)?;
+            let precision = setup::precision(&config, &outline.config)?;
+            ranks.check_memory(
+                "this run",
+                MemoryPlan::needed_by(&config, &outline, &precision, rank, size)?,
+            )?;
+        }
         let load = || {
             setup::model_shares(&config, |config_of_model, specs| {
                 let shards = shards_of(&config, config_of_model, specs, rank, size);
@@ -251,6 +263,7 @@ impl Trainer {
             tokenizer: setup::tokenizer_checksum(&encoder)?,
             untrained_since: None,
             notices: Vec::new(),
+            failed_saves: Vec::new(),
             config,
             model,
             optimizer,

@@ -189,6 +189,7 @@ pub(crate) fn run(mut args: GenerateArgs, global: &Global) -> anyhow::Result<Out
         progress: &progress,
         warnings: &global.warnings,
         silent: global.json,
+        quiet: global.quiet,
     };
     let Some(prompt) = prompt else {
         let template = template.expect("loaded if there is no prompt");
@@ -211,7 +212,7 @@ pub(crate) fn run(mut args: GenerateArgs, global: &Global) -> anyhow::Result<Out
     } else {
         output::print("\n");
     }
-    written.summary();
+    writer.summary(&written);
     Ok(written.outcome())
 }
 
@@ -270,17 +271,6 @@ impl Written {
         }
     }
 
-    fn summary(&self) {
-        output::note(&format!(
-            "prompt: {}, {:.1}/s; generated: {}, {:.1}/s; peak memory {}",
-            plural(self.read, "token"),
-            rate(self.read, self.prompt_time),
-            plural(self.ids.len(), "token"),
-            rate(self.ids.len(), self.generation_time),
-            peak()
-        ));
-    }
-
     fn outcome(&self) -> Outcome {
         if self.ended == Ended::Interrupted { Outcome::Interrupted } else { Outcome::Ok }
     }
@@ -297,6 +287,8 @@ struct Writer<'a> {
     progress: &'a Progress,
     warnings: &'a Warnings,
     silent: bool,
+    /// Hides the figures of a generated text.
+    quiet: bool,
 }
 
 impl Writer<'_> {
@@ -332,6 +324,21 @@ impl Writer<'_> {
         self.show(&rest);
         text += &rest;
         Ok(Written { ids, text, ended, read, prompt_time, generation_time: begun.elapsed() })
+    }
+
+    /// Prints the figures of a text, unless the command is quiet.
+    fn summary(&self, written: &Written) {
+        if self.quiet {
+            return;
+        }
+        output::note(&format!(
+            "prompt: {}, {:.1}/s; generated: {}, {:.1}/s; peak memory {}",
+            plural(written.read, "token"),
+            rate(written.read, written.prompt_time),
+            plural(written.ids.len(), "token"),
+            rate(written.ids.len(), written.generation_time),
+            peak()
+        ));
     }
 
     /// Prints a piece of text; control characters do not reach a terminal. Returns false if standard output
@@ -385,7 +392,7 @@ fn chat(
         let text = template.render(&conversation, &writer.tokenizer.special, true)?;
         let written = writer.write(&writer.tokenizer.encode(&text, false)?)?;
         output::print("\n");
-        written.summary();
+        writer.summary(&written);
         if written.ended == Ended::Interrupted {
             return Ok(written.outcome());
         }
@@ -433,6 +440,7 @@ mod tests {
             progress: &Progress::new(true),
             warnings: &Warnings::default(),
             silent: true,
+            quiet: true,
         };
         let template = template(folder.path()).unwrap();
         let mut lines = Cursor::new(b"\xffhello\nhello\n".to_vec());

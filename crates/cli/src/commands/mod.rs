@@ -58,7 +58,7 @@ pub(crate) struct Global {
     /// Print one JSON document instead of tables.
     #[arg(long, global = true)]
     pub(crate) json: bool,
-    /// Show no progress.
+    /// Show no progress; warnings, errors and results are shown.
     #[arg(long, short, global = true)]
     pub(crate) quiet: bool,
     /// Number of threads [default: all cores, or each rank's share of them].

@@ -196,11 +196,15 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
         conclude(&trainer, &summary);
     }
     Ok(match (&summary.save_failure, summary.stopped) {
-        (Some(error), _) => Outcome::Failed(exit::code_of_training(error)),
+        (Some(error), true) => Outcome::Failed(exit::code_of_training(error)),
+        (Some(_), false) => Outcome::Failed(NOT_SAVED),
         (None, true) => Outcome::Interrupted,
         (None, false) => Outcome::Ok,
     })
 }
+
+/// Exit code of a run that took its last step and could not save it.
+const NOT_SAVED: u8 = 4;
 
 /// Replaces addresses of a hub by the folders of the cache, so that the saved configuration names the commit
 /// that was used, and a resumed run reads the same files.
@@ -308,8 +312,13 @@ fn conclude(trainer: &Trainer, summary: &Summary) {
     };
     text += &format!("{what:7} {}\n", shown(summary.model.as_ref(), "not saved"));
     text += &format!("report  {}\n", shown(summary.report.as_ref(), "not written"));
+    for (step, error) in &summary.failed_saves {
+        text += &format!("the checkpoint of step {step} was not saved: {}\n", clean(error));
+    }
     if summary.stopped {
         text += &stop_message(trainer, summary);
+    } else if summary.save_failure.is_some() {
+        text += &format!("the run has finished, but {}\n", newest_text(summary));
     }
     output::print(&text);
 }
@@ -323,12 +332,17 @@ fn stop_message(trainer: &Trainer, summary: &Summary) -> String {
         (None, _) => format!("\nstopped after saving step {step}; {resume}\n"),
         (Some(error), checkpoint) => {
             let error = clean(&error.to_string());
-            let newest = match checkpoint {
-                Some((saved, _)) => format!("the newest checkpoint is from step {saved}; {resume}"),
-                None => "this run has no checkpoint".to_string(),
-            };
-            format!("\nstopped at step {step}, which could not be saved ({error}); {newest}\n")
+            let resume = if checkpoint.is_some() { format!("; {resume}") } else { String::new() };
+            let newest = newest_text(summary);
+            format!("\nstopped at step {step}, which could not be saved ({error}); {newest}{resume}\n")
         }
+    }
+}
+
+fn newest_text(summary: &Summary) -> String {
+    match &summary.checkpoint {
+        Some((saved, _)) => format!("the newest checkpoint is from step {saved}"),
+        None => "this run has no checkpoint".into(),
     }
 }
 
@@ -361,6 +375,8 @@ fn print_json(trainer: &Trainer, summary: &Summary, global: &Global) {
         .iter()
         .map(|s| json!({ "step": s.step, "prompt": s.prompt, "expected": s.expected, "answer": s.answer, "right": s.right }))
         .collect();
+    let failed_saves: Vec<_> =
+        summary.failed_saves.iter().map(|(step, error)| json!({ "step": step, "error": error })).collect();
     // Lossy for a path that is not UTF-8: JSON cannot hold it.
     let shown = |path: Option<&PathBuf>| path.map(|path| path.display().to_string());
     global.print_json(
@@ -379,6 +395,7 @@ fn print_json(trainer: &Trainer, summary: &Summary, global: &Global) {
             "model": shown(summary.model.as_ref()),
             "checkpoint": summary.checkpoint.as_ref().map(|(step, path)| json!({ "step": step, "path": shown(Some(path)) })),
             "save_failure": summary.save_failure.as_ref().map(|error| error.to_string()),
+            "failed_saves": failed_saves,
             "report": shown(summary.report.as_ref()),
             "seconds": summary.seconds,
             "tokens_per_second": summary.tokens_per_second,
@@ -495,11 +512,18 @@ impl Terminal {
         }
     }
 
+    /// Prints a line of progress.
     fn say(&self, line: &str) {
+        if !self.quiet {
+            self.tell(line);
+        }
+    }
+
+    /// Prints a line that --quiet does not hide.
+    fn tell(&self, line: &str) {
         match &self.bar {
             Some(bar) => bar.println(line),
-            None if !self.quiet => output::note(line),
-            None => {}
+            None => output::note(line),
         }
     }
 
@@ -568,7 +592,7 @@ impl Watcher for Terminal {
                     shown.borrow_mut().evaluation = Some(evaluation.clone());
                 }
             }
-            MetricsEntry::Event(event) => self.say(&format!("{}: {}", event.what, clean(&event.text))),
+            MetricsEntry::Event(event) => self.tell(&format!("{}: {}", event.what, clean(&event.text))),
         }
     }
 

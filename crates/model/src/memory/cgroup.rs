@@ -6,6 +6,7 @@
 //! refuses memory, so they are counted as available.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// File names of one version of control groups.
@@ -32,21 +33,31 @@ const VERSIONS: [Version; 2] = [
     },
 ];
 
-/// Returns the bytes that the tightest limit leaves; `None` without a limit. `root` is `/`, or another folder
-/// in tests.
-pub(super) fn available(root: &Path) -> Option<u64> {
-    let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
-    let mounts = fs::read_to_string(root.join("proc/self/mountinfo")).ok()?;
-    let left = |version: &Version| -> Option<u64> {
+/// Returns the bytes that the tightest limit leaves; `None` without a limit.
+#[cfg(test)]
+fn available(root: &Path) -> Option<u64> {
+    limits(root).into_iter().map(|(_, left)| left).min()
+}
+
+/// Returns the groups with a limit that this process is in, as device and inode of their folder, which containers of
+/// one machine have in common, and the bytes that each limit leaves. `root` is `/`, or another folder in tests.
+pub(super) fn limits(root: &Path) -> Vec<((u64, u64), u64)> {
+    let read = |name: &str| fs::read_to_string(root.join(name)).unwrap_or_default();
+    let (groups, mounts) = (read("proc/self/cgroup"), read("proc/self/mountinfo"));
+    let limits = |version: &Version| -> Option<Vec<((u64, u64), u64)>> {
         let group = groups.lines().find_map(|line| group_path(line, version))?;
         let (mount_root, mount_point) = mounts.lines().find_map(|line| mount(line, version))?;
         // A container may see its own group as the root of the mount, under a path of the host.
         let below = Path::new(group).strip_prefix(mount_root).unwrap_or(Path::new(""));
         let top = root.join(mount_point.strip_prefix('/')?);
         let folder = top.join(below.strip_prefix("/").unwrap_or(below));
-        folder.ancestors().take_while(|p| p.starts_with(&top)).filter_map(|p| left_in(p, version)).min()
+        let limit = |folder: &Path| {
+            let found = fs::metadata(folder).ok()?;
+            Some(((found.dev(), found.ino()), left_in(folder, version)?))
+        };
+        Some(folder.ancestors().take_while(|p| p.starts_with(&top)).filter_map(limit).collect())
     };
-    VERSIONS.iter().filter_map(left).min()
+    VERSIONS.iter().filter_map(limits).flatten().collect()
 }
 
 /// Path of the memory group in a line `number:controllers:path`; version 2 has the number 0 and no
@@ -121,6 +132,27 @@ mod tests {
         assert_eq!(available(tree(&files).path()), Some(60 * MIB), "100 - (60 - 20)");
         files[2].1 = "3145728\n";
         assert_eq!(available(tree(&files).path()), Some(2 * MIB), "the group's own limit is tighter");
+    }
+
+    #[test]
+    fn every_group_with_a_limit_is_listed_and_two_jobs_have_their_parent_in_common() {
+        let mount = "30 24 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n";
+        let root = tree(&[
+            ("proc/self/cgroup", "0::/jobs/one\n"),
+            ("proc/self/mountinfo", mount),
+            ("sys/fs/cgroup/jobs/memory.max", "4194304\n"),
+            ("sys/fs/cgroup/jobs/memory.current", "1048576\n"),
+            ("sys/fs/cgroup/jobs/one/memory.max", "2097152\n"),
+            ("sys/fs/cgroup/jobs/one/memory.current", "0\n"),
+            ("sys/fs/cgroup/jobs/two/memory.max", "2097152\n"),
+            ("sys/fs/cgroup/jobs/two/memory.current", "0\n"),
+        ]);
+        let one = limits(root.path());
+        fs::write(root.path().join("proc/self/cgroup"), "0::/jobs/two\n").unwrap();
+        let two = limits(root.path());
+        let left = |limits: &[((u64, u64), u64)]| limits.iter().map(|(_, left)| *left).collect::<Vec<_>>();
+        assert_eq!((left(&one), left(&two)), (vec![2 * MIB, 3 * MIB], vec![2 * MIB, 3 * MIB]));
+        assert!(one[0].0 != two[0].0 && one[1] == two[1]);
     }
 
     #[test]

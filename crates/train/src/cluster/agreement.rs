@@ -1,9 +1,13 @@
 //! Checks that all ranks run the same thing.
 
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
 use ballast_cluster::Kind;
 use ballast_kernels::simd;
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::Xxh3;
 
 use super::Ranks;
 use crate::config::TrainConfig;
@@ -18,7 +22,7 @@ impl Fingerprint {
     fn of_program(config: &TrainConfig) -> Result<Fingerprint> {
         let mut all = Fingerprint::default();
         all.add("version", env!("CARGO_PKG_VERSION"));
-        let program = std::env::current_exe().and_then(std::fs::read).map(|bytes| xxh3_64(&bytes));
+        let program = std::env::current_exe().and_then(|path| file_checksum(&path));
         // Where a system does not show the program's file, the version has to do.
         all.add("program file", program.map_or(String::new(), |sum| format!("checksum {sum:016x}")));
         all.add("instruction set (BALLAST_SIMD)", format!("{:?}", simd::level()));
@@ -42,6 +46,18 @@ impl Fingerprint {
                 toml::Value::Table(inner) => self.add_table(inner, &path),
                 value => self.add(&format!("`{path}`"), value),
             }
+        }
+    }
+}
+
+/// Checksum of a file, which is read piece by piece: whole, a large program would be the peak memory of a small run.
+fn file_checksum(path: &Path) -> io::Result<u64> {
+    let (mut file, mut sum) = (File::open(path)?, Xxh3::new());
+    let mut piece = vec![0; 1 << 16];
+    loop {
+        match file.read(&mut piece)? {
+            0 => return Ok(sum.digest()),
+            read => sum.update(&piece[..read]),
         }
     }
 }
@@ -74,4 +90,18 @@ pub(crate) fn check_agreement(ranks: &Ranks, own: &Fingerprint) -> Result {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_read_in_pieces_has_the_checksum_of_its_bytes() {
+        let folder = tempfile::tempdir().unwrap();
+        let bytes: Vec<u8> = (0..(1 << 16) + 777).map(|i| (i % 251) as u8).collect();
+        let path = folder.path().join("program");
+        std::fs::write(&path, &bytes).unwrap();
+        assert_eq!(file_checksum(&path).unwrap(), xxhash_rust::xxh3::xxh3_64(&bytes));
+    }
 }

@@ -14,6 +14,9 @@
 
 mod agreement;
 mod division;
+mod machine;
+mod memory;
+mod probe;
 mod reduce;
 mod resident;
 mod shards;
@@ -29,6 +32,7 @@ use crate::error::{Error, Result};
 
 pub(crate) use agreement::{Fingerprint, check_agreement, check_same_program};
 pub(crate) use division::Division;
+pub(crate) use probe::check_shared_folder;
 pub(crate) use reduce::Reducer;
 pub(crate) use resident::{Resident, gather_updates};
 pub use shards::Shards;

@@ -1,21 +1,19 @@
 //! The plan of a run on a cluster that may not be here.
 
 use ballast_cluster::Kind;
-use ballast_model::{Model, memory};
+use ballast_model::{Model, Plan, memory};
 use serde::Serialize;
 
 use super::blueprint::Blueprint;
 use super::memory::MemoryPlan;
 use super::time::{Rates, StepTime};
-use crate::config::{RecomputeLevel, Shard, TrainConfig};
+use crate::config::TrainConfig;
 use crate::error::{Error, Result};
 use crate::setup;
 
-/// Number of alternatives that are looked for.
-const ALTERNATIVES: usize = 5;
-
-/// Largest factor by which an alternative has more ranks.
-const MOST_MORE_RANKS: usize = 256;
+/// Memory that MPI takes on a rank. Open MPI 4.1.4 on one machine took 8 to 11 MiB at its start on 2 to 8 ranks, and
+/// up to 1 MiB more after messages of all sizes (resident memory of a program that does nothing else).
+const MPI_BYTES: u64 = 12 << 20;
 
 /// Ranks whose memory is computed to find the fullest.
 const CANDIDATES: usize = 4;
@@ -50,25 +48,13 @@ pub struct ClusterPlan {
     pub tokens: u64,
 }
 
-/// Other settings with which a run fits.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Alternative {
-    /// Number of ranks.
-    pub ranks: usize,
-    /// Settings that differ, as `key=value`.
-    pub settings: Vec<String>,
-    /// Bytes of the fullest rank.
-    pub bytes: u64,
-    /// Seconds of a step.
-    pub seconds: f64,
-}
-
 impl ClusterPlan {
     /// The plan of a run on `ranks` ranks. `model` may be without values: see [`setup::outline`].
     pub fn new(config: &TrainConfig, model: &Model, ranks: usize, rates: &Rates) -> Result<ClusterPlan> {
         let precision = setup::precision(config, &model.config)?;
         let blueprint = Blueprint::new(config, model, &precision, ranks)?;
-        let Fullest { rank, memory, loading } = Fullest::of(&blueprint)?;
+        let Fullest { rank, memory, loading } =
+            Fullest::of(&blueprint, &blueprint.sample_activations()?, memory::with_all_code().unwrap_or(0))?;
         let by_rank = blueprint.sent()?;
         let sent = |kind: &Kind| {
             let bytes = || by_rank.iter().map(|sent| sent.get(kind).copied().unwrap_or(0));
@@ -93,22 +79,36 @@ impl ClusterPlan {
 }
 
 /// The rank that needs most memory.
-struct Fullest {
+pub(super) struct Fullest {
     rank: usize,
     memory: MemoryPlan,
     loading: u64,
 }
 
+impl Blueprint<'_> {
+    /// The parts of [`Blueprint::sample_parts`] with their activations.
+    pub(super) fn sample_activations(&self) -> Result<Vec<(usize, Plan)>> {
+        self.sample_parts().into_iter().map(|part| Ok((part, self.activations(part)?))).collect()
+    }
+}
+
 impl Fullest {
-    fn of(blueprint: &Blueprint<'_>) -> Result<Fullest> {
-        let program = memory::with_all_code().unwrap_or(0);
+    /// The fullest rank, with the activations of some parts of a sequence and the memory of the program.
+    pub(super) fn of(
+        blueprint: &Blueprint<'_>,
+        activations: &[(usize, Plan)],
+        program: u64,
+    ) -> Result<Fullest> {
+        let mpi = if blueprint.is_solo() { 0 } else { MPI_BYTES };
         let mut fullest: Option<Fullest> = None;
-        for part in blueprint.sample_parts() {
-            let activations = blueprint.activations(part)?;
-            for rank in blueprint.fullest(CANDIDATES, part) {
-                let mut memory = blueprint.memory(&activations, rank);
+        for (part, activations) in activations {
+            for rank in blueprint.fullest(CANDIDATES, *part) {
+                let mut memory = blueprint.memory(activations, rank);
                 memory.rows.insert(0, ("the program and its code".into(), program));
-                let loading = program + blueprint.loading(&activations, rank);
+                if mpi > 0 {
+                    memory.rows.insert(1, ("MPI".into(), mpi));
+                }
+                let loading = program + mpi + blueprint.loading(activations, rank);
                 let candidate = Fullest { rank, memory, loading };
                 if fullest.as_ref().is_none_or(|fullest| fullest.needed() < candidate.needed()) {
                     fullest = Some(candidate);
@@ -118,82 +118,8 @@ impl Fullest {
         fullest.ok_or_else(|| Error::Config("a run needs at least one rank".into()))
     }
 
-    fn needed(&self) -> u64 {
+    /// Bytes that the rank needs: in a step, or while the model is made.
+    pub(super) fn needed(&self) -> u64 {
         self.memory.total().max(self.loading)
     }
-}
-
-impl Alternative {
-    /// Settings with which a run fits into `limit` bytes per rank: the same ranks first, with more divided, more
-    /// recomputed, longer sequences shared; then more ranks. The number of ranks changes the groups of a step, and
-    /// its micro-batches, where they cannot be divided over so many.
-    pub fn find(
-        config: &TrainConfig,
-        model: &Model,
-        ranks: usize,
-        rates: &Rates,
-        limit: u64,
-    ) -> Result<Vec<Alternative>> {
-        let precision = setup::precision(config, &model.config)?;
-        let shards = [Shard::None, Shard::Optimizer, Shard::Gradients, Shard::Weights];
-        let levels = [RecomputeLevel::None, RecomputeLevel::Selective, RecomputeLevel::Full];
-        let mut found = Vec::new();
-        let factors = std::iter::successors(Some(1), |factor| Some(2 * factor));
-        for ranks in factors.take_while(|factor| *factor <= MOST_MORE_RANKS).map(|factor| factor * ranks) {
-            let contexts = std::iter::successors(Some(config.cluster.context), |context| Some(2 * context));
-            let most = ranks.min(config.batch.sequences.saturating_mul(config.data.sequence_length));
-            for context in
-                contexts.take_while(|context| *context <= most).filter(|c| ranks.is_multiple_of(*c))
-            {
-                for level in levels.into_iter().filter(|level| *level >= config.precision.recompute) {
-                    for shard in shards.into_iter().filter(|shard| *shard >= config.cluster.shard) {
-                        let mut other = config.clone();
-                        (other.cluster.shard, other.cluster.context) = (shard, context);
-                        other.precision.recompute = level;
-                        adapt_groups(&mut other, ranks);
-                        let blueprint = Blueprint::new(&other, model, &precision, ranks)?;
-                        let bytes = Fullest::of(&blueprint)?.needed();
-                        if bytes <= limit {
-                            let (settings, seconds) =
-                                (differences(config, &other), blueprint.time(rates)?.total);
-                            found.push(Alternative { ranks, settings, bytes, seconds });
-                            // A stronger division would fit as well.
-                            break;
-                        }
-                    }
-                    if found.len() == ALTERNATIVES {
-                        return Ok(found);
-                    }
-                }
-            }
-        }
-        Ok(found)
-    }
-}
-
-/// Gives a run as many groups as ranks need, and micro-batches to fill them.
-fn adapt_groups(config: &mut TrainConfig, ranks: usize) {
-    let data_ranks = ranks / config.cluster.context;
-    let batch = &mut config.batch;
-    if !ballast_cluster::fits_tree(batch.groups, data_ranks) {
-        batch.groups = data_ranks;
-        batch.accumulation = batch.accumulation.next_multiple_of(data_ranks);
-    }
-}
-
-/// The settings of `other` that differ from `config`.
-fn differences(config: &TrainConfig, other: &TrainConfig) -> Vec<String> {
-    let name = |shard: Shard| format!("{shard:?}").to_lowercase();
-    let level = |level: RecomputeLevel| format!("{level:?}").to_lowercase();
-    let settings = |config: &TrainConfig| {
-        [
-            format!("cluster.shard={}", name(config.cluster.shard)),
-            format!("precision.recompute={}", level(config.precision.recompute)),
-            format!("cluster.context={}", config.cluster.context),
-            format!("batch.groups={}", config.batch.groups),
-            format!("batch.accumulation={}", config.batch.accumulation),
-        ]
-    };
-    let (before, after) = (settings(config), settings(other));
-    after.into_iter().zip(before).filter(|(after, before)| after != before).map(|(after, _)| after).collect()
 }

@@ -35,19 +35,45 @@ impl MemoryPlan {
         rank: usize,
         ranks: usize,
     ) -> Result<MemoryPlan> {
-        // The smallest need, a hidden state per token, is checked before a list of sequences is made.
-        let tokens = (config.batch.sequences as u64).saturating_mul(config.data.sequence_length as u64);
-        let own = tokens / config.cluster.context as u64;
-        let least = own.saturating_mul((model.config.hidden * precision.activations.bytes()) as u64);
-        memory::check("a micro-batch of this run", least)?;
-        let blueprint = Blueprint::new(config, model, precision, ranks)?;
-        Ok(blueprint.memory(&blueprint.activations(blueprint.context_part(rank))?, rank))
+        let (blueprint, activations) = of_rank(config, model, precision, rank, ranks)?;
+        Ok(blueprint.memory(&activations, rank))
+    }
+
+    /// Peak bytes of one rank of a run: in a step, or while the model is read or drawn. `model` may be without values.
+    pub(crate) fn needed_by(
+        config: &TrainConfig,
+        model: &Model,
+        precision: &Precision,
+        rank: usize,
+        ranks: usize,
+    ) -> Result<u64> {
+        let (blueprint, activations) = of_rank(config, model, precision, rank, ranks)?;
+        let in_a_step = blueprint.memory(&activations, rank).total();
+        Ok(in_a_step.max(blueprint.loading(&activations, rank)))
     }
 
     /// Sum of all rows.
     pub fn total(&self) -> u64 {
         self.rows.iter().map(|(_, bytes)| bytes).sum()
     }
+}
+
+/// The division of a run, and the activations of one of its ranks.
+fn of_rank<'a>(
+    config: &'a TrainConfig,
+    model: &Model,
+    precision: &'a Precision,
+    rank: usize,
+    ranks: usize,
+) -> Result<(Blueprint<'a>, Plan)> {
+    // The smallest need, a hidden state per token, is checked before a list of sequences is made.
+    let tokens = (config.batch.sequences as u64).saturating_mul(config.data.sequence_length as u64);
+    let own = tokens / config.cluster.context as u64;
+    let least = own.saturating_mul((model.config.hidden * precision.activations.bytes()) as u64);
+    memory::check("a micro-batch of this run", least)?;
+    let blueprint = Blueprint::new(config, model, precision, ranks)?;
+    let activations = blueprint.activations(blueprint.context_part(rank))?;
+    Ok((blueprint, activations))
 }
 
 impl Blueprint<'_> {
