@@ -442,8 +442,8 @@ def main() -> int:
                     problem = "hung"
                 if problem:
                     problems += 1
-                    last = " ".join(map(str, calls[count - 1][:2]))[:200] if count else "the begin"
-                    print(f"WRONG {scenario.name} after call {count} ({last}): {problem}", file=sys.stderr, flush=True)
+                    at = f"after call {count} ({calls[count - 1][0]})" if count else "at the begin"
+                    print(f"WRONG {scenario.name} {at}: {problem}", file=sys.stderr, flush=True)
         print(f"{'scenario':<18}{'calls':>8}{'states':>8}")
         for scenario in chosen:
             print(f"{scenario.name:<18}{len(recorded[scenario.name]):>8}{counts[scenario.name]:>8}")

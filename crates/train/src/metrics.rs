@@ -167,7 +167,7 @@ pub const ROLLBACK: &str = "rollback";
 
 fn read_all(path: &Path) -> Result<Vec<MetricsEntry>> {
     let mut records = Vec::new();
-    read_lines(path, |_, record| {
+    read_lines(path, None, |_, record| {
         records.push(record);
         Ok(())
     })?;
@@ -180,20 +180,23 @@ pub struct MetricsWriter {
     file: File,
     /// Length of the complete lines in bytes.
     length: u64,
+    destroyed: u64,
 }
 
 impl MetricsWriter {
     /// Opens or creates the file. `resume_at` removes the lines of later steps, which will be repeated; an
-    /// incomplete last line is removed in any case. The remaining lines are copied beside the file and
+    /// incomplete last line is removed in any case, and so are lines with the zero bytes that a loss of power
+    /// leaves in place of what was not on the disk yet. The remaining lines are copied beside the file and
     /// renamed, so that a crash loses nothing.
     pub fn open(path: &Path, resume_at: Option<u64>) -> Result<MetricsWriter> {
+        let mut destroyed = 0;
         if path.exists() {
-            drop_later(path, resume_at.unwrap_or(u64::MAX))?;
+            destroyed = drop_later(path, resume_at.unwrap_or(u64::MAX))?;
         }
         let file =
             OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path, "open"))?;
         let length = file.metadata().map_err(Error::io(path, "read the size"))?.len();
-        Ok(MetricsWriter { path: path.to_path_buf(), file, length })
+        Ok(MetricsWriter { path: path.to_path_buf(), file, length, destroyed })
     }
 
     /// Appends one line in one system call, so that readers see it complete. A line that a full disk cut is
@@ -211,11 +214,25 @@ impl MetricsWriter {
         self.length += line.len() as u64;
         Ok(())
     }
+
+    /// Number of lines that a loss of power had destroyed, and that were left out when the file was opened.
+    pub fn destroyed(&self) -> u64 {
+        self.destroyed
+    }
+
+    /// Flushes the file, so that a loss of power takes no line that was written before.
+    pub fn sync(&self) -> Result {
+        self.file.sync_data().map_err(Error::io(&self.path, "flush"))
+    }
 }
 
 /// Calls `each` with every complete line, newline included, and its entry. Returns false if the last line is
-/// incomplete.
-fn read_lines(path: &Path, mut each: impl FnMut(&[u8], MetricsEntry) -> Result) -> Result<bool> {
+/// incomplete. Lines with zero bytes are counted in `destroyed` where it is given, else they are an error.
+fn read_lines(
+    path: &Path,
+    mut destroyed: Option<&mut u64>,
+    mut each: impl FnMut(&[u8], MetricsEntry) -> Result,
+) -> Result<bool> {
     let mut input = BufReader::new(open_regular(path).map_err(Error::io(path, "open"))?);
     let mut line = Vec::new();
     for number in 1.. {
@@ -225,6 +242,12 @@ fn read_lines(path: &Path, mut each: impl FnMut(&[u8], MetricsEntry) -> Result) 
         }
         if !line.ends_with(b"\n") {
             return Ok(false);
+        }
+        if let Some(destroyed) = destroyed.as_deref_mut()
+            && line.contains(&0)
+        {
+            *destroyed += 1;
+            continue;
         }
         let record = serde_json::from_slice(&line).map_err(|error| Error::Data {
             file: path.to_path_buf(),
@@ -236,24 +259,26 @@ fn read_lines(path: &Path, mut each: impl FnMut(&[u8], MetricsEntry) -> Result) 
     Ok(true)
 }
 
-/// Removes an incomplete last line, and the lines of steps after `last`.
-fn drop_later(path: &Path, last: u64) -> Result {
+/// Removes an incomplete last line, destroyed lines, whose number it returns, and the lines of steps after `last`.
+fn drop_later(path: &Path, last: u64) -> Result<u64> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let kept_path = path.with_file_name(format!(".{name}.kept"));
-    match copy_kept(path, &kept_path, last) {
-        Ok(true) => fs::rename(&kept_path, path).map_err(Error::io(path, "replace")),
+    let mut destroyed = 0;
+    match copy_kept(path, &kept_path, last, &mut destroyed) {
+        Ok(true) => fs::rename(&kept_path, path).map_err(Error::io(path, "replace"))?,
         nothing_dropped => {
             let _ = fs::remove_file(&kept_path);
-            nothing_dropped.map(|_| ())
+            nothing_dropped?;
         }
     }
+    Ok(destroyed)
 }
 
 /// Copies the lines that stay. Returns true, with the copy on disk, if any were removed.
-fn copy_kept(path: &Path, kept_path: &Path, last: u64) -> Result<bool> {
+fn copy_kept(path: &Path, kept_path: &Path, last: u64, destroyed: &mut u64) -> Result<bool> {
     let mut kept = BufWriter::new(File::create(kept_path).map_err(Error::io(kept_path, "create"))?);
     let mut later = false;
-    let whole = read_lines(path, |line, record| {
+    let whole = read_lines(path, Some(&mut *destroyed), |line, record| {
         if record.step() <= last {
             return kept.write_all(line).map_err(Error::io(kept_path, "write"));
         }
@@ -262,7 +287,7 @@ fn copy_kept(path: &Path, kept_path: &Path, last: u64) -> Result<bool> {
     })?;
     let file = kept.into_inner().map_err(|error| error.into_error());
     file.and_then(|file| file.sync_all()).map_err(Error::io(kept_path, "write"))?;
-    Ok(later || !whole)
+    Ok(later || !whole || *destroyed > 0)
 }
 
 /// Serialization of floats that may be non-finite.
@@ -506,6 +531,22 @@ mod tests {
         tear(&path);
         write_all(&path, None, &[step(2)]);
         assert_eq!(steps(&path), [1, 2]);
+    }
+
+    #[test]
+    fn lines_that_a_loss_of_power_has_destroyed_are_left_out_and_counted() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        write_all(&path, None, &[step(1), step(2), step(3), step(4)]);
+        let mut bytes = fs::read(&path).unwrap();
+        let ends: Vec<usize> = (0..bytes.len()).filter(|at| bytes[*at] == b'\n').collect();
+        bytes[ends[1] + 1..ends[2]].fill(0);
+        fs::write(&path, &bytes).unwrap();
+        assert!(read(&path).unwrap_err().to_string().contains("metrics.jsonl, line 3: not a record"));
+        let writer = MetricsWriter::open(&path, Some(2)).unwrap();
+        assert_eq!((writer.destroyed(), steps(&path)), (1, vec![1, 2]));
+        writer.sync().unwrap();
+        assert_eq!(MetricsWriter::open(&path, Some(2)).unwrap().destroyed(), 0);
     }
 
     #[test]

@@ -103,6 +103,14 @@ impl Journal<'_> {
         metrics.write(record)
     }
 
+    /// Flushes the metrics: a run that is resumed from the next checkpoint repeats the steps after it, and no step
+    /// before it may be missing.
+    fn sync(&self, step: u64) {
+        if let Some(Err(error)) = self.metrics.as_ref().map(MetricsWriter::sync) {
+            self.tell(step, "metrics failed", format!("{error}; a loss of power may take records"));
+        }
+    }
+
     /// Tells the watcher alone.
     fn tell(&self, step: u64, what: &str, text: String) {
         if self.metrics.is_none() {
@@ -222,7 +230,16 @@ impl Trainer {
         if let (Some(events), Some(step)) = (&mut tensorboard, resumed) {
             events.resume(step)?;
         }
-        Ok(Journal { metrics: Some(metrics), lost: 0, tensorboard, watcher })
+        let destroyed = metrics.destroyed();
+        let mut journal = Journal { metrics: Some(metrics), lost: 0, tensorboard, watcher };
+        if destroyed > 0 {
+            let text = format!(
+                "{destroyed} lines of metrics.jsonl were destroyed, as by a loss of power, and are removed"
+            );
+            let step = resumed.unwrap_or(0);
+            journal.write(MetricsEntry::Event(Event { step, what: "metrics destroyed".into(), text }));
+        }
+        Ok(journal)
     }
 
     fn train(
@@ -303,6 +320,7 @@ impl Trainer {
         let step = self.step;
         let event = |what: &str, text: String| MetricsEntry::Event(Event { step, what: what.into(), text });
         let division = self.division();
+        journal.sync(step);
         match self.store.save(&mut state, &self.model, &self.optimizer, &self.sidecars, watcher, &division) {
             Ok(_) => {
                 // The first rank has read the file back.

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use ballast_checkpoint::jobs::{Observer, Silent};
 use ballast_checkpoint::look_at;
 use ballast_checkpoint::regular::read_regular_text;
-use ballast_checkpoint::staging::Staging;
+use ballast_checkpoint::staging::{Staging, create_folders, sync_folder};
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_kernels::Rounding;
 use ballast_model::{Config, Model, Precision, SaveOptions, Site};
@@ -183,7 +183,7 @@ impl Store {
     /// Opens or creates the folder of a run.
     pub fn open(out: &Path) -> Result<Store> {
         let folder = out.join("checkpoints");
-        fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
+        create_folders(&folder).map_err(Error::io(&folder, "create"))?;
         let path = out.join(".lock");
         let lock = File::create(&path).map_err(Error::io(&path, "create"))?;
         if lock.try_lock().is_err() {
@@ -318,9 +318,7 @@ impl Store {
             return Err(Error::io(&new, "rename into place")(error));
         }
         // The rename must survive a power cut before the old checkpoint is removed.
-        File::open(&self.folder)
-            .and_then(|folder| folder.sync_all())
-            .map_err(Error::io(&self.folder, "flush"))?;
+        sync_folder(&self.folder).map_err(Error::io(&self.folder, "flush"))?;
         fs::remove_dir_all(&old).map_err(Error::io(&old, "remove"))
     }
 
@@ -397,6 +395,8 @@ pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result {
     let new = path.with_file_name(format!(".{name}.new"));
     let written = write_file(&new, bytes);
     let renamed = written.and_then(|()| fs::rename(&new, path).map_err(Error::io(path, "replace")));
+    let renamed =
+        renamed.and_then(|()| sync_folder(path.parent().unwrap_or(path)).map_err(Error::io(path, "flush")));
     if renamed.is_err() {
         let _ = fs::remove_file(&new);
     }

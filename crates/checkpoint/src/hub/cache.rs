@@ -16,6 +16,7 @@ use crate::folder::{Disk, Folder};
 use crate::hub::address::is_commit;
 use crate::index::{INDEX_SUFFIX, Index};
 use crate::regular::{read_regular, read_regular_text};
+use crate::staging::create_folders;
 
 /// The part of the cache that belongs to a repository.
 #[derive(Clone, Debug)]
@@ -123,5 +124,5 @@ fn has_shards(index: &Path) -> bool {
 
 pub(super) fn create_folder_of(path: &Path) -> Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
-    fs::create_dir_all(folder).map_err(Error::io(folder, "create"))
+    create_folders(folder).map_err(Error::io(folder, "create"))
 }

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::publish::rename_new;
+use super::publish::{create_folders, rename_new};
 use crate::error::{Error, Result};
 
 const MARK: &str = ".ballast-partial-";
@@ -48,7 +48,7 @@ impl Hidden {
         let prefix = prefix(name);
         let mut number = 0;
         for _ in 0..ATTEMPTS {
-            fs::create_dir_all(home).map_err(Error::io(home, "create"))?;
+            create_folders(home).map_err(Error::io(home, "create"))?;
             let mut own = prefix.clone();
             own.push(match number {
                 0 => std::process::id().to_string(),

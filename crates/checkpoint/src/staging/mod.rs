@@ -18,6 +18,8 @@
 mod hidden;
 mod publish;
 
+pub use publish::{create_folders, sync_folder};
+
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -178,7 +180,7 @@ impl Staging {
         let target = &self.target;
         let moved = names.iter().try_for_each(|name| {
             rename_new(&self.staged.join(name), &target.join(name))?;
-            publish::sync(target)
+            sync_folder(target)
         });
         if moved.is_err() {
             for name in names.iter().rev() {
@@ -406,7 +408,7 @@ fn folders_below(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 fn sync(folder: &Path) -> Result<()> {
-    publish::sync(folder).map_err(Error::io(folder, "flush"))
+    sync_folder(folder).map_err(Error::io(folder, "flush"))
 }
 
 #[cfg(test)]

@@ -41,8 +41,20 @@ fn is_unsupported(error: &io::Error) -> bool {
 }
 
 /// Flushes a folder's entries.
-pub(super) fn sync(folder: &Path) -> io::Result<()> {
+pub fn sync_folder(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
+}
+
+/// Creates a folder and those above it, and flushes the entries of the new ones. Otherwise a loss of power could
+/// take away a folder whose content has been flushed.
+pub fn create_folders(folder: &Path) -> io::Result<()> {
+    let is_new = |folder: &&Path| !folder.as_os_str().is_empty() && !folder.exists();
+    let above: Vec<&Path> = folder.ancestors().take_while(is_new).filter_map(Path::parent).collect();
+    fs::create_dir_all(folder)?;
+    above.into_iter().try_for_each(|above| match above.as_os_str().is_empty() {
+        true => sync_folder(Path::new(".")),
+        false => sync_folder(above),
+    })
 }
 
 #[cfg(target_os = "linux")]
