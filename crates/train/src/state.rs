@@ -450,9 +450,13 @@ fn config_of_version(version: u32, config: &str) -> Result<toml::Table, toml::de
 /// Reads the state of a checkpoint.
 pub fn read_state(checkpoint: &Path) -> Result<State> {
     let path = checkpoint.join("state.json");
-    let text = read_regular_text(&path).map_err(Error::io(&path, "read"))?;
-    let refuse = |problem: String| Error::Resume { path: path.clone(), problem };
-    let state: State = serde_json::from_str(&text).map_err(|error| {
+    parse_state(&read_regular_text(&path).map_err(Error::io(&path, "read"))?, &path)
+}
+
+/// Parses the text of state.json; errors name `path`.
+pub fn parse_state(text: &str, path: &Path) -> Result<State> {
+    let refuse = |problem: String| Error::Resume { path: path.into(), problem };
+    let state: State = serde_json::from_str(text).map_err(|error| {
         refuse(format!("not the state of a run: {error}; go back to an earlier checkpoint"))
     })?;
     if !(OLDEST..=VERSION).contains(&state.version) {

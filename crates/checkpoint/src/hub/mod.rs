@@ -33,7 +33,7 @@ pub use client::{Waiting, set_waiting};
 #[cfg(feature = "hub")]
 pub(crate) use file::RemoteFile;
 #[cfg(feature = "hub")]
-pub use repo::Hub;
+pub use repo::{Hub, parse_listing};
 #[cfg(feature = "hub")]
 pub use settings::{Limits, Settings, Token};
 

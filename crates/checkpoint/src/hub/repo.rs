@@ -177,22 +177,12 @@ impl Hub {
         );
         let (text, _) =
             self.client.read_all(&Url::parse(&url).map_err(Failure::lasting)?, MOST_TEXT_BYTES)?;
-        let unclear = || Failure::lasting("the hub's list of files is not as expected");
-        let listing: Value = serde_json::from_slice(&text).map_err(|_| unclear())?;
-        let commit = listing["sha"].as_str().filter(|commit| is_commit(commit)).ok_or_else(unclear)?;
+        let (commit, files) = parse_listing(&text).map_err(Failure::lasting)?;
         if is_commit(address.revision()) && commit != address.revision() {
             let problem = format!("the hub answers with commit {commit}");
             return Err(Failure::lasting(problem));
         }
-        let names = listing["siblings"].as_array().ok_or_else(unclear)?;
-        let mut files: Vec<String> = names
-            .iter()
-            .filter_map(|sibling| sibling["rfilename"].as_str())
-            .filter(|name| is_path(name))
-            .map(str::to_string)
-            .collect();
-        files.sort();
-        Ok(Resolved::Listed { commit: commit.to_string(), files })
+        Ok(Resolved::Listed { commit, files })
     }
 
     /// Finds the folder and the file that the path of an address names.
@@ -209,6 +199,23 @@ impl Hub {
         }
         Ok(Inner { folder: path.clone(), file: None })
     }
+}
+
+/// Reads a hub's description of a revision: the commit and the names of its files, sorted. A name that leads out of
+/// the repository is an error: leaving it out would hide that the hub is not to be trusted.
+pub fn parse_listing(text: &[u8]) -> Result<(String, Vec<String>), String> {
+    let unclear = || "the hub's list of files is not as expected".to_string();
+    let listing: Value = serde_json::from_slice(text).map_err(|_| unclear())?;
+    let commit = listing["sha"].as_str().filter(|commit| is_commit(commit)).ok_or_else(unclear)?;
+    let siblings = listing["siblings"].as_array().ok_or_else(unclear)?;
+    let name_of = |sibling: &Value| {
+        let name = sibling["rfilename"].as_str().ok_or_else(unclear)?;
+        let problem = || format!("the hub lists a file {name:?}, which is no path inside a repository");
+        is_path(name).then(|| name.to_string()).ok_or_else(problem)
+    };
+    let mut files = siblings.iter().map(name_of).collect::<Result<Vec<String>, String>>()?;
+    files.sort();
+    Ok((commit.to_string(), files))
 }
 
 /// A folder of a repository, and a file in it if the address names one.

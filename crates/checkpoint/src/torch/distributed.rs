@@ -56,9 +56,18 @@ pub(super) fn read(folder: &Path, open: &mut dyn FnMut(&Path) -> Result<Arc<Shar
         let problem = format!("{bytes} bytes; at most {MOST_BYTES} are read");
         return Err(Error::Header { file: path, place: Place::default(), problem });
     }
-    let bytes = fs::read(&path).map_err(Error::io(&path, "read"))?;
-    let pickle = Pickle::parse(&bytes, &path, 0)?;
-    let metadata = Metadata { path: path.clone(), pickle: &pickle };
+    parse(&path, &fs::read(&path).map_err(Error::io(&path, "read"))?, folder, open)
+}
+
+/// Reads the tensors that the bytes of a metadata file describe.
+pub(super) fn parse(
+    path: &Path,
+    bytes: &[u8],
+    folder: &Path,
+    open: &mut dyn FnMut(&Path) -> Result<Arc<ShardFile>>,
+) -> Result<Tensors> {
+    let pickle = Pickle::parse(bytes, path, 0)?;
+    let metadata = Metadata { path: path.into(), pickle: &pickle };
     let (places, cuts) = (metadata.places()?, metadata.cuts());
     let mut all = Tensors { items: Vec::new(), left_out: Vec::new() };
     for (key, value) in metadata.part(metadata.state(pickle.root(), "Metadata")?, "state_dict_metadata")? {

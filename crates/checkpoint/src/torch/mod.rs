@@ -263,6 +263,15 @@ pub fn list(path: &Path, bytes: Vec<u8>) -> Result<Vec<(String, Dtype, Vec<u64>)
     saved.model.into_iter().chain(saved.state).map(described).collect()
 }
 
+/// Lists the tensors that the metadata of torch.distributed.checkpoint describes, all of whose files have this
+/// content.
+pub fn list_distributed(metadata: &[u8], content: Vec<u8>) -> Result<Vec<String>> {
+    let folder = Path::new("folder");
+    let file = Arc::new(ShardFile::in_memory(&folder.join("__0_0.distcp"), content));
+    let tensors = distributed::parse(Path::new(".metadata"), metadata, folder, &mut |_| Ok(file.clone()))?;
+    Ok(tensors.items.into_iter().map(|item| item.name).collect())
+}
+
 /// Content of one file of `torch.save`.
 struct SavedFile {
     /// Tensors of the model.
