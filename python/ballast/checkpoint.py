@@ -131,8 +131,9 @@ class RemoteSummary:
 
 @dataclass(frozen=True)
 class Inspection(Report):
-    """The summary of a checkpoint. `tensors` is empty unless it was asked for; `state` is optimizer state, and
-    `left_out` has what is neither that nor a tensor.
+    """The summary of a checkpoint. `tensors` is empty unless it was asked for.
+
+    `state` is optimizer state, and `left_out` has what is neither that nor a tensor.
 
     `remote` is None for a checkpoint on disk.
     """
