@@ -57,7 +57,7 @@ def test_lab_finds_where_two_checkpoints_part(tmp_path: Path, root: Path) -> Non
     ballast.checkpoint.convert(source, tmp_path / "rounded", dtype="bf16", policy="none")
     findings = lab.run(compare=(source, tmp_path / "rounded"), tokens=8, task=True, no_gradients=True)
     assert findings.runs[0].first_difference is not None
-    with pytest.raises(UsageError, match="exists; use --force"):
+    with pytest.raises(UsageError, match="exists; use force=True"):
         (tmp_path / "lab.json").write_text("")
         lab.run(policies=["f32"], tokens=8, out=tmp_path)
     with pytest.raises(UsageError, match="no_such_policy"):
