@@ -89,7 +89,7 @@ pub struct InspectReport {
     /// Optimizer state beside the model, in torch's formats, by dtype.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub state: BTreeMap<Dtype, Amount>,
-    /// What files in torch's formats have beside tensors, by kind.
+    /// Values beside tensors in files of torch's formats, by kind.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,
     /// Bytes and requests that a server was asked for.

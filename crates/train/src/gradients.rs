@@ -17,7 +17,7 @@ pub(crate) const LOSSES: usize = 4;
 /// Losses of a step, per token.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Losses {
-    /// What is minimized, with label smoothing and z-loss.
+    /// The minimized loss, with label smoothing and z-loss.
     pub(crate) language: f64,
     /// -ln p(target), without them.
     pub(crate) cross_entropy: f64,

@@ -123,7 +123,7 @@ impl<'a> Metadata<'a> {
         Ok(entries.ok_or_else(|| self.malformed(&format!("field {name} is not a dict")))?.to_vec())
     }
 
-    /// Where the keys of names end that stand for nested dicts, by name: `planner_data` has the keys of each.
+    /// Ends of the keys that lead through nested dicts, by name of a tensor: `planner_data` has the keys of each.
     fn cuts(&self) -> HashMap<&'a str, Vec<u32>> {
         let metadata = self.state(self.pickle.root(), "Metadata").ok();
         let planned = metadata.and_then(|metadata| self.pickle.entry(metadata, "planner_data"));

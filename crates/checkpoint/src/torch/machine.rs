@@ -287,7 +287,7 @@ impl<'a> Machine<'a> {
         self.values.nodes[id as usize]
     }
 
-    /// What is set in the object on top of the stack; none if it is not an object.
+    /// State of the object on top of the stack; none if it is not an object.
     fn additions(&mut self) -> Result<Option<&mut Additions>> {
         let object = self.top()?;
         let Node::Call { additions, .. } = &mut self.values.nodes[object as usize] else { return Ok(None) };

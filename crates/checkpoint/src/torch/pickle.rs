@@ -78,7 +78,7 @@ pub enum Node {
 /// No number.
 pub(super) const NONE: u32 = u32::MAX;
 
-/// What is set in an object after it was made.
+/// State that is set in an object after it was made.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Additions {
     pub(super) state: Option<Id>,

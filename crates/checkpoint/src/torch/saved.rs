@@ -33,7 +33,7 @@ pub(crate) struct Found {
     pub(crate) parts: Vec<Part>,
 }
 
-/// What a value of a pickle is.
+/// Kind of a value of a pickle.
 pub(crate) enum Value {
     /// A tensor, and the attributes that were set in it.
     Tensor(Box<Found>, Option<Id>),
@@ -131,12 +131,12 @@ impl<'a> Saved<'a> {
         self.error(name, "the pickle describes the tensor in a form that torch does not write")
     }
 
-    /// What a value is; `name` is for errors and for the result.
+    /// Returns the kind of a value; `name` is for errors and for the result.
     pub(crate) fn value(&self, id: Id, name: &str) -> Result<Value> {
         self.value_in(id, name, None)
     }
 
-    /// What a value is, as the tensor of a parameter or a subclass with attributes if `attributes` has them.
+    /// Returns the kind of a value, as the tensor of a parameter or a subclass if `attributes` has its attributes.
     fn value_in(&self, id: Id, name: &str, attributes: Option<Id>) -> Result<Value> {
         let pickle = self.pickle;
         if let Node::Persistent(key) = pickle.node(id) {
@@ -360,7 +360,7 @@ fn unknown_type(name: &str) -> String {
     format!("its type is torch.{name}, which no checkpoint here has; save it as another type")
 }
 
-/// Why a tensor that torch rebuilds by another function is unsupported.
+/// Reason why a tensor that torch rebuilds by another function is unsupported.
 fn unsupported_kind(module: &str, function: &str) -> String {
     let kind = match function {
         "_rebuild_sparse_tensor" | "_rebuild_sparse_csr_tensor" => "it is sparse; save tensor.to_dense()",

@@ -52,7 +52,7 @@ struct Candidate {
     seconds: f64,
 }
 
-/// What is searched for one run.
+/// Search for the settings of one run.
 struct Search<'a> {
     config: &'a TrainConfig,
     model: &'a Model,
@@ -100,7 +100,7 @@ impl Candidate {
         self.seconds / (batch.sequences * batch.accumulation * self.config.data.sequence_length) as f64
     }
 
-    /// What the settings cost beside time.
+    /// Costs of the settings other than time.
     fn price(&self) -> (Option<usize>, usize, RecomputeLevel) {
         let moments = MOMENTS.iter().position(|known| *known == self.config.optimizer.moments);
         (moments, self.config.cluster.context, self.config.precision.recompute)
