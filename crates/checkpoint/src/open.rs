@@ -28,7 +28,7 @@ use crate::left_out::LeftOut;
 use crate::ranks::RankFolders;
 use crate::regular::read_regular;
 pub use crate::shard_file::ShardFile;
-use crate::shard_file::{open_shard, require_file};
+use crate::shard_file::open_shard;
 use crate::shards::{missing_file, missing_layer};
 use crate::torch;
 
@@ -591,7 +591,6 @@ fn read_config(path: &Path) -> Result<Option<Value>> {
     if look_at(path)?.is_none() {
         return Ok(None);
     }
-    require_file(path)?;
     parse_config(path, &read_regular(path).map_err(Error::io(path, "read"))?).map(Some)
 }
 

@@ -38,7 +38,10 @@ enum Data {
 impl ShardFile {
     /// Opens a file.
     pub(crate) fn open(path: &Path) -> Result<ShardFile> {
-        require_file(path)?;
+        // Before opening, because opening a pipe waits for its writer.
+        if !fs::metadata(path).map_err(Error::io(path, "open"))?.is_file() {
+            return Err(Error::NoCheckpoint { path: path.into(), problem: "not a file".into() });
+        }
         let handle = File::open(path).map_err(Error::io(path, "open"))?;
         let metadata = handle.metadata().map_err(Error::io(path, "look at"))?;
         let (bytes, modified) = (metadata.len(), metadata.modified().ok());
@@ -153,13 +156,4 @@ pub(crate) fn read_header(file: &ShardFile) -> Result<Header> {
     let mut json = vec![0; header::json_bytes(path, bytes, first)? as usize];
     file.read_at(&mut json, 8)?;
     Header::parse(path, bytes, &json)
-}
-
-/// Returns an error unless `path` is a regular file. Called before opening, because opening a pipe waits for
-/// its writer.
-pub(crate) fn require_file(path: &Path) -> Result<()> {
-    if fs::metadata(path).map_err(Error::io(path, "open"))?.is_file() {
-        return Ok(());
-    }
-    Err(Error::NoCheckpoint { path: path.into(), problem: "not a file".into() })
 }

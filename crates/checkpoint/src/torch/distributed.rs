@@ -5,7 +5,6 @@
 //! whether it is empty.
 
 use std::collections::HashMap;
-use std::fs;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
@@ -19,6 +18,7 @@ use crate::assembly::Part;
 use crate::error::{Error, Place, Result};
 use crate::header;
 use crate::left_out::{self, LeftOut};
+use crate::regular::{open_regular, read_bounded};
 use crate::shard_file::ShardFile;
 
 /// Name of the file that describes the folder.
@@ -51,12 +51,8 @@ pub(super) struct Tensors {
 /// Reads the tensors of a folder; `open` opens a file of it, each once.
 pub(super) fn read(folder: &Path, open: &mut dyn FnMut(&Path) -> Result<Arc<ShardFile>>) -> Result<Tensors> {
     let path = folder.join(METADATA);
-    let bytes = fs::metadata(&path).map_err(Error::io(&path, "look at"))?.len();
-    if bytes > MOST_BYTES {
-        let problem = format!("{bytes} bytes; at most {MOST_BYTES} are read");
-        return Err(Error::Header { file: path, place: Place::default(), problem });
-    }
-    parse(&path, &fs::read(&path).map_err(Error::io(&path, "read"))?, folder, open)
+    let bytes = open_regular(&path).and_then(|file| read_bounded(file, MOST_BYTES));
+    parse(&path, &bytes.map_err(Error::io(&path, "read"))?, folder, open)
 }
 
 /// Reads the tensors that the bytes of a metadata file describe.

@@ -29,7 +29,10 @@ impl Conversation {
     /// Parses the text of a file: a JSON array of messages, an object with `messages` and perhaps `tools`, or
     /// JSON lines of one message each.
     pub fn parse(text: &str, file: &Path) -> Result<Conversation> {
-        check_integers(text).map_err(|problem| text_error(file, problem))?;
+        check_integers(text).map_err(|(at, problem)| {
+            let line = 1 + text[..at].matches('\n').count();
+            text_error(file, format!("line {line}: {problem}"))
+        })?;
         let conversation = match serde_json::from_str(text) {
             Ok(Value::Array(messages)) => Conversation { messages, tools: None },
             Ok(Value::Object(mut fields)) if fields.contains_key("messages") => {
@@ -177,6 +180,14 @@ mod tests {
             &special(),
             true,
         )
+    }
+
+    #[test]
+    fn an_integer_beyond_64_bits_is_refused_with_its_line() {
+        let error = refused("[\n{\"role\": \"user\", \"id\": 18446744073709551616}\n]");
+        let integer =
+            "line 2: the integer 18446744073709551616 does not fit in 64 bits; write it as a string";
+        assert!(error.ends_with(integer), "{error}");
     }
 
     #[test]

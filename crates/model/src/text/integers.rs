@@ -3,8 +3,9 @@
 //! JSON has no limit for integers, and Python keeps all of their digits. serde_json keeps 64 bits and turns what
 //! is larger into a float: the argument of a tool that is an identifier of 20 digits would be another one.
 
-/// Returns an error if the JSON text has an integer that does not fit in 64 bits. Text that is not JSON may pass.
-pub fn check_integers(json: &str) -> Result<(), String> {
+/// Returns the byte and the message of the first integer in JSON text that does not fit in 64 bits, if there is
+/// one. Text that is not JSON may pass.
+pub fn check_integers(json: &str) -> Result<(), (usize, String)> {
     let (bytes, mut at) = (json.as_bytes(), 0);
     while at < bytes.len() {
         match bytes[at] {
@@ -16,11 +17,10 @@ pub fn check_integers(json: &str) -> Result<(), String> {
                 let digits = number.strip_prefix('-').unwrap_or(number);
                 let is_integer = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
                 if is_integer && number.parse::<i64>().is_err() && number.parse::<u64>().is_err() {
-                    let line = 1 + bytes[..at].iter().filter(|byte| **byte == b'\n').count();
-                    return Err(format!(
-                        "line {line}: the integer {} does not fit in 64 bits; write it as a string",
-                        shortened(number)
-                    ));
+                    let number = shortened(number);
+                    let problem =
+                        format!("the integer {number} does not fit in 64 bits; write it as a string");
+                    return Err((at, problem));
                 }
                 at = end;
             }
@@ -54,14 +54,12 @@ mod tests {
         check_integers(fits).unwrap();
         check_integers("{\"id\": \"99999999999999999999\", \"\\\"9\": \"\\\\\"}").unwrap();
         for number in ["18446744073709551616", "-9223372036854775809", "99999999999999999999"] {
-            let error = check_integers(&format!("{{\n\"a\": {number}}}")).unwrap_err();
-            assert_eq!(
-                error,
-                format!("line 2: the integer {number} does not fit in 64 bits; write it as a string")
-            );
+            let (at, error) = check_integers(&format!("{{\n\"a\": {number}}}")).unwrap_err();
+            assert_eq!(at, 7, "{number}");
+            assert_eq!(error, format!("the integer {number} does not fit in 64 bits; write it as a string"));
         }
         let long = "1".repeat(10_000);
-        assert!(check_integers(&long).unwrap_err().contains("1... (10000 digits)"));
+        assert!(check_integers(&long).unwrap_err().1.contains("1... (10000 digits)"));
     }
 
     #[test]

@@ -28,7 +28,7 @@ impl Record {
     pub fn parse(line: &str) -> Result<Record, String> {
         let mut fields = match serde_json::from_str(line) {
             Ok(Value::Object(fields)) => {
-                check_integers(line)?;
+                check_integers(line).map_err(|(at, problem)| format!("column {}: {problem}", at + 1))?;
                 fields
             }
             Ok(_) => return Err(format!("not a JSON object; expected one with {KNOWN}")),
@@ -116,7 +116,10 @@ mod tests {
             format!(r#"{{"messages": [{{"role": "user", "content": "a", "tool_calls": [{{"id": {id}}}]}}]}}"#)
         };
         assert!(Record::parse(&line("18446744073709551615")).is_ok());
-        assert!(refused(&line("18446744073709551616")).contains("does not fit in 64 bits"));
+        let line = line("18446744073709551616");
+        let column = 1 + line.find("18446744073709551616").unwrap();
+        assert!(refused(&line).contains("does not fit in 64 bits"));
+        assert!(refused(&line).starts_with(&format!("column {column}: the integer")), "{}", refused(&line));
     }
 
     #[test]
