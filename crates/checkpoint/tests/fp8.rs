@@ -1,7 +1,5 @@
 //! FP8 weights with a scale per block, compared with transformers and torch.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -12,9 +10,12 @@ use ballast_checkpoint::convert::{ConvertOptions, execute, plan};
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::{Checkpoint, View, fp8};
 use ballast_contract::{Dtype, Registry};
-use common::{Tensor, convert, f32_tensor, f32_values, fixture, open, options, read_file, write_file};
 use proptest::prelude::*;
 use safetensors::tensor::Dtype as FileDtype;
+
+use crate::common::{
+    self, Tensor, convert, f32_tensor, f32_values, fixture, open, options, read_file, write_file,
+};
 
 fn golden() -> BTreeMap<String, (FileDtype, Vec<usize>, Vec<u8>)> {
     read_file(&fixture("fp8/blocks.safetensors"))

@@ -1,8 +1,6 @@
 //! GGUF files of every architecture and dtype, read back and compared with the source through the inverse of every
 //! transform, which is written here again, element by element.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -16,8 +14,9 @@ use ballast_checkpoint::gguf::{AdapterOptions, convert_adapter};
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{Form, LayoutRequest, Naming};
 use ballast_contract::{Dtype, Registry};
-use common::*;
 use serde_json::{Value as Json, json};
+
+use crate::common::*;
 
 /// Values and shape of a tensor.
 type Array = (Vec<u64>, Vec<f32>);

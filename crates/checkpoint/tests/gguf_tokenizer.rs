@@ -1,15 +1,14 @@
 //! Tokenizers in GGUF files: form, pre-tokenizer, special tokens and templates; what llama.cpp cannot express is
 //! refused.
 
-mod common;
-
 use std::path::Path;
 
 use ballast_checkpoint::convert::{ConvertPlan, plan};
 use ballast_checkpoint::gguf::header::{Header, Value};
 use ballast_checkpoint::layout::Naming;
-use common::*;
 use serde_json::{Value as Json, json};
+
+use crate::common::*;
 
 /// Writes a model of 160 tokens with the tokenizer of fixtures/text, changed by `change`.
 fn write_model(folder: &Path, change: &dyn Fn(&mut Json, &mut Json)) {

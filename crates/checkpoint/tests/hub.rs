@@ -1,11 +1,4 @@
 //! Checkpoints on a hub or a web server, read in place, against a server of our own on the loopback.
-#![cfg(feature = "hub")]
-
-mod common;
-#[path = "common/server.rs"]
-mod server;
-#[path = "common/stage.rs"]
-mod stage;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,9 +14,10 @@ use ballast_checkpoint::repair::{Outcome, repair};
 use ballast_checkpoint::synthetic::SyntheticModel;
 use ballast_checkpoint::{Checkpoint, Error};
 use ballast_contract::{Dtype, Registry};
-use common::{convert, options, policy};
-use server::{COMMIT, REPO, Request, Response, Server};
-use stage::{ADDRESS, Stage, TOKEN, assert_says, is_shard, settings};
+
+use crate::common::server::{COMMIT, REPO, Request, Response, Server};
+use crate::common::stage::{ADDRESS, Stage, TOKEN, assert_says, is_shard, settings};
+use crate::common::{self, convert, options, policy};
 
 // Reading
 

@@ -1,11 +1,4 @@
 //! Downloads of a model into the cache, against a server of our own on the loopback.
-#![cfg(feature = "hub")]
-
-mod common;
-#[path = "common/server.rs"]
-mod server;
-#[path = "common/stage.rs"]
-mod stage;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,8 +9,10 @@ use ballast_checkpoint::error::ErrorKind;
 use ballast_checkpoint::hub::{Hub, Part, Settings};
 use ballast_checkpoint::jobs::{Observer, Silent};
 use ballast_checkpoint::synthetic::SyntheticModel;
-use server::{COMMIT, Request, Response};
-use stage::{ADDRESS, Stage, assert_says, files_below, is_shard, settings};
+
+use crate::common;
+use crate::common::server::{COMMIT, Request, Response};
+use crate::common::stage::{ADDRESS, Stage, assert_says, files_below, is_shard, settings};
 
 fn sha256_etag(path: &Path) -> String {
     let digest = ring::digest::digest(&ring::digest::SHA256, &std::fs::read(path).unwrap());

@@ -1,8 +1,6 @@
 //! Layouts: every packed form against rows written by hand, and round trips through every layout on the
 //! fixtures.
 
-mod common;
-
 use std::path::Path;
 
 use ballast_checkpoint::convert::{execute, plan};
@@ -10,8 +8,9 @@ use ballast_checkpoint::diff::{Verdict, diff};
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{Form, Layout, LayoutRequest, Naming};
 use ballast_contract::Dtype;
-use common::*;
 use serde_json::json;
+
+use crate::common::{self, *};
 
 /// Key heads 2, value heads 4 (two per key head), widths 1; 4 query heads in 2 groups, width 1; hidden 1.
 /// Every row of every tensor has one value that says where it comes from.

@@ -1,8 +1,6 @@
 //! The optimizer's fp32 master weights, in a sample that torch wrote (fixtures/make_masters.py): audit finds the
 //! bits that the model lost, and repair takes them.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -15,8 +13,9 @@ use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_checkpoint::repair::{Outcome, RepairReport, repair};
 use ballast_contract::Registry;
-use common::*;
 use safetensors::tensor::Dtype;
+
+use crate::common::*;
 
 const A_LOG: &str = "decoder.layers.0.self_attention.A_log";
 const DT_BIAS: &str = "decoder.layers.0.self_attention.dt_bias";

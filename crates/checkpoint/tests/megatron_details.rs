@@ -1,8 +1,6 @@
 //! Details of Megatron's layout: multi-token prediction, experts without grouped products, expert-parallel ranks,
 //! more ranks than key/value heads.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,8 +8,9 @@ use std::sync::Arc;
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::convert::{ConvertOptions, plan};
 use ballast_checkpoint::layout::{Layout, LayoutRequest, Naming};
-use common::{Tensor, convert, fixture, open, options, read_folder, write_file};
 use safetensors::tensor::Dtype;
+
+use crate::common::{Tensor, convert, fixture, open, options, read_folder, write_file};
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 

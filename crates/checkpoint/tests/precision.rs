@@ -1,8 +1,6 @@
 //! The contract on real files: what conversion may round, what audit finds, what repair restores. Every
 //! statement about a file is also checked with the `safetensors` crate.
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 
@@ -15,8 +13,9 @@ use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_checkpoint::repair::{Outcome, repair};
 use ballast_contract::rounded::Narrow;
 use ballast_contract::{Dtype, Registry};
-use common::*;
 use safetensors::Dtype as FileDtype;
+
+use crate::common::*;
 
 const A_LOG_1: &str = "model.language_model.layers.1.linear_attn.A_log";
 

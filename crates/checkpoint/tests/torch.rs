@@ -1,8 +1,6 @@
 //! Checkpoints that torch and megatron-core wrote, converted to the hf layout and compared with the truth that
 //! was saved beside them; malformed ones, one test each.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,7 +10,8 @@ use ballast_checkpoint::inspect::inspect;
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_contract::{Dtype, Registry};
-use common::*;
+
+use crate::common::*;
 
 /// Converts to hf and compares every tensor with the truth: the same names, shapes, types and bits.
 fn assert_truth(source: &Path, truth: &Path) {

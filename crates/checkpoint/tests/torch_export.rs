@@ -1,7 +1,5 @@
 //! Checkpoints written in torch's formats, read back by this crate and by an independent zip reader.
 
-mod common;
-
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -13,7 +11,8 @@ use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_checkpoint::torch::FileFormat;
 use ballast_contract::Dtype;
-use common::{convert, fixture, open, options, read_folder};
+
+use crate::common::{convert, fixture, open, options, read_folder};
 
 fn request(
     source: &Arc<Checkpoint>,

@@ -1,8 +1,6 @@
 //! Files that torch itself saved (fixtures/make_torch_files.py): every tensor has the bits that torch reads from them,
 //! what is not a tensor is named and counted, and what cannot be represented is refused by name.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::Checkpoint;
@@ -13,7 +11,8 @@ use ballast_checkpoint::inspect::inspect;
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::left_out;
 use ballast_contract::Registry;
-use common::*;
+
+use crate::common::*;
 
 fn saved(name: &str) -> PathBuf {
     fixture("torch/saved").join(name)

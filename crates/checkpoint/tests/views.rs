@@ -1,13 +1,12 @@
 //! Views (slices and concatenations) against the same operations on tensors in memory.
 
-mod common;
-
 use std::sync::Arc;
 
 use ballast_checkpoint::cast::Buffer;
 use ballast_checkpoint::{Checkpoint, View};
-use common::{f32_tensor, f32_values, open, write_file};
 use proptest::prelude::*;
+
+use crate::common::{f32_tensor, f32_values, open, write_file};
 
 /// A dense tensor in memory, the reference of a view.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,8 +1,6 @@
 //! The advice of commands and the form of their errors.
 
-mod common;
-
-use common::{A_LOG, HYBRID_CONFIG, Scratch, ballast, run, valid_file};
+use crate::common::{self, A_LOG, HYBRID_CONFIG, Scratch, ballast, run, valid_file};
 
 #[test]
 fn audit_names_repair_before_convert_for_a_rounded_tensor() {

@@ -1,12 +1,10 @@
 //! Destinations that must not or cannot be written: the source is not touched, no partial output is left, and
 //! only a checkpoint is replaced.
 
-mod common;
-
 use std::fs;
 use std::os::unix::fs::symlink;
 
-use common::{A_LOG, HYBRID_CONFIG, Scratch, f32_bytes, read_tensors, valid_file};
+use crate::common::{self, A_LOG, HYBRID_CONFIG, Scratch, f32_bytes, read_tensors, valid_file};
 
 /// A small hybrid at `src`.
 fn source() -> Scratch {

@@ -1,8 +1,6 @@
 //! Malformed safetensors files: every command names file, tensor and byte, and changes nothing.
 
-mod common;
-
-use common::{Scratch, data_start, raw_file, valid_file};
+use crate::common::{Scratch, data_start, raw_file, valid_file};
 
 /// Every command refuses a `model.safetensors` of these bytes, with these words.
 #[track_caller]

@@ -1,12 +1,11 @@
 //! Sharded checkpoints with inconsistent files, and configs without content.
 
-mod common;
-
 use std::fs;
 use std::process::Command;
 
-use common::{Scratch, permissions_do_not_bind, raw_file, valid_file};
 use serde_json::{Value, json};
+
+use crate::common::{self, Scratch, permissions_do_not_bind, raw_file, valid_file};
 
 const INDEX: &str = "src/model.safetensors.index.json";
 

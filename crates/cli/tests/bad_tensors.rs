@@ -1,9 +1,7 @@
 //! Tensors that cannot be converted as requested: dtypes that would lose bits, values out of range, colliding
 //! names, shapes that do not match.
 
-mod common;
-
-use common::{A_LOG, HYBRID_CONFIG, Scratch, f32_bytes, read_tensors, valid_file};
+use crate::common::{A_LOG, HYBRID_CONFIG, Scratch, f32_bytes, read_tensors, valid_file};
 
 /// A hybrid with these tensors.
 fn hybrid(tensors: &[(&str, &str, &[u64], &[u8])]) -> Scratch {

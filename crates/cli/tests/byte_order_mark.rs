@@ -1,10 +1,8 @@
 //! A byte-order mark at the start of a file is ignored.
 
-mod common;
-
 use std::fs;
 
-use common::{Scratch, ballast, run};
+use crate::common::{Scratch, ballast, run};
 
 /// Puts a mark before a file of the scratch folder.
 fn mark(scratch: &Scratch, name: &str) {

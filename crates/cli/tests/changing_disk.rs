@@ -1,7 +1,5 @@
 //! A disk that is too small, fills up during a write, or has a shard that shrinks: an ordinary error.
 
-mod common;
-
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -15,7 +13,8 @@ use ballast_checkpoint::jobs::{Observer, Silent};
 use ballast_checkpoint::synthetic::SyntheticModel;
 use ballast_checkpoint::{Checkpoint, Error, ErrorKind};
 use ballast_contract::{Dtype, Registry};
-use common::{Run, Scratch, ballast, on_small_disk, run, snapshot};
+
+use crate::common::{Run, Scratch, ballast, on_small_disk, run, snapshot};
 
 /// A checkpoint of some 3 MB in one shard at `src`.
 fn scratch_with_model() -> Scratch {
@@ -32,23 +31,28 @@ fn names_on(disk: &Path) -> Vec<PathBuf> {
 
 #[test]
 fn a_disk_that_is_too_small_is_refused_before_anything_is_written() {
-    on_small_disk("a_disk_that_is_too_small_is_refused_before_anything_is_written", "size=1m", |disk| {
-        let scratch = scratch_with_model();
-        let before = scratch.snapshot();
-        let target = disk.join("dst");
-        let words = ["/dst: not enough disk space: ", " needed, 1.0 MiB available", "nothing was written"];
-        let (source, target) = (scratch.src(), target.as_path());
-        run(&mut ballast([Path::new("convert"), &source, target])).exits(4).says(&words);
-        let repair = [Path::new("repair"), &source, target, Path::new("--original"), &source];
-        run(&mut ballast(repair)).exits(4).says(&words);
-        assert_eq!(names_on(disk), Vec::<PathBuf>::new());
-        assert!(scratch.snapshot() == before, "the source changed");
-    });
+    on_small_disk(
+        "changing_disk::a_disk_that_is_too_small_is_refused_before_anything_is_written",
+        "size=1m",
+        |disk| {
+            let scratch = scratch_with_model();
+            let before = scratch.snapshot();
+            let target = disk.join("dst");
+            let words =
+                ["/dst: not enough disk space: ", " needed, 1.0 MiB available", "nothing was written"];
+            let (source, target) = (scratch.src(), target.as_path());
+            run(&mut ballast([Path::new("convert"), &source, target])).exits(4).says(&words);
+            let repair = [Path::new("repair"), &source, target, Path::new("--original"), &source];
+            run(&mut ballast(repair)).exits(4).says(&words);
+            assert_eq!(names_on(disk), Vec::<PathBuf>::new());
+            assert!(scratch.snapshot() == before, "the source changed");
+        },
+    );
 }
 
 #[test]
 fn a_disk_that_is_too_small_keeps_the_old_destination() {
-    on_small_disk("a_disk_that_is_too_small_keeps_the_old_destination", "size=1m", |disk| {
+    on_small_disk("changing_disk::a_disk_that_is_too_small_keeps_the_old_destination", "size=1m", |disk| {
         let scratch = scratch_with_model();
         SyntheticModel::tiny().write(&disk.join("dst"), u64::MAX).unwrap();
         let before = snapshot(disk);
@@ -63,23 +67,27 @@ fn a_disk_that_is_too_small_keeps_the_old_destination() {
 fn a_disk_without_room_for_another_file_is_an_error_that_leaves_nothing() {
     // For the disk's own folder, the hidden folder, config.json, and two shards.
     let size = "size=64m,nr_inodes=5";
-    on_small_disk("a_disk_without_room_for_another_file_is_an_error_that_leaves_nothing", size, |disk| {
-        let scratch = scratch_with_model();
-        let before = scratch.snapshot();
-        let (source, target) = (scratch.src(), disk.join("dst"));
-        let args =
-            ["convert", source.to_str().unwrap(), target.to_str().unwrap(), "--max-shard-size", "100KB"];
-        let words = ["/model-0000", "-of-", ".safetensors: cannot create: No space left on device"];
-        run(&mut ballast(args)).exits(4).says(&words);
-        assert_eq!(names_on(disk), Vec::<PathBuf>::new());
-        assert!(scratch.snapshot() == before, "the source changed");
-    });
+    on_small_disk(
+        "changing_disk::a_disk_without_room_for_another_file_is_an_error_that_leaves_nothing",
+        size,
+        |disk| {
+            let scratch = scratch_with_model();
+            let before = scratch.snapshot();
+            let (source, target) = (scratch.src(), disk.join("dst"));
+            let args =
+                ["convert", source.to_str().unwrap(), target.to_str().unwrap(), "--max-shard-size", "100KB"];
+            let words = ["/model-0000", "-of-", ".safetensors: cannot create: No space left on device"];
+            run(&mut ballast(args)).exits(4).says(&words);
+            assert_eq!(names_on(disk), Vec::<PathBuf>::new());
+            assert!(scratch.snapshot() == before, "the source changed");
+        },
+    );
 }
 
 #[test]
 fn a_disk_without_room_for_the_other_files_is_an_error_that_leaves_nothing() {
     on_small_disk(
-        "a_disk_without_room_for_the_other_files_is_an_error_that_leaves_nothing",
+        "changing_disk::a_disk_without_room_for_the_other_files_is_an_error_that_leaves_nothing",
         "size=4m",
         |disk| {
             let scratch = scratch_with_model();
@@ -134,7 +142,7 @@ fn convert(
 #[test]
 fn a_disk_that_fills_up_while_it_is_written_is_an_error_that_leaves_nothing() {
     on_small_disk(
-        "a_disk_that_fills_up_while_it_is_written_is_an_error_that_leaves_nothing",
+        "changing_disk::a_disk_that_fills_up_while_it_is_written_is_an_error_that_leaves_nothing",
         "size=64m",
         |disk| {
             for dtype in [None, Some(Dtype::F32)] {

@@ -1,13 +1,12 @@
 //! Keys of config.json without effect are reported; ambiguous input is rejected.
 
-mod common;
-
 use std::path::Path;
 
 use ballast_model::text::Tokenizer;
-use common::{Scratch, ballast, run, text_golden};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
+
+use crate::common::{Scratch, ballast, run, text_golden};
 
 /// A small model with a tokenizer, data and ids, whose config.json has two unknown keys.
 fn with_unknown_keys() -> Scratch {

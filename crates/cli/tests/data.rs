@@ -1,9 +1,8 @@
 //! `ballast data inspect`: figures, samples with the mask, boundaries, and errors.
 
-mod common;
-
-use common::{Run, Scratch};
 use serde_json::json;
+
+use crate::common::{Run, Scratch};
 
 fn inspect(scratch: &Scratch, args: &[&str]) -> Run {
     scratch.run(&[&["data", "inspect", "--model", "src"], args].concat())

@@ -1,9 +1,8 @@
 //! `ballast eval`: the perplexity of transformers for every form of data, and errors.
 
-mod common;
-
-use common::{Run, Scratch, text_golden};
 use serde_json::{Value, json};
+
+use crate::common::{Run, Scratch, text_golden};
 
 fn eval(scratch: &Scratch, data: &str, flags: &[&str]) -> Run {
     scratch.run(&[&["eval", "src", "--data", data], flags].concat())

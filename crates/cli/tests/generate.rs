@@ -1,13 +1,12 @@
 //! `ballast generate`: the text of transformers, the options, and errors.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::process::{Command, Stdio};
 
 use ballast_model::memory;
-use common::{Run, Scratch, ballast, run, text_golden};
 use serde_json::{Value, json};
+
+use crate::common::{self, Run, Scratch, ballast, run, text_golden};
 
 const GREEDY: [&str; 4] = ["--temperature", "0", "--max-tokens", "12"];
 

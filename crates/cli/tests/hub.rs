@@ -1,18 +1,14 @@
 //! Commands on a model of a hub: a server of our own on the loopback.
-#![cfg(feature = "hub")]
-
-mod common;
-#[path = "../../checkpoint/tests/common/server.rs"]
-mod server;
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use ballast_checkpoint::synthetic::SyntheticModel;
-use common::{Run, Scratch, run};
-use server::{COMMIT, FakeHub, Response, name_etag};
 use tempfile::TempDir;
+
+use crate::common::{self, Run, Scratch, run};
+use crate::server::{COMMIT, FakeHub, Response, name_etag};
 
 const TOKEN: &str = "hf_TopSecretTokenOfTheTest";
 const ADDRESS: &str = "hf://org/model";

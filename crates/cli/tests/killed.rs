@@ -1,11 +1,10 @@
 //! Conversions that are killed or interrupted at any time: the source is untouched, and the destination is
 //! complete or missing.
 
-mod common;
-
 use std::collections::hash_map::DefaultHasher;
 use std::fs;
 use std::hash::Hasher;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -13,7 +12,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_checkpoint::synthetic::SyntheticModel;
-use common::{Scratch, ballast};
+
+use crate::common::{self, Scratch, ballast};
 
 /// Number of kills for each of the two kinds of destination.
 const KILLS: usize = 40;
@@ -21,7 +21,7 @@ const KILLS: usize = 40;
 /// A conversion that keeps all values, copies nothing inside the kernel, and is slow.
 const CHANGE: [&str; 6] = ["--layout", "nemo", "--dtype", "f32", "--threads", "1"];
 
-/// Held by one test at a time: kill times are fractions of an undisturbed run.
+/// Held by one test at a time: each keeps the disk busy.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
@@ -70,27 +70,59 @@ fn start(scratch: &Scratch, flags: &[&str]) -> Child {
     command.spawn().unwrap()
 }
 
-/// Measures the time of an undisturbed conversion.
-fn undisturbed(scratch: &Scratch, flags: &[&str]) -> Duration {
-    let begun = Instant::now();
+/// Returns the bytes of a folder that have been written: shards get their length before their data.
+fn written(folder: &Path) -> u64 {
+    let files = fs::read_dir(folder).into_iter().flatten().flatten();
+    files.filter_map(|file| file.metadata().ok()).map(|file| file.blocks() * 512).sum()
+}
+
+/// Waits until a conversion has written this many bytes, or has ended.
+fn wait_for_bytes(scratch: &Scratch, child: &mut Child, bytes: u64) {
+    let partial = scratch.path(&format!(".dst.ballast-partial-{}", child.id()));
+    while written(&partial) < bytes && child.try_wait().unwrap().is_none() {
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+fn undisturbed(scratch: &Scratch, flags: &[&str]) {
     assert!(start(scratch, flags).wait().unwrap().success());
-    begun.elapsed()
 }
 
-/// Returns the median time of five undisturbed runs; `dst` exists afterwards.
-fn usual(scratch: &Scratch) -> Duration {
-    let mut runs = [&[][..], &["--force"], &["--force"], &["--force"], &["--force"]]
-        .map(|flags| undisturbed(scratch, flags));
-    runs.sort();
-    runs[2]
+/// A moment of a conversion: so many bytes are written, and then so much time has passed.
+#[derive(Clone, Copy, Debug)]
+struct Moment(u64, Duration);
+
+impl Moment {
+    fn wait(self, scratch: &Scratch, child: &mut Child) {
+        wait_for_bytes(scratch, child, self.0);
+        std::thread::sleep(self.1);
+    }
 }
 
-/// Returns `KILLS` times over slightly more than `whole`, in a fixed random order.
-fn moments(whole: Duration) -> impl Iterator<Item = Duration> {
+/// Returns the last moment of an undisturbed conversion, which reads everything back after the last byte; `dst`
+/// exists afterwards.
+fn last_moment(scratch: &Scratch) -> Moment {
+    undisturbed(scratch, &[]);
+    let bytes = written(&scratch.dst());
+    let mut child = start(scratch, &["--force"]);
+    wait_for_bytes(scratch, &mut child, bytes);
+    let begun = Instant::now();
+    assert!(child.wait().unwrap().success());
+    Moment(bytes, begun.elapsed())
+}
+
+/// Returns `KILLS` moments in a fixed random order: two of three while data is written, the others up to slightly
+/// after the end.
+fn moments(last: Moment) -> impl Iterator<Item = Moment> {
     let mut state = 1u64;
-    (0..KILLS).map(move |_| {
+    (0..KILLS).map(move |n| {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        whole.mul_f64(1.1 * (state >> 11) as f64 / (1u64 << 53) as f64)
+        let part = (state >> 11) as f64 / (1u64 << 53) as f64;
+        if n % 3 < 2 {
+            Moment((part * last.0 as f64) as u64, Duration::ZERO)
+        } else {
+            Moment(last.0, last.1.mul_f64(1.2 * part))
+        }
     })
 }
 
@@ -111,14 +143,14 @@ fn a_killed_conversion_leaves_the_source_untouched_and_the_destination_whole_or_
     let _alone = alone();
     let scratch = scratch_with_model();
     let source = hash(&scratch.src());
-    let whole = usual(&scratch);
+    let last = last_moment(&scratch);
     assert_equal_to_source(&scratch);
     fs::remove_dir_all(scratch.dst()).unwrap();
 
     let (mut killed, mut died_writing, mut finished) = (0, 0, 0);
-    for moment in moments(whole) {
+    for moment in moments(last) {
         let mut child = start(&scratch, &[]);
-        std::thread::sleep(moment);
+        moment.wait(&scratch, &mut child);
         child.kill().unwrap();
         killed += usize::from(child.wait().unwrap().signal() == Some(9));
         let own = format!(".dst.ballast-partial-{}", child.id());
@@ -130,9 +162,7 @@ fn a_killed_conversion_leaves_the_source_untouched_and_the_destination_whole_or_
             finished += 1;
         }
     }
-    eprintln!(
-        "{KILLS} runs of {whole:?}: {killed} killed, {died_writing} while writing, {finished} finished"
-    );
+    eprintln!("{KILLS} runs: {killed} killed, {died_writing} while writing, {finished} finished");
     assert!(killed >= KILLS / 4 && died_writing >= KILLS / 8, "the moments do not cover the conversion");
 
     undisturbed(&scratch, &[]);
@@ -146,7 +176,7 @@ fn a_killed_replacement_leaves_the_old_destination_or_the_new_one() {
     let _alone = alone();
     let scratch = scratch_with_model();
     let source = hash(&scratch.src());
-    let whole = usual(&scratch);
+    let last = last_moment(&scratch);
     let new = hash(&scratch.dst());
     assert_equal_to_source(&scratch);
     write_model(&scratch.path("old"), 2);
@@ -162,9 +192,9 @@ fn a_killed_replacement_leaves_the_old_destination_or_the_new_one() {
     };
     restore_old();
     let (mut killed, mut replaced) = (0, 0);
-    for moment in moments(whole) {
+    for moment in moments(last) {
         let mut child = start(&scratch, &["--force"]);
-        std::thread::sleep(moment);
+        moment.wait(&scratch, &mut child);
         child.kill().unwrap();
         killed += usize::from(child.wait().unwrap().signal() == Some(9));
         assert_eq!(hash(&scratch.src()), source, "the source changed, killed after {moment:?}");
@@ -175,7 +205,7 @@ fn a_killed_replacement_leaves_the_old_destination_or_the_new_one() {
             restore_old();
         }
     }
-    eprintln!("{KILLS} runs of {whole:?}: {killed} killed, {replaced} replaced the destination");
+    eprintln!("{KILLS} runs: {killed} killed, {replaced} replaced the destination");
     assert!(killed >= KILLS / 4, "the moments do not cover the conversion");
 
     undisturbed(&scratch, &["--force"]);

@@ -1,11 +1,9 @@
 //! `ballast lab`: its files, its output, and its errors.
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::ballast;
+use crate::common::{self, ballast};
 
 fn model(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name)

@@ -1,8 +1,6 @@
 //! The binary as one of several processes of mpirun or srun.
 
-mod common;
-
-use common::{ballast, run};
+use crate::common::{self, ballast, run};
 
 #[cfg(not(feature = "mpi"))]
 mod without_mpi {

@@ -1,16 +1,13 @@
 //! Training under mpirun: the same model on any number of ranks, and what happens when one of them fails.
 //!
 //! BALLAST_KILLS sets how often ranks are killed at random moments (default 3).
-#![cfg(feature = "mpi")]
-
-mod common;
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Run, ballast, run};
+use crate::common::{self, Run, ballast, run};
 
 /// A small step of four groups.
 const STEP: [&str; 6] = [

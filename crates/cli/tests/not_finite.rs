@@ -1,12 +1,11 @@
 //! Non-finite values without an expected result to compare with.
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::tensor_file::{TensorFile, write_f32};
-use common::ballast;
+
+use crate::common::{self, ballast};
 
 fn model(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name)

@@ -1,10 +1,8 @@
 //! Unusual but valid input: it survives a conversion unchanged and is printed safely.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::{HYBRID_CONFIG, Scratch, read_tensors, valid_file};
+use crate::common::{self, HYBRID_CONFIG, Scratch, read_tensors, valid_file};
 
 /// Time limit: far more than needed, far less than a quadratic algorithm takes.
 const REASONABLE: Duration = Duration::from_secs(10);

@@ -1,14 +1,11 @@
 //! Closed pipes and full devices.
-#![cfg(target_os = "linux")]
-
-mod common;
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use common::{Scratch, ballast};
+use crate::common::{Scratch, ballast};
 
 fn model(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name)

@@ -1,14 +1,11 @@
 //! Names of files and folders that are not plain ASCII, and files that are not regular ones.
-#![cfg(target_os = "linux")]
-
-mod common;
 
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use common::{Scratch, ballast, run};
+use crate::common::{self, Scratch, ballast, run};
 
 /// Accents as macOS writes them, quotes, a backslash, a line break, another script.
 const NAMES: [&str; 5] =

@@ -1,10 +1,8 @@
 //! Policies of the lab that do not apply to a model.
 
-mod common;
-
 use std::path::Path;
 
-use common::ballast;
+use crate::common::{self, ballast};
 
 #[test]
 fn a_lab_policy_that_rounds_nothing_in_the_model_is_a_usage_error() {

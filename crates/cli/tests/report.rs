@@ -1,10 +1,8 @@
 //! `ballast report`: the page of a run in PyTorch, and what it refuses.
 
-mod common;
-
 use std::path::Path;
 
-use common::Scratch;
+use crate::common::Scratch;
 
 fn run_in_torch(scratch: &Scratch) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/training/torch");

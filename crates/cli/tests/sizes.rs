@@ -1,13 +1,12 @@
 //! Extreme values of every numeric flag and key: none ends in a panic, an abort or a signal.
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ballast_checkpoint::tensor_file::write_f32;
-use common::{Run, Scratch, ballast};
+
+use crate::common::{self, Run, Scratch, ballast};
 
 const VALUES: [&str; 6] = ["0", "-1", "1", "2147483648", "100000000000", "9223372036854775807"];
 

@@ -1,8 +1,6 @@
 //! Tied models whose files also store the output head: the results of audit and train.
 
-mod common;
-
-use common::{Scratch, f32_bytes, read_tensors, valid_file};
+use crate::common::{Scratch, f32_bytes, read_tensors, valid_file};
 
 /// The small tied model with a stored head: a copy of the embedding, with one other value if `different`.
 fn with_head(different: bool) -> Scratch {

@@ -1,13 +1,12 @@
 //! `ballast trace`: golden models pass, differences are found, and errors name their cause.
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::tensor_file::{Array, TensorFile, write_f32};
-use common::ballast;
 use safetensors::tensor::{Dtype, TensorView};
+
+use crate::common::{self, ballast};
 
 fn model(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name)

@@ -1,13 +1,11 @@
 //! `ballast train`: the embedded run, its folder, signals, kills, a full disk, errors.
 
-mod common;
-
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use common::{Scratch, ballast, on_small_disk, run};
+use crate::common::{Scratch, ballast, on_small_disk, run};
 
 /// Small steps; a run takes about a second.
 const SMALL: [&str; 10] = [
@@ -244,20 +242,24 @@ fn a_run_that_is_killed_again_and_again_loses_an_interval_at_most_and_ends_with_
 
 #[test]
 fn a_full_disk_does_not_end_the_run_and_the_old_checkpoint_stays() {
-    on_small_disk("a_full_disk_does_not_end_the_run_and_the_old_checkpoint_stays", "size=18m", |disk| {
-        // A checkpoint takes some 11 MB: the first fits, a second does not fit beside it.
-        let args =
-            train(&["--steps", "6", "--set", "checkpoints.every=2", "--set", "checkpoints.keep_last=3"]);
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ballast"));
-        let run = run(command.args(args).args(["--out", "run"]).current_dir(disk).stdin(Stdio::null()));
-        assert!(run.stderr.contains("save failed: the checkpoint of step"), "{}", run.stderr);
-        assert!(run.stderr.contains("step 6/6"), "{}", run.stderr);
-        let steps: Vec<String> = fs::read_dir(disk.join("run/checkpoints"))
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
-            .collect();
-        assert_eq!(steps, ["step-00000002"], "nothing half written");
-    });
+    on_small_disk(
+        "train::a_full_disk_does_not_end_the_run_and_the_old_checkpoint_stays",
+        "size=18m",
+        |disk| {
+            // A checkpoint takes some 11 MB: the first fits, a second does not fit beside it.
+            let args =
+                train(&["--steps", "6", "--set", "checkpoints.every=2", "--set", "checkpoints.keep_last=3"]);
+            let mut command = Command::new(env!("CARGO_BIN_EXE_ballast"));
+            let run = run(command.args(args).args(["--out", "run"]).current_dir(disk).stdin(Stdio::null()));
+            assert!(run.stderr.contains("save failed: the checkpoint of step"), "{}", run.stderr);
+            assert!(run.stderr.contains("step 6/6"), "{}", run.stderr);
+            let steps: Vec<String> = fs::read_dir(disk.join("run/checkpoints"))
+                .unwrap()
+                .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+                .collect();
+            assert_eq!(steps, ["step-00000002"], "nothing half written");
+        },
+    );
 }
 
 #[test]

@@ -1,7 +1,5 @@
 //! Failures of `ballast train`: messages, files left, and exit codes.
 
-mod common;
-
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::symlink;
@@ -9,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::{Scratch, on_small_disk, run};
+use crate::common::{self, Scratch, on_small_disk, run};
 
 /// Small steps; a run takes about a second.
 const SMALL: [&str; 10] = [
@@ -144,7 +142,7 @@ fn an_error_of_the_system_names_its_cause_once() {
 
 #[test]
 fn a_full_disk_ends_with_exit_code_4() {
-    on_small_disk("a_full_disk_ends_with_exit_code_4", "size=1m", |disk| {
+    on_small_disk("train_ends::a_full_disk_ends_with_exit_code_4", "size=1m", |disk| {
         fill(disk);
         let ended = run(&mut loud(disk, &train(&["--steps", "2", "--out", "run"]))).exits(4);
         assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
@@ -153,7 +151,8 @@ fn a_full_disk_ends_with_exit_code_4() {
 
 #[test]
 fn a_stop_whose_save_failed_ends_with_exit_code_4_and_names_the_checkpoint_that_exists() {
-    let name = "a_stop_whose_save_failed_ends_with_exit_code_4_and_names_the_checkpoint_that_exists";
+    let name =
+        "train_ends::a_stop_whose_save_failed_ends_with_exit_code_4_and_names_the_checkpoint_that_exists";
     // A checkpoint takes some 11 MB: the first fits, a second does not fit beside it.
     on_small_disk(name, "size=18m", |disk| {
         let args = train(&["--steps", "100000", "--set", "checkpoints.every=2", "--out", "run"]);
@@ -253,8 +252,7 @@ fn warnings_are_shown_when_quiet_and_progress_is_not() {
 
 #[test]
 fn metrics_tensorboard_and_report_that_cannot_be_written_do_not_keep_the_model_from_being_published() {
-    let name =
-        "metrics_tensorboard_and_report_that_cannot_be_written_do_not_keep_the_model_from_being_published";
+    let name = "train_ends::metrics_tensorboard_and_report_that_cannot_be_written_do_not_keep_the_model_from_being_published";
     on_small_disk(name, "size=1m", |disk| {
         let scratch = Scratch::new();
         fs::create_dir_all(scratch.path("run")).unwrap();

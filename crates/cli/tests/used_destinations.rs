@@ -1,7 +1,5 @@
 //! Destinations that change while a command runs: of two runs one succeeds, and no data of others is lost.
 
-mod common;
-
 use std::fs;
 use std::path::Path;
 use std::process::Stdio;
@@ -13,7 +11,8 @@ use ballast_checkpoint::repair::repair;
 use ballast_checkpoint::synthetic::SyntheticModel;
 use ballast_checkpoint::{Checkpoint, ErrorKind};
 use ballast_contract::Registry;
-use common::{Scratch, ballast, on_small_disk, run, snapshot};
+
+use crate::common::{Scratch, ballast, on_small_disk, run, snapshot};
 
 fn scratch_with_model() -> Scratch {
     let scratch = Scratch::new();
@@ -100,7 +99,7 @@ fn a_file_whose_name_is_not_utf_8_can_be_written() {
 
 #[test]
 fn an_empty_mount_point_is_filled_and_one_with_a_checkpoint_is_refused() {
-    let test = "an_empty_mount_point_is_filled_and_one_with_a_checkpoint_is_refused";
+    let test = "used_destinations::an_empty_mount_point_is_filled_and_one_with_a_checkpoint_is_refused";
     on_small_disk(test, "size=64m", |disk| {
         let scratch = scratch_with_model();
         let (source, target) = (scratch.src(), disk);

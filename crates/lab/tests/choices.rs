@@ -1,14 +1,13 @@
 //! Each choice first changes the site that it names, by as much as theory says.
 
-mod common;
-
 use ballast_kernels::Rounding;
 use ballast_lab::experiment::Arithmetic;
 use ballast_lab::findings::Kind;
 use ballast_lab::{Choice, More};
 use ballast_model::probe::Recorder;
 use ballast_model::{LazyCheckpoint, LossOptions, Model, Precision, Recompute, Site};
-use common::{MODELS, batch, defaults, folder, run, study};
+
+use crate::common::{MODELS, batch, defaults, folder, run, study};
 
 /// First tensor whose bits differ, among all that a probe sees.
 fn first_difference(model: &str, choice: &Choice) -> Option<String> {

@@ -1,12 +1,11 @@
 //! Every default policy of a model changes something in it; a policy without effect is refused.
 
-mod common;
-
 use ballast_lab::Choice;
 use ballast_lab::findings::Kind;
 use ballast_model::probe::Recorder;
 use ballast_model::{Batch, LazyCheckpoint, LossOptions, Model, Precision, Recompute};
-use common::{MODELS, defaults, folder};
+
+use crate::common::{MODELS, defaults, folder};
 
 /// Sequence length at which an indexer has a choice and a state passes between chunks.
 fn batch(vocabulary: usize) -> Batch {

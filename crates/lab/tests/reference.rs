@@ -1,17 +1,15 @@
 //! The f64 reference on all tiny models: against transformers, against the model in f32, and against finite
 //! differences of its own loss.
 
-mod common;
-mod tiny;
-
 use std::collections::BTreeMap;
 
 use ballast_checkpoint::layout::Form;
 use ballast_lab::reference::{Backward, Reference};
 use ballast_model::probe::Recorder;
 use ballast_model::{Batch, IndexerLoss, IndexerStage, LossOptions, Model, Recompute, Ties};
-use common::{MODELS, batch, golden, ids};
-use tiny::*;
+
+use crate::common::{MODELS, batch, golden, ids};
+use crate::tiny::*;
 
 /// Limit of gradient errors. qwen3_5 amplifies, as [`site_limit`] says: transformers' own are up to 2.9e-4
 /// away from f64 (A_log), the model's about as far, and more than a third of the tensors are beyond 1e-4 in

@@ -1,7 +1,5 @@
 //! Whole studies on golden models.
 
-mod common;
-
 use std::fs;
 
 use ballast_checkpoint::tensor_file::{Named, write_f32};
@@ -10,7 +8,8 @@ use ballast_lab::experiment::Arithmetic;
 use ballast_lab::{Choice, More, Training};
 use ballast_model::probe::Recorder;
 use ballast_model::{LazyCheckpoint, LossOptions, Model, Precision, Recompute};
-use common::{MODELS, batch, defaults, folder, golden, run, study};
+
+use crate::common::{MODELS, batch, defaults, folder, golden, run, study};
 
 #[test]
 fn every_model_has_a_whole_study() {

@@ -1,12 +1,11 @@
 //! Low-rank adapters on whole models.
 
-mod common;
-
 use std::fs;
 
 use ballast_model::params::Grads;
 use ballast_model::{LossOptions, Model, Plan, Recompute, Step};
-use common::{MODELS, batch, error, ids, load};
+
+use crate::common::{MODELS, batch, error, ids, load};
 
 const RANK: usize = 3;
 

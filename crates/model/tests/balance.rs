@@ -1,11 +1,10 @@
 //! Load-balancing loss of the routers, against transformers on whole models.
 
-mod common;
-
 use ballast_checkpoint::layout::Form;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_model::{LossOptions, Recompute, StepLoss};
-use common::{MODELS, batch, error, folder, load};
+
+use crate::common::{MODELS, batch, error, folder, load};
 
 #[test]
 fn loss_and_gradients_are_those_of_transformers() {

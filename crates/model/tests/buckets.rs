@@ -1,12 +1,11 @@
 //! Gradients in buckets, handed on when backward has completed them.
 
-mod common;
-
 use std::collections::HashSet;
 
 use ballast_model::params::{Bucket, Grads, Kind, Part};
 use ballast_model::{LossOptions, Model, Recompute};
-use common::{MODELS, batch, load};
+
+use crate::common::{MODELS, batch, load};
 
 type Seen = Vec<(Part, Kind, Vec<f32>)>;
 

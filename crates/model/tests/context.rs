@@ -1,7 +1,5 @@
 //! Context parallelism: a batch divided over ranks, against the same batch on one rank.
 
-mod common;
-
 use std::collections::BTreeMap;
 
 use ballast_cluster::{Group, Kind, threads};
@@ -9,7 +7,8 @@ use ballast_model::params::Weight;
 use ballast_model::{
     Batch, IndexerLoss, IndexerStage, LayerwiseRun, LossOptions, Model, Plan, Recompute, Step, StepLoss,
 };
-use common::{MODELS, ids, load};
+
+use crate::common::{MODELS, ids, load};
 
 const RECOMPUTE: [Recompute; 3] = [Recompute::None, Recompute::Selective, Recompute::Full];
 

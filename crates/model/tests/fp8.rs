@@ -1,7 +1,5 @@
 //! Models whose weights are stored in FP8 with a scale per block.
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,7 +8,8 @@ use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::{Checkpoint, fp8};
 use ballast_contract::{Dtype, Registry};
 use ballast_model::{Model, Precision};
-use common::{folder, ids};
+
+use crate::common::{folder, ids};
 
 fn write(source: &Arc<Checkpoint>, target: &Path, dtype: Dtype) {
     let registry = Registry::builtin();

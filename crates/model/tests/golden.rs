@@ -1,13 +1,12 @@
 //! Golden tests: logits, loss and every gradient of the tiny models, against values computed by transformers.
 
-mod common;
-
 use std::collections::BTreeMap;
 
 use ballast_checkpoint::layout::Form;
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_model::{Batch, LossOptions, Model, Precision, Recompute, Ties};
-use common::{batch, error, fixture, folder, golden, ids};
+
+use crate::common::{batch, error, fixture, folder, golden, ids};
 
 /// Largest allowed error of logits, which are 1 to 5 in size. qwen3_5 amplifies rounding: the f32 logits of
 /// transformers differ by 1.4e-4 from its own f64 logits (ratio 9.8e-6), so a smaller error cannot be

@@ -1,7 +1,5 @@
 //! New models.
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::fs;
 
@@ -10,8 +8,9 @@ use ballast_checkpoint::jobs::Silent;
 use ballast_model::params::{Init, Spec};
 use ballast_model::precision::Storage;
 use ballast_model::{Model, Precision, SaveOptions};
-use common::{MODELS, folder};
 use serde_json::Value;
+
+use crate::common::{self, MODELS, folder};
 
 fn json(model: &str) -> Value {
     serde_json::from_slice(&fs::read(folder(model).join("config.json")).unwrap()).unwrap()

@@ -1,11 +1,10 @@
 //! A run that stops between layers, with one layer's parameters in memory, has the bits of a run in
 //! one call.
 
-mod common;
-
 use ballast_model::params::Spec;
 use ballast_model::{LayerwiseRun, LazyCheckpoint, LossOptions, Model, Precision, Recompute};
-use common::{MODELS, batch, folder};
+
+use crate::common::{MODELS, batch, folder};
 
 fn is_in_layer(spec: &Spec, layer: usize) -> bool {
     spec.name.starts_with(&format!("layers.{layer}."))

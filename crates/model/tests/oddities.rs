@@ -1,16 +1,15 @@
 //! Features of single architectures: leaving one out changes the logits or is an error. golden.rs checks
 //! their values.
 
-mod common;
-
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use ballast_checkpoint::Checkpoint;
 use ballast_model::{Model, Precision};
-use common::{batch, error, golden, with_config};
 use serde_json::{Value, json};
+
+use crate::common::{batch, error, golden, with_config};
 
 /// A model, the feature or the expected words of the error, and a change of its config.json.
 type Case = (&'static str, &'static str, fn(&mut Value));

@@ -1,12 +1,11 @@
 //! Adapters in PEFT's file format.
 
-mod common;
-
 use std::fs;
 
 use ballast_checkpoint::tensor_file::write_f32;
-use common::{MODELS, folder, load};
 use serde_json::Value;
+
+use crate::common::{MODELS, folder, load};
 
 /// Saves an adapter of the tiny Qwen3.5 in a new folder.
 fn adapter() -> (tempfile::TempDir, std::path::PathBuf) {

@@ -1,7 +1,5 @@
 //! Protected tensors keep their bits through casts, files and presets, except where a preset rounds them.
 
-mod common;
-
 use std::sync::Arc;
 
 use ballast_checkpoint::Checkpoint;
@@ -13,7 +11,8 @@ use ballast_kernels::Rounding;
 use ballast_model::precision::{PRESETS, Storage};
 use ballast_model::probe::Recorder;
 use ballast_model::{Model, Precision, Site};
-use common::{MODELS, batch, error, fixture, folder, load};
+
+use crate::common::{self, MODELS, batch, error, fixture, folder, load};
 
 fn bits(model: &Model) -> Vec<u32> {
     let tensors = model.specs.protected.iter().zip(model.params.protected());

@@ -1,10 +1,9 @@
 //! Parameters as seen by a probe.
 
-mod common;
-
 use ballast_model::probe::Recorder;
 use ballast_model::{LossOptions, Probe, Recompute};
-use common::{MODELS, batch, load};
+
+use crate::common::{MODELS, batch, load};
 
 #[test]
 fn every_parameter_is_seen_once_in_the_type_and_with_the_values_that_are_used() {

@@ -1,12 +1,11 @@
 //! Properties that hold for every architecture.
 
-mod common;
-
 use ballast_kernels::Rounding;
 use ballast_model::{
     Batch, IndexerLoss, IndexerStage, LossOptions, Model, Plan, Precision, Recompute, Site, Step,
 };
-use common::{MODELS, batch, error, ids, load};
+
+use crate::common::{MODELS, batch, error, ids, load};
 
 fn gradients(
     model: &Model,

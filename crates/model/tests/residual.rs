@@ -1,11 +1,10 @@
 //! The site `residual`: the residual stream and its gradient.
 
-mod common;
-
 use ballast_kernels::Rounding;
 use ballast_model::probe::Recorder;
 use ballast_model::{Batch, LossOptions, Model, Plan, Precision, Recompute, Site, Step};
-use common::{MODELS, batch, error, folder, ids, load};
+
+use crate::common::{MODELS, batch, error, folder, ids, load};
 
 const ROUNDINGS: [Rounding; 3] = [Rounding::F32, Rounding::Bf16, Rounding::F16];
 const RECOMPUTE: [Recompute; 3] = [Recompute::None, Recompute::Selective, Recompute::Full];

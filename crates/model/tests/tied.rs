@@ -1,15 +1,14 @@
 //! Checkpoints that store the output head although it is tied to the embedding.
 
-mod common;
-
 use std::fs;
 use std::path::Path;
 
 use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::tensor_file::{Array, Named, TensorFile, write_f32};
 use ballast_model::{LazyCheckpoint, Model, Precision};
-use common::{batch, error, folder};
 use serde_json::{Value, json};
+
+use crate::common::{batch, error, folder};
 
 /// One model for each naming of embedding and head.
 const MODELS: [&str; 6] = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma2", "gemma4_dense", "deepseek_v32"];

@@ -1,14 +1,13 @@
 //! Every architecture trained in bf16: the loss falls, the protected-tensor check passes, checkpoints have
 //! the same bits.
 
-mod common;
-
 use std::path::Path;
 
 use ballast_model::{Batch, Model, Precision};
 use ballast_train::metrics::MetricsEntry;
-use common::{config, run};
 use serde_json::json;
+
+use crate::common::{config, run};
 
 fn trains(name: &str, extra: &[&str]) {
     let folder = tempfile::tempdir().unwrap();

@@ -1,13 +1,12 @@
 //! Injected faults are found at the right site before an update, and handled as configured.
 
-mod common;
-
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_model::Site;
 use ballast_model::params::Weight;
 use ballast_train::state::weights_checksum;
 use ballast_train::{Attempt, Trainer};
-use common::{Listener, config, run};
+
+use crate::common::{self, Listener, config, run};
 
 /// Sets an element of a weight of the model.
 fn poison(trainer: &mut Trainer, name: &str, element: usize, value: f32) {

@@ -1,10 +1,9 @@
 //! Adapters: nothing else changes, they resume with the same bits, and merging gives the same logits.
 
-mod common;
-
 use ballast_model::{Batch, Model, Precision};
 use ballast_train::{TrainConfig, Trainer};
-use common::{Listener, config, run};
+
+use crate::common::{Listener, config, run};
 
 fn adapted(folder: &std::path::Path, name: &str, extra: &[&str]) -> TrainConfig {
     let base = folder.join("base");

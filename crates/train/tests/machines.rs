@@ -1,12 +1,11 @@
 //! Ranks and their machines: folders that are not shared, and memory that is.
 
-mod common;
-
 use ballast_cluster::threads;
 use ballast_model::memory;
 use ballast_train::plan::MemoryPlan;
 use ballast_train::{Error, TrainConfig, Trainer, setup};
-use common::{Listener, config};
+
+use crate::common::{Listener, config};
 
 const STEP: [&str; 4] = ["batch.groups=4", "batch.accumulation=4", "batch.sequences=1", "steps=2"];
 

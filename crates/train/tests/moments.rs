@@ -1,11 +1,10 @@
 //! Masters beside bf16 weights, and moments in fewer bits than f32.
 
-mod common;
-
 use ballast_train::optimizer::{Master, Place, Stored};
 use ballast_train::state::weights_checksum;
 use ballast_train::{Attempt, Trainer};
-use common::{Listener, config};
+
+use crate::common::{Listener, config};
 
 fn bits(trainer: &Trainer) -> Vec<(String, Vec<u32>)> {
     let tensors = trainer.optimizer.tensors(&trainer.model).into_iter();

@@ -1,7 +1,5 @@
 //! Muon: the figures of torch.optim.Muon, and whole runs with it. fixtures/muon/make.py made the figures.
 
-mod common;
-
 use std::path::Path;
 
 use ballast_checkpoint::tensor_file::TensorFile;
@@ -11,7 +9,8 @@ use ballast_train::Trainer;
 use ballast_train::metrics::MetricsEntry;
 use ballast_train::optimizer::Place;
 use ballast_train::state::weights_checksum;
-use common::{Listener, config, run};
+
+use crate::common::{self, Listener, config, run};
 
 const MUON: &str = "optimizer.kind=muon";
 

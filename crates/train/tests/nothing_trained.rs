@@ -1,10 +1,9 @@
 //! Data with few or no trained tokens: skipped and counted, or an error if there are none.
 
-mod common;
-
 use ballast_train::metrics::{MetricsEntry, read};
 use ballast_train::{Error, Trainer};
-use common::{Listener, completions, on_files};
+
+use crate::common::{Listener, completions, on_files};
 
 fn refused(trainer: ballast_train::Result<Trainer>) -> String {
     match trainer.and_then(|mut trainer| trainer.run(&Listener::default())) {

@@ -1,13 +1,12 @@
 //! The plan of a run on several ranks against the run itself, on ranks that are threads.
 
-mod common;
-
 use std::collections::BTreeMap;
 
 use ballast_cluster::threads;
 use ballast_train::plan::{ClusterPlan, MemoryPlan, Rates};
 use ballast_train::{Attempt, TrainConfig, Trainer, setup};
-use common::{config, on_files};
+
+use crate::common::{config, on_files};
 
 const RATES: Rates = Rates { flops: 1e9, bandwidth: 1e9, latency: 1e-6 };
 

@@ -1,12 +1,11 @@
 //! Runs over several ranks, which are threads here: the same bits for any number of them.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 
 use ballast_cluster::threads;
 use ballast_train::Trainer;
-use common::{Listener, config};
+
+use crate::common::{Listener, config};
 
 /// Files whose bytes must not depend on the ranks.
 const FILES: [&str; 2] = ["model/model.safetensors", "model/config.json"];

@@ -1,13 +1,12 @@
 //! Save and resume: the same bits, and no partial files.
 
-mod common;
-
 use std::fs;
 use std::path::Path;
 
 use ballast_train::state::weights_checksum;
 use ballast_train::{TrainConfig, Trainer};
-use common::{Listener, config, run};
+
+use crate::common::{Listener, config, run};
 
 fn pool(threads: usize) -> rayon::ThreadPool {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap()

@@ -1,13 +1,12 @@
 //! Settings of a resumed run: applied from the next step on, or refused. None is recorded and ignored.
 
-mod common;
-
 use std::path::Path;
 
 use ballast_train::config::{KEYS, OnResume, on_resume};
 use ballast_train::metrics::MetricsEntry;
 use ballast_train::{TrainConfig, Trainer};
-use common::{Listener, config, on_files, run};
+
+use crate::common::{Listener, config, on_files, run};
 
 enum Expected {
     /// It applies.

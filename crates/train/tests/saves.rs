@@ -1,7 +1,5 @@
 //! Checkpoints are lost never, rewritten only when they would differ, and what a run says about them is true.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -10,7 +8,8 @@ use std::path::{Path, PathBuf};
 use ballast_model::params::Weight;
 use ballast_train::metrics::{MetricsEntry, read};
 use ballast_train::{Error, TrainConfig, Trainer};
-use common::{Listener, config, run};
+
+use crate::common::{Listener, config, run};
 
 /// Every file below a folder: which file it is, and its content.
 fn files(folder: &Path) -> BTreeMap<PathBuf, (u64, Vec<u8>)> {

@@ -1,10 +1,9 @@
 //! Steps: a mean over all tokens, however they are divided; spikes; frozen parameters.
 
-mod common;
-
 use ballast_model::{Model, Precision};
 use ballast_train::{Attempt, Trainer};
-use common::{config, run};
+
+use crate::common::{config, run};
 
 #[test]
 fn a_step_in_micro_batches_is_the_step_in_one() {

@@ -1,11 +1,10 @@
 //! Updates: nothing changes without a gradient, no value becomes non-finite, and skipping has a limit.
 
-mod common;
-
 use ballast_model::Model;
 use ballast_train::state::weights_checksum;
 use ballast_train::{Attempt, Error, Trainer};
-use common::{Listener, config};
+
+use crate::common::{self, Listener, config};
 
 fn trainer(folder: &std::path::Path, settings: &[&str]) -> Trainer {
     Trainer::new(config(folder, settings)).unwrap()

@@ -1,6 +1,10 @@
 //! Helpers for the integration tests: small checkpoints, written and read with the independent `safetensors`
 //! crate.
-#![allow(dead_code)] // not every test file uses every helper
+
+#[cfg(feature = "hub")]
+pub mod server;
+#[cfg(feature = "hub")]
+pub mod stage;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

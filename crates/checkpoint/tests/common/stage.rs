@@ -1,5 +1,4 @@
 //! A model of several shards on a hub of our own, and settings that make tests fast.
-#![allow(dead_code)] // not every test file uses every helper
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,7 +9,7 @@ use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::synthetic::SyntheticModel;
 use ballast_checkpoint::{Checkpoint, Error};
 
-use crate::server::{FakeHub, Request, name_etag};
+use super::server::{FakeHub, Request, name_etag};
 
 pub const TOKEN: &str = "hf_TopSecretTokenOfTheTest";
 pub const ADDRESS: &str = "hf://org/model";

@@ -1,8 +1,5 @@
 //! Runs the binary in a scratch folder and inspects the files it leaves.
 
-// Every test file uses a part of this.
-#![allow(dead_code)]
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -257,7 +254,7 @@ pub(crate) fn permissions_do_not_bind(folder: &Path) -> bool {
 const SMALL_DISK: &str = "BALLAST_TEST_SMALL_DISK";
 
 /// Calls `body` with the path of a separate disk of this size. This needs a mount namespace: the test called
-/// `test` is run again inside one. If the system allows none, the test prints that and passes.
+/// `test`, with its module, is run again inside one. If the system allows none, the test prints that and passes.
 pub(crate) fn on_small_disk(test: &str, size: &str, body: impl FnOnce(&Path)) {
     if let Some(disk) = std::env::var_os(SMALL_DISK) {
         return body(Path::new(&disk));

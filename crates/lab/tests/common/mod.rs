@@ -1,5 +1,4 @@
 //! Helpers of the lab's tests.
-#![allow(dead_code)] // each test file uses its own part
 
 use std::path::{Path, PathBuf};
 

@@ -1,5 +1,4 @@
 //! Shared code of the tests of whole models.
-#![allow(dead_code)] // each test file uses its own part
 
 use std::fs;
 use std::path::{Path, PathBuf};

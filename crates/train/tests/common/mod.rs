@@ -1,7 +1,5 @@
 //! Helpers for the tests of runs.
 
-#![allow(dead_code)]
-
 use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Mutex;

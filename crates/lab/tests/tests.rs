@@ -1,0 +1,9 @@
+//! The integration tests of the lab: one binary, because linking takes longer than most of them.
+
+mod common;
+mod tiny;
+
+mod choices;
+mod policies;
+mod reference;
+mod studies;
