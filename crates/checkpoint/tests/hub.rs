@@ -252,11 +252,9 @@ fn a_stalled_answer_is_given_up() {
     let model = stage.model();
     stage.hub.set_fault(move |request| {
         let response = Response::file(request, &model.join("config.json"), "x");
-        is_shard(request).then(|| response.stall(Duration::from_secs(20)))
+        is_shard(request).then(|| response.stall())
     });
-    let begun = Instant::now();
     let error = stage.open().unwrap_err();
-    assert!(begun.elapsed() < Duration::from_secs(10));
     assert_says(&error, &["model-0000"]);
     // A server that accepts and says nothing.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

@@ -14,7 +14,7 @@ use ballast_checkpoint::synthetic::SyntheticModel;
 use ballast_checkpoint::{Checkpoint, Error, ErrorKind};
 use ballast_contract::{Dtype, Registry};
 
-use crate::common::{Run, Scratch, ballast, on_small_disk, run, snapshot};
+use crate::common::{Scratch, ballast, on_small_disk, run, snapshot};
 
 /// A checkpoint of some 3 MB in one shard at `src`.
 fn scratch_with_model() -> Scratch {
@@ -234,19 +234,12 @@ fn a_shard_that_was_touched_while_it_was_converted_is_an_error_that_leaves_nothi
     assert_eq!(fs::read_dir(scratch.path("")).unwrap().count(), 1, "only src is there");
 }
 
-/// Runs the binary under limits of the shell, such as `ulimit -v 100000`.
-fn under(limits: &str, scratch: &Scratch, args: &[&str]) -> Run {
-    let mut shell = std::process::Command::new("sh");
-    shell.args(["-c", &format!("{limits} && exec \"$0\" \"$@\" --quiet"), env!("CARGO_BIN_EXE_ballast")]);
-    run(shell.args(args).current_dir(scratch.path("")))
-}
-
 #[test]
 fn a_file_beyond_the_allowed_size_is_an_error_that_leaves_nothing() {
     let scratch = scratch_with_model();
     let before = scratch.snapshot();
     let words = ["model.safetensors: cannot ", "File too large"];
-    under("ulimit -f 64", &scratch, &["convert", "src", "dst", "--dtype", "f32"]).exits(4).says(&words);
+    scratch.run_under("-f 64", &["convert", "src", "dst", "--dtype", "f32"]).exits(4).says(&words);
     assert!(scratch.snapshot() == before, "something was left");
 }
 
@@ -255,8 +248,8 @@ fn threads_that_cannot_start_are_an_error() {
     let scratch = scratch_with_model();
     for command in [&["audit", "src"][..], &["convert", "src", "dst", "--force"]] {
         // Every thread takes a stack of 2 MiB of address space.
-        let limits = (30..100).step_by(10).map(|mebibytes| format!("ulimit -v {}", mebibytes << 10));
-        let runs = limits.map(|limit| under(&limit, &scratch, &[command, &["--threads", "16"]].concat()));
+        let limits = (30..100).step_by(10).map(|mebibytes| format!("-v {}", mebibytes << 10));
+        let runs = limits.map(|limit| scratch.run_under(&limit, &[command, &["--threads", "16"]].concat()));
         let refused: Vec<_> = runs.filter(|run| run.stderr.contains("cannot start a thread")).collect();
         assert!(!refused.is_empty(), "{command:?} started its threads under every limit");
         for run in refused {
@@ -271,7 +264,7 @@ fn every_limit_of_memory_is_success_or_exit_code_4() {
     let (mut done, mut refused) = (0, 0);
     // With less, the loader cannot map the program.
     let starts = |mebibytes: &u32| {
-        let run = under(&format!("ulimit -v {}", mebibytes << 10), &scratch, &["--version"]);
+        let run = scratch.run_under(&format!("-v {}", mebibytes << 10), &["--version"]);
         [0, 4].map(Some).contains(&run.code)
     };
     let least = (20..100).find(starts).expect("the program starts in 100 MiB");
@@ -279,7 +272,7 @@ fn every_limit_of_memory_is_success_or_exit_code_4() {
         let out = format!("run-{mebibytes}");
         for args in [&["train", "--steps", "1", "--out", &out][..], &["convert", "src", "dst", "--force"]] {
             let args = [args, &["--threads", "2"]].concat();
-            let run = under(&format!("ulimit -v {}", mebibytes << 10), &scratch, &args);
+            let run = scratch.run_under(&format!("-v {}", mebibytes << 10), &args);
             let explained =
                 ["not enough memory", "cannot start a thread"].iter().any(|why| run.stderr.contains(why));
             match run.code {

@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::common::{self, Run, ballast, run};
 
@@ -64,9 +64,8 @@ fn assert_equal(a: &Path, b: &Path) {
 }
 
 /// Process ids of the ranks of a job, by rank.
-fn ranks_of(job: &Child, count: usize) -> Vec<u32> {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while Instant::now() < deadline {
+fn ranks_of(job: &mut Child, count: usize) -> Vec<u32> {
+    while running(job) {
         let mut found: Vec<(usize, u32)> = Vec::new();
         for entry in fs::read_dir("/proc").unwrap().flatten() {
             let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else { continue };
@@ -88,29 +87,32 @@ fn ranks_of(job: &Child, count: usize) -> Vec<u32> {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    panic!("the ranks did not start");
+    panic!("the job ended before its ranks were found");
 }
 
 fn signal(pid: u32, signal: &str) {
     assert!(Command::new("kill").args([signal, &pid.to_string()]).status().unwrap().success());
 }
 
-/// Waits for the end of a job; its exit code, output and duration.
-fn end(job: Child) -> (Option<i32>, String, Duration) {
-    let started = Instant::now();
+/// Waits for the end of a job; its exit code and output.
+fn end(job: Child) -> (Option<i32>, String) {
     let output = job.wait_with_output().unwrap();
-    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned(), started.elapsed())
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-/// Waits until a run has recorded this many steps.
-fn wait_for_steps(out: &Path, steps: usize) {
-    let deadline = Instant::now() + Duration::from_secs(120);
+/// Returns true until a job has ended.
+fn running(job: &mut Child) -> bool {
+    job.try_wait().unwrap().is_none()
+}
+
+/// Waits until a job has recorded this many steps.
+fn wait_for_steps(job: &mut Child, out: &Path, steps: usize) {
     let recorded = || {
         fs::read_to_string(out.join("metrics.jsonl"))
             .map_or(0, |text| text.matches("\"gradient_norm\"").count())
     };
     while recorded() < steps {
-        assert!(Instant::now() < deadline, "{} steps were recorded, expected {steps}", recorded());
+        assert!(running(job), "the job ended after {} steps, expected {steps}", recorded());
         std::thread::sleep(Duration::from_millis(2));
     }
 }
@@ -166,15 +168,15 @@ fn a_killed_rank_ends_the_job_and_the_resumed_run_has_the_bits_of_one_never_stop
     let mut resumed = 0;
     for round in 0..kills {
         let out = folder.path().join(format!("killed-{round}"));
-        let job = start(&mut mpirun(4, &train(&out, &settings)));
-        let ranks = ranks_of(&job, 4);
+        let mut job = start(&mut mpirun(4, &train(&out, &settings)));
+        let ranks = ranks_of(&mut job, 4);
         // Moments that cover the run, in an order that looks random, also within a step and while files are written.
-        wait_for_steps(&out, 3 + round * 7919 % 30);
+        wait_for_steps(&mut job, &out, 3 + round * 7919 % 30);
         std::thread::sleep(Duration::from_millis((round * 13 % 23) as u64));
         signal(ranks[(round * 3 + 1) % 4], "-9");
-        let (code, text, time) = end(job);
+        let (code, text) = end(job);
         assert_ne!(code, Some(0), "round {round}: the run ended before the signal");
-        assert!(time < Duration::from_secs(10), "{time:?}: {text}");
+        assert!(!text.contains("has not answered"), "the ranks waited for the killed one: {text}");
         for checkpoint in steps_saved(&out) {
             for file in
                 ["state.json", "optimizer.safetensors", "model/model.safetensors", "model/config.json"]
@@ -200,14 +202,12 @@ fn a_rank_that_stops_answering_ends_the_job_with_its_number() {
     let _turn = turn();
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("run");
-    let job = start(&mut mpirun(4, &train(&out, &["steps=100000", "cluster.timeout=3"])));
-    let ranks = ranks_of(&job, 4);
-    wait_for_steps(&out, 2);
+    let mut job = start(&mut mpirun(4, &train(&out, &["steps=100000", "cluster.timeout=3"])));
+    let ranks = ranks_of(&mut job, 4);
+    wait_for_steps(&mut job, &out, 2);
     signal(ranks[2], "-STOP");
-    let (code, text, time) = end(job);
+    let (code, text) = end(job);
     assert_ne!(code, Some(0));
-    // After the time limit, mpirun takes its time to end the stopped process.
-    assert!(time < Duration::from_secs(40), "{time:?}");
     assert!(text.contains("rank 2 has not answered for 3 s (cluster.timeout)"), "{text}");
 }
 
@@ -238,10 +238,10 @@ fn an_interrupt_saves_once_and_the_run_can_be_resumed() {
     alone(&train(&whole, &settings));
     // The job has time to save.
     let mut command = mpirun(2, &train(&out, &settings));
-    let job = start(command.env("OMPI_MCA_odls_base_sigkill_timeout", "30"));
-    wait_for_steps(&out, 2);
+    let mut job = start(command.env("OMPI_MCA_odls_base_sigkill_timeout", "30"));
+    wait_for_steps(&mut job, &out, 2);
     signal(job.id(), "-INT");
-    let (code, text, _) = end(job);
+    let (code, text) = end(job);
     assert_ne!(code, Some(0), "{text}");
     assert_eq!(steps_saved(&out).len(), 1, "{text}");
     run(&mut mpirun(4, &resume(&out))).exits(0);
@@ -364,11 +364,10 @@ fn an_error_of_one_rank_ends_all_with_its_code_and_text() {
     let program = PathBuf::from(ballast([""; 0]).get_program());
     let mut args = train(&scratch.path("out"), &["data.validation_fraction=0", "steps=1"]);
     args.extend(["--model".into(), scratch.src().display().to_string(), "--data".into(), "data.txt".into()]);
-    let started = Instant::now();
     let ended = run(&mut mpirun_of_two([&folders[0], &folders[1]], [&program, &program], &args));
     assert_eq!(ended.code, Some(3), "{}", ended.stderr);
     assert!(ended.stderr.contains("rank 1: data.txt: cannot open"), "{}", ended.stderr);
-    assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
+    assert!(!ended.stderr.contains("has not answered"), "{}", ended.stderr);
 }
 
 #[test]

@@ -44,15 +44,15 @@ pub struct Response {
     pub body: Body,
     /// The connection is closed after this many bytes of the body.
     pub cut_after: Option<u64>,
-    /// Nothing is sent for this long after the first byte of the body.
-    pub stall: Option<Duration>,
+    /// Nothing is sent after the first byte of the body until the client hangs up.
+    pub stall: bool,
 }
 
 impl Response {
     pub fn new(status: u16, body: impl Into<Vec<u8>>) -> Response {
         let body = body.into();
         let length = body.len();
-        Response { status, headers: Vec::new(), body: Body::Bytes(body), cut_after: None, stall: None }
+        Response { status, headers: Vec::new(), body: Body::Bytes(body), cut_after: None, stall: false }
             .with("content-length", &length.to_string())
     }
 
@@ -67,8 +67,8 @@ impl Response {
         Response { cut_after: Some(bytes), ..self }
     }
 
-    pub fn stall(self, time: Duration) -> Response {
-        Response { stall: Some(time), ..self }
+    pub fn stall(self) -> Response {
+        Response { stall: true, ..self }
     }
 
     /// A file, or the range of it that was asked for.
@@ -82,7 +82,7 @@ impl Response {
             None => (200, 0, total),
         };
         let body = Body::File(path.into(), at, length);
-        let response = Response { status, headers: Vec::new(), body, cut_after: None, stall: None }
+        let response = Response { status, headers: Vec::new(), body, cut_after: None, stall: false }
             .with("content-length", &length.to_string())
             .with("etag", &format!("\"{etag}\""));
         match status {
@@ -108,9 +108,9 @@ impl Response {
                 (Box::new(file), length)
             }
         };
-        if let Some(time) = self.stall {
+        if self.stall {
             std::io::copy(&mut (&mut body).take(1), stream)?;
-            std::thread::sleep(time);
+            stream.read_to_end(&mut Vec::new())?;
             return Ok(false);
         }
         let sent = self.cut_after.unwrap_or(length).min(length);

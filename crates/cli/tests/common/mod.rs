@@ -130,6 +130,14 @@ impl Scratch {
         run(ballast(args).current_dir(self.folder.path()))
     }
 
+    /// Runs the binary inside the scratch folder under a limit of the shell, such as `-v 100000` for `ulimit`.
+    pub(crate) fn run_under(&self, limit: &str, args: &[&str]) -> Run {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &format!("ulimit {limit} && exec \"$0\" \"$@\"")]);
+        let ballast = ballast(args);
+        run(shell.arg(ballast.get_program()).args(ballast.get_args()).current_dir(self.path("")))
+    }
+
     /// Every path below the scratch folder with its content.
     pub(crate) fn snapshot(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         snapshot(self.folder.path())
