@@ -98,9 +98,9 @@ def experts():
     own = total(eight, "weights, own", "masters", "moments", "gradient sums")
     passing, time = total(eight, "weights gathered", "messages"), eight["time"]
     hidden = 100 * (1 - time["waiting"] / time["messages"])
-    text += (f"\nFor all parameters on 8 machines, what a rank owns (weights, masters, moments, gradient sums) has "
-             f"{own:.0f} GiB; gathered layers and messages under way have {passing:.0f} GiB. The plan hides {hidden:.0f} % "
-             "of the messages behind computing.\n")
+    text += (f"\nFor all parameters on 8 machines, a rank owns {own:.0f} GiB (weights, masters, moments, gradient sums); "
+             f"gathered layers and messages in flight take {passing:.0f} GiB. Computation hides {hidden:.0f} % of the "
+             "communication.\n")
     return text
 
 

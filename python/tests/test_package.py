@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import ballast
 from ballast import _native
@@ -78,6 +79,8 @@ def test_the_metadata_names_the_authors() -> None:
 def test_the_package_is_typed_and_has_the_version_of_the_library() -> None:
     assert (PACKAGE / "py.typed").exists()
     assert importlib.metadata.version("ballast-ml") == ballast.__version__ == _native.VERSION
+    assert f"\nversion: {ballast.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"*Ballast*, version {ballast.__version__}." in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_base_package_has_no_dependencies() -> None:

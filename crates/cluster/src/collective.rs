@@ -1,12 +1,12 @@
 //! Collective operations of a group.
 //!
-//! Every operation sends first and waits then, straight from rank to rank:
+//! Every operation sends all its messages before it waits, directly from rank to rank:
 //! ```text
-//! all_gather       everyone sends its part to all others                (n - 1) own part
-//! reduce_scatter   everyone sends part j to rank j, which adds in the order of a tree
-//! all_reduce       both, one after the other
+//! all_gather       each rank sends its part to all others: (n - 1) times the bytes of the part
+//! reduce_scatter   each rank sends part j to rank j, which adds the terms in the order of a tree
+//! all_reduce       a reduce_scatter, then an all_gather
 //! ```
-//! `start_*` returns before the messages have arrived, so that they travel while the caller computes.
+//! `start_*` returns before the messages have arrived, so that communication overlaps computation.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use crate::group::{Group, Receive};
 use crate::traffic::Kind;
 use crate::tree::tree_sum;
 
-/// An all-gather that was started.
+/// An all-gather in flight.
 #[derive(Debug)]
 #[must_use]
 pub struct Gather {
@@ -23,7 +23,7 @@ pub struct Gather {
     others: Vec<Option<Receive>>,
 }
 
-/// A reduce-scatter that was started.
+/// A reduce-scatter in flight.
 #[derive(Debug)]
 #[must_use]
 pub struct ReduceScatter {
@@ -39,7 +39,7 @@ pub fn even_parts(len: usize, parts: usize) -> Vec<Range<usize>> {
 }
 
 impl Group {
-    /// Starts to gather a part from every rank; `lens` are the lengths of the parts in bytes.
+    /// Starts an all-gather of one part per rank; `lens` are the lengths of the parts in bytes.
     pub fn start_all_gather(&self, kind: Kind, own: Vec<u8>, lens: &[usize]) -> Result<Gather> {
         for to in self.others() {
             if !own.is_empty() {
@@ -54,7 +54,7 @@ impl Group {
         Ok(Gather { own: Some(own), others })
     }
 
-    /// Waits for the parts of an all-gather, by rank.
+    /// Waits for an all-gather and returns the parts, by rank.
     pub fn finish_all_gather(&self, gather: Gather) -> Result<Vec<Vec<u8>>> {
         let Gather { mut own, others } = gather;
         let part = |(from, receive): (usize, Option<Receive>)| match receive {
@@ -71,7 +71,7 @@ impl Group {
         self.finish_all_gather(gather)
     }
 
-    /// Gathers a part from every rank, whose lengths are not known.
+    /// Gathers a part of unknown length from every rank.
     pub fn all_gather_any(&self, kind: Kind, own: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         let length = (own.len() as u64).to_le_bytes().to_vec();
         let lens = self.all_gather(kind, length, &vec![8; self.size()])?;
@@ -105,7 +105,7 @@ impl Group {
         Ok(ReduceScatter { own: values[own].to_vec(), others, inner: inner.max(1) })
     }
 
-    /// Waits for the terms of a reduce-scatter and returns the sum of the own part.
+    /// Waits for the terms of a reduce-scatter and returns the sum of this rank's part.
     pub fn finish_reduce_scatter(&self, reduction: ReduceScatter) -> Result<Vec<f32>> {
         let ReduceScatter { own, others, inner } = reduction;
         if own.is_empty() {
@@ -142,7 +142,7 @@ impl Group {
         Ok(all.iter().flat_map(|part| floats(part)).collect())
     }
 
-    /// Gathers f64 values of every rank; all have as many.
+    /// Gathers f64 values from every rank; all ranks have the same number.
     pub fn all_gather_f64(&self, kind: Kind, own: &[f64]) -> Result<Vec<Vec<f64>>> {
         let bytes = bytemuck::cast_slice(own).to_vec();
         let all = self.all_gather(kind, bytes, &vec![8 * own.len(); self.size()])?;
@@ -156,20 +156,20 @@ impl Group {
         Ok(std::mem::take(&mut all[root]))
     }
 
-    /// Waits until all ranks have come here.
+    /// Waits until all ranks have reached this call.
     pub fn barrier(&self) -> Result {
         self.all_gather(Kind::Control, vec![0], &vec![1; self.size()])?;
         Ok(())
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
-        // The next rank first, so that the ranks do not all send to the same one.
+        // Start with the next rank, so that the ranks do not all send to the same one.
         let (rank, size) = (self.rank(), self.size());
         (1..size).map(move |step| (rank + step) % size)
     }
 }
 
-/// The f32 of a message, whose memory may have any alignment.
+/// The f32 values of a message, copied because its bytes may have any alignment.
 fn floats(bytes: &[u8]) -> Vec<f32> {
     bytemuck::allocation::pod_collect_to_vec(bytes)
 }
@@ -282,7 +282,7 @@ mod tests {
     fn a_rank_that_stopped_is_named_by_all_others() {
         let results = threads::run_with_timeout(4, Duration::from_secs(2), |group| {
             if group.rank() == 2 {
-                // Sends to rank 3 alone, as one that stops in the middle of an operation.
+                // Sends only to rank 3, like a rank that stops in the middle of an operation.
                 group.send(3, Kind::Control, vec![0]).unwrap();
                 std::thread::sleep(Duration::from_secs(4));
                 return Ok(());
@@ -298,7 +298,7 @@ mod tests {
     #[test]
     fn a_rank_that_waited_before_it_stopped_is_named() {
         let results = threads::run_with_timeout(3, Duration::from_secs(2), |group| {
-            // Rank 1 says that it waits for rank 2.
+            // Rank 1 reports that it waits for rank 2.
             if group.rank() == 2 {
                 std::thread::sleep(Duration::from_millis(800));
             }
@@ -367,8 +367,8 @@ mod tests {
         assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
     }
 
-    /// After rank 1 has computed for long, each rank waits for the one after it, because the message of rank 2 to rank
-    /// 1 takes its time.
+    /// After rank 1 has computed for a long time, each rank waits for the next one, because the message from rank 2 to
+    /// rank 1 is slow.
     #[test]
     fn ranks_that_wait_for_a_message_on_its_way_are_not_taken_for_stopped() {
         let on_its_way = |seconds: u64| std::thread::sleep(Duration::from_secs(seconds));

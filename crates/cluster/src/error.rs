@@ -6,7 +6,7 @@ pub type Result<T = (), E = Error> = std::result::Result<T, E>;
 /// A failed message between ranks.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Error {
-    /// A rank did not answer in time.
+    /// A rank did not respond in time.
     #[error(
         "rank {rank} has not answered for {seconds} s (cluster.timeout); it may have stopped, or its machine is \
          unreachable"

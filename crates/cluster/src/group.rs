@@ -1,4 +1,4 @@
-//! Ranks that work together: point-to-point messages with a time limit.
+//! Groups of ranks: point-to-point messages with a time limit.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,15 +8,15 @@ use crate::presence::{INTERVAL, Presence, Pulse};
 use crate::traffic::{Kind, Traffic};
 use crate::transport::{Solo, Ticket, Transport};
 
-/// Time after the time limit in which ranks tell each other for whom they wait, before one is named.
+/// Time after the time limit in which ranks tell each other for whom they wait, before a rank is named.
 const LISTENING: Duration = Duration::from_millis(1500);
 
-/// Some ranks of a cluster. All members must call the collective operations of a group in the same order.
+/// A group of ranks. All members must call the collective operations of a group in the same order.
 #[derive(Clone, Debug)]
 pub struct Group {
     transport: Arc<dyn Transport>,
     traffic: Arc<Traffic>,
-    /// Ranks of the members in the whole cluster.
+    /// Ranks of the members in the cluster.
     members: Arc<[usize]>,
     /// Index of this process among the members.
     rank: usize,
@@ -25,7 +25,7 @@ pub struct Group {
     presence: Arc<Presence>,
 }
 
-/// A message that is expected.
+/// A receive in flight.
 #[derive(Debug)]
 #[must_use]
 pub struct Receive {
@@ -35,20 +35,20 @@ pub struct Receive {
 }
 
 impl Group {
-    /// A group of one process.
+    /// Returns a group of one process.
     pub fn solo() -> Group {
         Group::world(Arc::new(Solo), Duration::MAX)
     }
 
-    /// The group of all ranks. A rank that others wait for and that says nothing for `timeout` is an error.
+    /// Returns the group of all ranks. If a rank that others wait for is silent for `timeout`, that is an error.
     pub fn world(transport: Arc<dyn Transport>, timeout: Duration) -> Group {
         let (rank, members) = (transport.rank(), (0..transport.size()).collect());
         let presence = Arc::new(Presence::new(transport.clone()));
         Group { transport, traffic: Arc::default(), members, rank, channel: 1, timeout, presence }
     }
 
-    /// A group of some of these ranks, this one among them, in this order. Groups that exist at the same time and share
-    /// two ranks need different `number`s, from 1.
+    /// Returns a group of some of these ranks, in this order, which must include this rank. Groups that exist at the
+    /// same time and share two ranks need different `number`s, from 1.
     ///
     /// # Panics
     /// If this rank is not a member, or a member is not in this group.
@@ -63,12 +63,12 @@ impl Group {
         self.timeout = timeout;
     }
 
-    /// Index of this process in the group.
+    /// Returns the index of this process in the group.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.members.len()
     }
@@ -78,7 +78,7 @@ impl Group {
         self.rank == 0
     }
 
-    /// Bytes sent and time waited by this process, in all groups.
+    /// Returns the bytes sent and the time waited by this process, in all groups.
     pub fn traffic(&self) -> &Traffic {
         &self.traffic
     }
@@ -114,26 +114,26 @@ impl Group {
         Ok(bytes)
     }
 
-    /// Tells the other ranks regularly that this one is there, until the result is dropped. They wait for it beyond the
-    /// time limit, however long it computes or writes a file.
+    /// Sends heartbeats to the other ranks until the result is dropped. They wait for this rank beyond the time limit,
+    /// however long it computes or writes a file.
     pub fn pulse(&self) -> Result<Pulse> {
         Pulse::start(self.presence.clone())
     }
 
-    /// Returns true if all messages of this process have left. A call now and then moves large messages forward while
-    /// the caller computes.
+    /// Returns true if all messages of this process are sent. Occasional calls let large messages progress while the
+    /// caller computes.
     pub fn is_flushed(&self) -> Result<bool> {
         self.transport.is_flushed()
     }
 
-    /// Waits until all messages of this process have left.
+    /// Waits until all messages of this process are sent.
     pub fn flush(&self) -> Result {
         let left = || Ok(self.transport.is_flushed()?.then_some(()));
         self.wait_until(self.transport.rank(), left, || self.presence.undelivered(self.timeout))
     }
 
-    /// Calls `look` until it finds something. After the time limit the others are told that this rank waits for `whom`,
-    /// and the wait ends with a `fault` if there is one.
+    /// Polls `look` until it returns a value. After the time limit this rank tells the others that it waits for `whom`,
+    /// and the wait ends with the error of `fault` if there is one.
     fn wait_until<R>(
         &self,
         whom: usize,
@@ -149,8 +149,8 @@ impl Group {
                 let waited = started.elapsed();
                 if waited - told > INTERVAL {
                     told = waited;
-                    // Before the time limit it is alive: ranks that wait for messages on their way may seem to wait
-                    // for each other in a circle.
+                    // Until the time limit this rank counts as alive: ranks that wait for messages in flight may
+                    // seem to wait for each other in a circle.
                     self.presence.set_overdue((waited > self.timeout).then_some(whom));
                     self.presence.tell()?;
                     self.presence.hear(Duration::ZERO)?;
@@ -170,7 +170,7 @@ impl Group {
     }
 }
 
-/// Waits for a moment: at first without giving up the core, then longer and longer.
+/// Waits for a moment: spins at first, then yields the core, then sleeps longer and longer.
 fn pause(turn: u32) {
     match turn {
         0..64 => std::hint::spin_loop(),

@@ -2,11 +2,10 @@
 //!
 //! ```text
 //! Transport   moves bytes between two ranks: Solo (one process), threads (tests), MPI (ballast-mpi)
-//! Group       collective operations of some ranks on a transport, with a time limit and byte counts
-//! TreeSum     a sum in the order of a binary tree, by which the bits of a result are fixed
+//! Group       collective operations of a group of ranks, with a time limit and byte counts
+//! TreeSum     a sum in the order of a binary tree, which fixes the bits of a result
 //! ```
-//! Nothing depends on the order in which messages arrive: a sum waits for all its terms and adds them in a
-//! fixed tree.
+//! Results do not depend on the order of arrival: a sum waits for all its terms and adds them in a fixed tree.
 //!
 //! # Example
 //! ```

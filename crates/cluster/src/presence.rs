@@ -1,12 +1,13 @@
-//! Which ranks are there: what each says about itself, and who holds up the others.
+//! Heartbeats: the state that each rank reports, and the rank that blocks the others.
 //!
 //! ```text
 //! ALIVE      the rank computes, reads or writes files, or waits for another within the time limit
-//! a number   the rank has waited for this one for longer than the time limit
+//! a number   the rank has waited for rank `number` for longer than the time limit
 //! nothing    the rank has stopped, or its machine is unreachable
 //! ```
-//! A step may take hours, and ranks with longer documents take longer than others, so time alone says nothing about a
-//! rank. A thread of each process speaks while its others compute ([`Pulse`]); only silence counts.
+//! A step may take hours, and ranks with longer documents take longer than others, so time alone does not show that a
+//! rank has stopped. A thread of each process sends heartbeats while the others compute ([`Pulse`]); only silence
+//! counts.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,28 +19,28 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::transport::Transport;
 
-/// Channel of what ranks say about themselves.
+/// Channel of the heartbeats.
 pub const PRESENCE: u16 = 0;
 
-/// Time between two messages of a rank about itself.
+/// Time between two heartbeats of a rank.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(500);
 
 const ALIVE: u64 = u64::MAX;
 
-/// The words of this rank about itself, and those heard from others.
+/// The state that this rank reports, and the reports of the others.
 #[derive(Debug)]
 pub(crate) struct Presence {
     transport: Arc<dyn Transport>,
-    /// [`ALIVE`], or the rank that this one has waited for too long.
+    /// [`ALIVE`], or the rank for which this one has waited too long.
     says: AtomicU64,
     heard: Mutex<Heard>,
 }
 
 #[derive(Debug, Default)]
 struct Heard {
-    /// Last words of each rank, and when they were read.
+    /// Last report of each rank, and the time at which it was read.
     by_rank: BTreeMap<usize, (u64, Instant)>,
-    /// Time of the last look.
+    /// Time of the last read.
     read: Option<Instant>,
 }
 
@@ -57,19 +58,19 @@ impl Presence {
         self.heard.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Sets what this rank says from now on: that it waits for another since too long, or that it is alive.
+    /// Sets the report of this rank from now on: the rank for which it has waited too long, or alive.
     pub(crate) fn set_overdue(&self, whom: Option<usize>) {
         self.says.store(whom.map_or(ALIVE, |rank| rank as u64), Ordering::SeqCst);
     }
 
-    /// Tells all ranks of the cluster about this one.
+    /// Sends this rank's report to all other ranks.
     pub(crate) fn tell(&self) -> Result {
         let bytes = self.says.load(Ordering::SeqCst).to_le_bytes();
         self.others().try_for_each(|rank| self.transport.start_send(rank, PRESENCE, bytes.to_vec()))
     }
 
-    /// Reads what others have said, if the last look is `interval` ago. Regularly, because unread messages pile up in
-    /// the transport, and what they say becomes old.
+    /// Reads the reports of the others, unless the last read was less than `interval` ago. Must be called regularly,
+    /// because unread messages pile up in the transport and reports become old.
     pub(crate) fn hear(&self, interval: Duration) -> Result {
         if self.transport.size() == 1 {
             return Ok(());
@@ -90,8 +91,8 @@ impl Presence {
         Ok(())
     }
 
-    /// The rank that holds up this one, which waits for `first`: that rank, or the one that it waits for, and so on.
-    /// It has been silent for `timeout`, or waits for this one. `None` if a rank on the way is alive.
+    /// Returns the rank that blocks this one, which waits for `first`: that rank, or the one for which it waits, and so
+    /// on. It has been silent for `timeout`, or waits for this one. `None` if a rank of that chain is alive.
     pub(crate) fn holds_up(&self, first: usize, timeout: Duration) -> Result<Option<usize>> {
         self.hear(Duration::ZERO)?;
         let heard = self.heard();
@@ -106,7 +107,8 @@ impl Presence {
         Ok(Some(rank))
     }
 
-    /// Why messages of this rank are not taken, if no other rank is alive that may still take them.
+    /// Returns the reason why messages of this rank are not received; `None` if another rank is alive and may still
+    /// receive them.
     pub(crate) fn undelivered(&self, timeout: Duration) -> Result<Option<Error>> {
         self.hear(Duration::ZERO)?;
         let heard = self.heard();
@@ -120,14 +122,13 @@ impl Presence {
 }
 
 impl Heard {
-    /// Last words of a rank; `None` if they are `timeout` old.
+    /// Returns the last report of a rank; `None` if it is older than `timeout`.
     fn last_words(&self, rank: usize, timeout: Duration) -> Option<u64> {
         self.by_rank.get(&rank).filter(|(_, read)| read.elapsed() <= timeout).map(|(said, _)| *said)
     }
 }
 
-/// Tells the other ranks that this process is there, until it is dropped, whatever the threads of the run do; see
-/// [`Group::pulse`](crate::Group::pulse).
+/// Sends heartbeats from a separate thread until it is dropped; see [`Group::pulse`](crate::Group::pulse).
 #[derive(Debug)]
 #[must_use]
 pub struct Pulse(Option<(Sender<()>, JoinHandle<()>)>);
@@ -140,7 +141,7 @@ impl Pulse {
         let (beating, ended) = mpsc::channel::<()>();
         let beat = move || {
             while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                // A rank that cannot send or hear notices it in its own next message.
+                // A rank that cannot send or receive finds out in its next message.
                 let _ = presence.tell().and_then(|()| presence.hear(Duration::ZERO));
             }
         };
@@ -155,7 +156,7 @@ impl Drop for Pulse {
     fn drop(&mut self) {
         if let Some((beating, thread)) = self.0.take() {
             drop(beating);
-            // It does not panic, and if it did, nothing would be lost.
+            // The thread does not panic, and if it did, nothing would be lost.
             let _ = thread.join();
         }
     }

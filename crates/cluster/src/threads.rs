@@ -1,4 +1,4 @@
-//! Ranks that are threads of one process, for tests of what runs over several.
+//! Ranks as threads of one process, for tests of code that runs on several ranks.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -44,8 +44,8 @@ pub fn transports(size: usize) -> Vec<Threads> {
     (0..size).map(|rank| Threads { rank, size, shared: shared.clone() }).collect()
 }
 
-/// Runs `work` on `size` threads, each with the group of all ranks, and returns the results by rank. A panic of one is
-/// passed on.
+/// Runs `work` on `size` threads, each with the group of all ranks, and returns the results by rank. A panic of a
+/// thread is passed on.
 pub fn run<R: Send>(size: usize, work: impl Fn(Group) -> R + Sync) -> Vec<R> {
     run_with_timeout(size, Duration::from_secs(120), work)
 }

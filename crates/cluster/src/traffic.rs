@@ -28,7 +28,7 @@ impl Kind {
     pub const COUNTED: [Kind; 6] =
         [Kind::Gradients, Kind::Weights, Kind::Attention, Kind::States, Kind::Scalars, Kind::Setup];
 
-    /// Name in tables.
+    /// Returns the name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Kind::Gradients => "gradients",
@@ -65,12 +65,12 @@ impl Traffic {
         self.lock().waited += time;
     }
 
-    /// Bytes sent so far, by kind.
+    /// Returns the bytes sent so far, by kind.
     pub fn sent(&self) -> BTreeMap<Kind, u64> {
         self.lock().sent.clone()
     }
 
-    /// Time spent waiting so far.
+    /// Returns the time spent waiting so far.
     pub fn waited(&self) -> Duration {
         self.lock().waited
     }

@@ -1,10 +1,10 @@
-//! The interface to what moves the bytes.
+//! The interface of transports, which move bytes between ranks.
 
 use std::fmt::Debug;
 
 use crate::error::{Error, Result};
 
-/// A receive that was started; see [`Transport::start_receive`].
+/// Identifies a receive in flight; see [`Transport::start_receive`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket(pub u64);
 
@@ -13,26 +13,26 @@ pub struct Ticket(pub u64);
 ///
 /// No call waits for another rank.
 pub trait Transport: Debug + Send + Sync {
-    /// This process, from 0.
+    /// Returns the rank of this process, from 0.
     fn rank(&self) -> usize;
 
-    /// Number of processes.
+    /// Returns the number of processes.
     fn size(&self) -> usize;
 
-    /// Starts to send a message and keeps it until it has left.
+    /// Starts to send a message and keeps its bytes until they are sent.
     fn start_send(&self, to: usize, channel: u16, bytes: Vec<u8>) -> Result;
 
     /// Starts to receive a message of `len` bytes.
     fn start_receive(&self, from: usize, channel: u16, len: usize) -> Result<Ticket>;
 
-    /// Returns the message of a started receive if it has arrived; then the ticket is used up.
+    /// Returns the message of a receive if it has arrived; the ticket is then no longer valid.
     fn take(&self, ticket: Ticket) -> Result<Option<Vec<u8>>>;
 
-    /// Returns the next message of a channel if one has arrived, without a started receive. Not to be mixed with
+    /// Returns the next message of a channel if one has arrived, without a receive. Must not be mixed with
     /// [`Transport::start_receive`] in one channel.
     fn poll(&self, from: usize, channel: u16) -> Result<Option<Vec<u8>>>;
 
-    /// Returns true if all messages have left.
+    /// Returns true if all messages are sent.
     fn is_flushed(&self) -> Result<bool>;
 
     /// Ends all processes of the run at once.

@@ -5,18 +5,18 @@
 //! 6 terms:  ((a + b) + (c + d)) + (e + f)
 //! ```
 //! A block of 2^k terms that begins at a multiple of 2^k is a subtree. So a sum over G groups has the same
-//! bits whether one process adds them all, or 2^k processes add theirs first.
+//! bits whether one process adds all terms, or 2^k processes first add their own.
 
 /// A sum of vectors that arrive in the order of the tree's leaves. Keeps at most log2(n) + 1 vectors.
 #[derive(Debug, Default)]
 pub struct TreeSum {
-    /// Sums of complete subtrees, each smaller than the one before it.
+    /// Sums of complete subtrees, each smaller than the previous one.
     subtrees: Vec<Vec<f32>>,
     count: u64,
 }
 
 impl TreeSum {
-    /// Adds the next term. All have one length.
+    /// Adds the next term. All terms have the same length.
     pub fn push(&mut self, term: Vec<f32>) {
         self.subtrees.push(term);
         self.count += 1;
@@ -25,7 +25,7 @@ impl TreeSum {
         }
     }
 
-    /// The sum of all terms; `None` without any.
+    /// Returns the sum of all terms; `None` if there are none.
     pub fn finish(mut self) -> Option<Vec<f32>> {
         while self.subtrees.len() > 1 {
             self.merge();
@@ -33,7 +33,7 @@ impl TreeSum {
         self.subtrees.pop()
     }
 
-    /// Most vectors that a sum of `terms` terms keeps at once, with the term that is being added.
+    /// Returns the largest number of vectors that a sum of `terms` terms keeps at once, including the new term.
     pub fn most_kept(terms: usize) -> usize {
         // Before the merge after an even term, there is a subtree for each bit of the count of terms.
         (1..=terms as u64).map(|count| (count - 1).count_ones() as usize + 1).max().unwrap_or(0)
@@ -46,7 +46,7 @@ impl TreeSum {
     }
 }
 
-/// The sum of all terms in the order of the tree; `None` without any.
+/// Returns the sum of all terms in the order of the tree; `None` if there are none.
 pub(crate) fn tree_sum(terms: Vec<Vec<f32>>) -> Option<Vec<f32>> {
     let mut sum = TreeSum::default();
     terms.into_iter().for_each(|term| sum.push(term));

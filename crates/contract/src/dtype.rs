@@ -84,7 +84,7 @@ impl Dtype {
         (self == Dtype::Q8_0).then_some((32, 34))
     }
 
-    /// Width of one element in bytes; `None` for types narrower than a byte and for types of blocks.
+    /// Width of one element in bytes; `None` for types narrower than a byte and for block types.
     pub fn bytes(self) -> Option<u64> {
         if self.block().is_some() {
             return None;
@@ -92,7 +92,7 @@ impl Dtype {
         self.bits().is_multiple_of(8).then(|| self.bits() / 8)
     }
 
-    /// Number of bytes of `elements` elements; `None` if it overflows or is not whole.
+    /// Number of bytes of `elements` elements; `None` if it overflows or is not a whole number.
     pub fn bytes_for(self, elements: u64) -> Option<u64> {
         if let Some((block, bytes)) = self.block() {
             return elements.is_multiple_of(block).then(|| (elements / block).checked_mul(bytes))?;
@@ -101,12 +101,12 @@ impl Dtype {
         bits.is_multiple_of(8).then_some(bits / 8)
     }
 
-    /// Returns true for F16, BF16, F32 and F64, whose values need no scale.
+    /// Returns true for the floats that need no scale: F16, BF16, F32 and F64.
     pub fn is_plain_float(self) -> bool {
         matches!(self, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64)
     }
 
-    /// Returns true for floats of at most 8 bits, whose values need a scale, and for types of blocks.
+    /// Returns true for types that need a scale: floats of at most 8 bits, and block types.
     pub fn is_scaled_float(self) -> bool {
         use Dtype::*;
         matches!(self, F4 | F6E2M3 | F6E3M2 | F8E5M2 | F8E4M3 | F8E8M0 | F8E4M3Fnuz | F8E5M2Fnuz | Q8_0)

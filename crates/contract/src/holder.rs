@@ -48,7 +48,7 @@ pub fn is_gated_delta_net_fp32_param_key(key: &str) -> bool {
     is_param_key(key, &FP32_GDN_PARAM_NAMES)
 }
 
-/// Does the same as [`is_gated_delta_net_fp32_param_key`] for other parameters than [`FP32_GDN_PARAM_NAMES`].
+/// Like [`is_gated_delta_net_fp32_param_key`], for any list of parameters.
 pub fn is_param_key(key: &str, param_names: &[impl AsRef<str>]) -> bool {
     let last = |name: &str| key.strip_suffix(name).is_some_and(|module| module.ends_with('.'));
     key.contains(MODULE) && param_names.iter().any(|name| last(name.as_ref()))
@@ -60,7 +60,7 @@ pub fn route_fp32_holder_key(key: &str) -> Cow<'_, str> {
     route_param_key(key, &FP32_GDN_PARAM_NAMES)
 }
 
-/// Does the same as [`route_fp32_holder_key`] for other parameters than [`FP32_GDN_PARAM_NAMES`].
+/// Like [`route_fp32_holder_key`], for any list of parameters.
 pub fn route_param_key<'a>(key: &'a str, param_names: &[impl AsRef<str>]) -> Cow<'a, str> {
     if !is_param_key(key, param_names) || key.contains(MODULE_WITH_HOLDER) {
         return Cow::Borrowed(key);
@@ -99,7 +99,7 @@ pub fn find_holder_collision<'a>(keys: impl IntoIterator<Item = &'a str>) -> Opt
     None
 }
 
-/// The raw content of one tensor as stored in a file.
+/// The stored content of one tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StateTensor<'a> {
     /// Element type of `data`.
@@ -129,8 +129,8 @@ pub enum UpcastError {
     },
 }
 
-/// Casts a tracked float tensor to F32. F32 tensors, integers and all other keys are returned as they are,
-/// without a copy.
+/// Casts a tracked float tensor to F32. F32 tensors, integers and all other keys are returned unchanged, without a
+/// copy.
 pub fn upcast_gated_delta_net_fp32_state_tensor<'a>(
     key: &str,
     tensor: StateTensor<'a>,

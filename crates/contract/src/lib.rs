@@ -1,6 +1,6 @@
 //! The precision contract: which tensors must be f32, in which architecture, and why.
 //!
-//! Data and pure functions; no file is read or written.
+//! Data and pure functions, no I/O.
 //!
 //! - [`dtype`]: the element types of the safetensors format.
 //! - [`family`]: the architecture of a checkpoint, from its `config.json` or its tensor names.

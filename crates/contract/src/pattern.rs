@@ -1,14 +1,13 @@
 //! Patterns over tensor names.
 //!
-//! [`matches()`] has dotted paths, as policies use them: `*` stands for exactly one segment, `**` for any
-//! number of segments (zero included), anything else for itself. A pattern covers the whole name, so the last
-//! segment of `**.linear_attn.A_log` is `A_log` and never `my_A_log`. [`wildcard_matches`] has `*` for any
-//! characters, dots included.
+//! [`matches()`] matches dotted paths, for policies: `*` stands for exactly one segment, `**` for any number of
+//! segments (including zero), anything else for itself. A pattern covers the whole name, so `**.linear_attn.A_log`
+//! never matches `my_A_log`. In [`wildcard_matches`], `*` stands for any characters, including dots.
 //!
-//! The crate `globset` does not serve: its separator is `/`, its `a/**` leaves out `a`, and `?`, `[` and `{`
-//! have a meaning.
+//! The crate `globset` does not fit: its separator is `/`, its `a/**` does not match `a`, and `?`, `[` and `{` are
+//! special.
 
-/// Returns true if the dotted `pattern` covers the whole of `name`.
+/// Returns true if the dotted `pattern` matches all of `name`.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let pattern: Vec<&str> = pattern.split('.').collect();
     let name: Vec<&str> = name.split('.').collect();
@@ -20,7 +19,7 @@ pub fn matches(pattern: &str, name: &str) -> bool {
     )
 }
 
-/// Returns true if `pattern`, in which `*` stands for any characters or none, covers the whole of `name`.
+/// Returns true if `pattern`, with `*` for any characters or none, matches all of `name`.
 pub fn wildcard_matches(pattern: &str, name: &str) -> bool {
     sequence_matches(pattern.as_bytes(), name.as_bytes(), |byte| *byte == b'*', |byte, found| byte == found)
 }

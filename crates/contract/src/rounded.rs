@@ -3,9 +3,9 @@
 use half::{bf16, f16};
 use serde::Serialize;
 
-/// A type of fewer bits than f32, whose values f32 represents exactly.
+/// A float type narrower than f32.
 ///
-/// A type of 8 bits needs no variant: its values are bf16 values too.
+/// Types of 8 bits need no variant: their values are bf16 values too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)] // the names are the documentation
@@ -69,7 +69,7 @@ impl std::fmt::Display for Narrow {
     }
 }
 
-/// The types that represent all values of a tensor, which may be given in several parts.
+/// The types that represent all values of a tensor, which is examined in one or several parts.
 #[derive(Clone, Copy, Debug)]
 pub struct Fit {
     values: u64,

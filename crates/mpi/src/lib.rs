@@ -1,6 +1,6 @@
-//! Ranks of [`ballast_cluster`] that are processes under MPI. Empty without the feature `mpi`.
+//! The MPI transport of [`ballast_cluster`]: ranks are processes. Empty without the feature `mpi`.
 //!
-//! A crate of its own, so that the feature rebuilds neither the model nor the training.
+//! It is a separate crate, so that the feature does not rebuild model and training.
 
 #[cfg(feature = "mpi")]
 mod mpi;

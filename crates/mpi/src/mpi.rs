@@ -4,14 +4,14 @@
 //! channel of a message    its MPI tag
 //! a message of n bytes    n / limit pieces of `limit` bytes, then one of n % limit, which may be empty
 //! ```
-//! MPI counts in C ints, so a message above [`LARGEST_PIECE`] travels in several. The last piece is always
+//! MPI counts in C ints, so a message above [`LARGEST_PIECE`] is sent in several pieces. The last piece is always
 //! shorter than the limit, so the end of a message is known without its length.
 //!
-//! Only calls that return at once are used (MPI_Isend, MPI_Irecv, MPI_Test, MPI_Testsome, MPI_Iprobe): a rank that
-//! stopped must not stop the others inside the library. MPI moves large messages only while both sides call it.
+//! Only non-blocking calls are used (MPI_Isend, MPI_Irecv, MPI_Test, MPI_Testsome, MPI_Iprobe): a rank that stopped
+//! must not block the others inside the library. MPI moves large messages only while both sides call it.
 //!
-//! Sender and receiver must agree on the length of a message: Open MPI 4.1 copies a large one that is longer than its
-//! receive past the end of the buffer.
+//! Sender and receiver must agree on the length of a message: Open MPI 4.1 copies a large message that is longer than
+//! its receive past the end of the buffer.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int};
@@ -27,7 +27,7 @@ use mpi::traits::Communicator;
 
 use ballast_cluster::{Error, Group, PRESENCE, Result, Ticket, Transport};
 
-/// Bytes that one MPI message carries at most.
+/// Largest number of bytes of one MPI message.
 const LARGEST_PIECE: usize = 1 << 30;
 
 /// Time that [`abort`] gives another thread to leave the library.
@@ -41,21 +41,21 @@ pub struct Mpi {
     rank: usize,
     size: usize,
     limit: usize,
-    /// MPI is initialized for calls from one thread at a time: whoever holds the lock.
+    /// MPI is initialized for calls from one thread at a time: the one that holds the lock.
     state: Mutex<State>,
 }
 
 struct State {
     /// `None` after [`finish`].
     universe: Option<Universe>,
-    /// Requests of the pieces that are being sent.
+    /// Requests of the pieces in flight.
     sends: Vec<ffi::MPI_Request>,
     /// The messages of `sends`, in the same order.
     sent: Vec<Arc<Vec<u8>>>,
-    /// Number of pieces from which a send looks for those that have left, so that many sends stay cheap.
+    /// Number of pieces from which a send removes the completed ones, so that many sends stay cheap.
     crowd: usize,
     receives: HashMap<Ticket, Incoming>,
-    /// Messages without a started receive of which a part has arrived, by sender and channel.
+    /// Messages without a receive, of which a part has arrived, by sender and channel.
     polled: HashMap<(usize, u16), Incoming>,
     last_ticket: u64,
 }
@@ -110,13 +110,13 @@ pub fn start_with_limit(timeout: Duration, limit: usize) -> Result<Group> {
     Ok(Group::world(transport, timeout))
 }
 
-/// Ends MPI after a good run: waits until all ranks have come here and all messages have left. `world` is the
-/// group of [`start`].
+/// Finalizes MPI after all ranks have reached this call and all messages are sent. `world` is the group of
+/// [`start`].
 pub fn finish(world: &Group) -> Result {
     world.flush()?;
     world.barrier()?;
     let Some(transport) = RUNNING.get() else { return Ok(()) };
-    // What others said about themselves meanwhile.
+    // Heartbeats that have arrived meanwhile.
     for from in 0..transport.size {
         while transport.poll(from, PRESENCE)?.is_some() {}
     }
@@ -125,7 +125,7 @@ pub fn finish(world: &Group) -> Result {
     Ok(())
 }
 
-/// Ends all processes of the run at once, for a panic hook. Without a started MPI it ends this one.
+/// Ends all processes of the run at once, for a panic hook; only this process if MPI was not started.
 pub fn abort(code: i32) -> ! {
     match RUNNING.get() {
         Some(transport) => transport.abort(code),
@@ -183,7 +183,7 @@ impl Mpi {
         }
     }
 
-    /// Moves a receive forward. Returns true if no request of it is open.
+    /// Lets a receive progress. Returns true if it has no open request.
     fn advance(&self, incoming: &mut Incoming) -> Result<bool> {
         while let Some((request, expected)) = incoming.pieces.last_mut() {
             let mut arrived = 0;
@@ -220,7 +220,7 @@ unsafe fn received(status: &ffi::MPI_Status) -> usize {
     usize::try_from(count).unwrap_or(0)
 }
 
-/// The error of an MPI call, if it failed.
+/// Returns the error of an MPI call that failed.
 fn check(code: c_int, from: usize, to: usize) -> Result {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());
@@ -236,7 +236,7 @@ fn check(code: c_int, from: usize, to: usize) -> Result {
 }
 
 impl State {
-    /// Moves all sends forward and drops the messages that have left.
+    /// Lets all sends progress and drops the messages that are sent.
     fn advance_sends(&mut self, rank: usize) -> Result {
         if self.sends.is_empty() {
             return Ok(());
@@ -255,7 +255,7 @@ impl State {
         check(code, rank, rank)?;
         // MPI_UNDEFINED, which is negative, without an open request.
         done.truncate(usize::try_from(count).unwrap_or(0));
-        // From the back, so that the indices before stay right.
+        // From the back, so that the remaining indices stay valid.
         done.sort_unstable();
         for index in done.into_iter().rev() {
             self.sends.swap_remove(index as usize);
@@ -311,7 +311,7 @@ impl Transport for Mpi {
         state.last_ticket += 1;
         let ticket = Ticket(state.last_ticket);
         let incoming = Incoming { from, buffer: Vec::with_capacity(len), pieces: Vec::new() };
-        // In the state before the first request is open, so that an error does not free the memory.
+        // Stored in the state before the first request is open, so that an error does not free the memory.
         let incoming = state.receives.entry(ticket).or_insert(incoming);
         let mut begin = 0;
         for len in self.pieces(len) {

@@ -1,7 +1,7 @@
 //! Formatters for counts, bytes, durations, numbers and percentages, for terminals and pages alike.
 //!
-//! They are our own because crates for sizes or durations (humansize, indicatif's `HumanBytes`) format one
-//! kind each, with other digits, and would be the only dependency of this crate.
+//! Crates for sizes or durations (humansize, indicatif's `HumanBytes`) are not used: each formats one kind, with
+//! different digits, and would be the only dependency of this crate.
 
 /// Formats a whole number with thousands separators: `1,234,567`. A value beyond `u64` is shown as
 /// `u64::MAX`.
@@ -29,8 +29,8 @@ pub fn bytes(value: u64) -> String {
     if unit == 1.0 { format!("{value} B") } else { format!("{:.1} {name}", value as f64 / unit) }
 }
 
-/// Formats a shortage of memory or disk space: `12.3 GiB needed, 2.9 GiB available`. Two figures that would
-/// read the same are followed by their exact bytes.
+/// Formats a shortage of memory or disk space: `12.3 GiB needed, 2.9 GiB available`. If both figures would look the
+/// same, their exact bytes follow.
 pub fn shortage(needed: u64, available: u64) -> String {
     let (need, have) = (bytes(needed), bytes(available));
     if need == have {
@@ -101,7 +101,7 @@ pub fn signed(value: f64) -> String {
     format!("{sign}{}", number(value))
 }
 
-/// Formats the label of an axis tick at a multiple of `step`, with the decimals that tell it from its
+/// Formats the label of an axis tick at a multiple of `step`, with enough decimals to differ from its
 /// neighbors.
 pub(crate) fn tick(value: f64, step: f64) -> String {
     let size = value.abs();
@@ -134,7 +134,7 @@ pub fn percent(fraction: f64) -> String {
     format!("{:.1} %", 100.0 * fraction)
 }
 
-/// Formats a fraction as a percentage with the decimals that tell it from 0 and from 100 %: `12.3 %`, `99.97
+/// Formats a fraction as a percentage with enough decimals to differ from 0 and from 100 %: `12.3 %`, `99.97
 /// %`, `0.004 %`, `100 %`.
 pub fn exact_percent(fraction: f64) -> String {
     let from_end = 100.0 * fraction.min(1.0 - fraction);

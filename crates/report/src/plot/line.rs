@@ -84,7 +84,7 @@ pub struct LinePlot {
     pub id: String,
     /// Title.
     pub title: String,
-    /// Measured quantity or unit, if the title does not say it.
+    /// Measured quantity or unit, unless the title states it.
     pub unit: String,
     /// Caption: one sentence on what the plot shows.
     pub caption: String,

@@ -16,7 +16,7 @@ pub struct Rank {
     pub color: usize,
 }
 
-/// A dot plot: values by name, one below the other, on a shared axis.
+/// A dot plot: one row per name, on a shared axis.
 #[derive(Clone, Debug, Default)]
 pub struct Ranking {
     /// HTML id.

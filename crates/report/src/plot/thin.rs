@@ -1,4 +1,4 @@
-//! Downsampling that keeps the picture.
+//! Downsampling that preserves the drawn picture.
 //!
 //! Per pixel column, a line shows its first, last, lowest and highest point. Those four are kept, so a spike
 //! of one step among a hundred thousand keeps its height.
@@ -10,7 +10,7 @@ pub(super) struct Point {
     pub x: f64,
     /// 0 at the bottom, 1 at the top.
     pub y: f64,
-    /// No line leads here from the previous point.
+    /// True if no line connects it with the previous point.
     pub after_gap: bool,
 }
 
