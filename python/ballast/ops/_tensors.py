@@ -6,7 +6,7 @@ import torch
 
 from ballast._native import ops as native
 from ballast.errors import UsageError
-from ballast.ops._function import transformed
+from ballast.ops._operation import transformed
 from ballast.threads import apply_num_threads
 
 __all__ = [

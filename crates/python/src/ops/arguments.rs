@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use ballast_kernels::KernelError;
 use half::bf16;
 use pyo3::prelude::*;
 
@@ -129,15 +130,33 @@ impl Arguments {
         Ok(unsafe { std::slice::from_raw_parts_mut(address as *mut T, len) })
     }
 
-    /// Elements of an output, if there is one.
+    /// Elements of an output that is empty where it is not wanted: an op of torch returns no optional tensor.
     #[allow(clippy::mut_from_ref)] // as in `output`
     pub fn optional_output<'a, T: Storage>(
         &mut self,
         name: &str,
-        tensor: Option<&'a Tensor<'_>>,
+        tensor: &'a Tensor<'_>,
     ) -> PyResult<Option<&'a mut [T]>> {
-        tensor.map(|tensor| self.output(name, tensor)).transpose()
+        Ok(Some(self.output(name, tensor)?).filter(|elements: &&mut [T]| !elements.is_empty()))
     }
+
+    /// Elements of the gradient of such an output, if there is one.
+    pub fn optional_gradient<'a, T: Storage>(
+        &mut self,
+        name: &str,
+        tensor: Option<&'a Tensor<'_>>,
+    ) -> PyResult<Option<&'a [T]>> {
+        Ok(self.optional(name, tensor)?.filter(|elements: &&[T]| !elements.is_empty()))
+    }
+}
+
+/// Copies what a kernel has saved into an output.
+pub fn copy(name: &'static str, output: &mut [f32], saved: &[f32]) -> Result<(), KernelError> {
+    if output.len() != saved.len() {
+        return Err(KernelError::Length { name, expected: saved.len(), found: output.len() });
+    }
+    output.copy_from_slice(saved);
+    Ok(())
 }
 
 /// Address and number of elements of a contiguous CPU tensor of type T.
