@@ -1,4 +1,4 @@
-"""Causal softmax attention whose products q.k and logits are f32, whatever the storage.
+"""Causal softmax attention with products q.k and logits in f32 for both storage types.
 
     x_j = scale q.k_j;   x_j = cap tanh(x_j / cap) with a soft cap;   o = sum_j softmax(x)_j v_j
 
@@ -75,7 +75,7 @@ def attention(
 
     A query sees the keys up to its own position in its sequence: the last `window` of them, and of those the
     ones listed in `selected` [B, T, topk] (int32, -1 in unused slots, as `indexer_topk` returns). `sinks`
-    [heads] are logits without a value. With `cu_seqlens` [N+1] the batch size is 1, and N sequences are
+    [heads] are logits without values. With `cu_seqlens` [N+1] the batch size is 1, and N sequences are
     packed; `selected` then counts from the first token of the query's own sequence.
 
     >>> import torch

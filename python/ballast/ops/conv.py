@@ -2,8 +2,8 @@
 
     y_t = silu(sum_j w_j x_{t-(W-1)+j})      for each channel; the initial state precedes a sequence
 
-x, y [B, C, T]; weight [C, W]; states [N, C, W-1]. An x whose channels are adjacent in memory, as the
-transpose of a projection's output has them, is not copied.
+x, y [B, C, T]; weight [C, W]; states [N, C, W-1]. An x with adjacent channels in memory, such as
+the transposed output of a projection, is not copied.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def causal_conv1d_fn(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Returns y [B, C, T] and, if `return_final_states`, the last W-1 columns of each sequence [N, C, W-1].
 
-    Sequences packed in a row are kept apart by `seq_idx` [B, T], which numbers them, or by `cu_seqlens`
-    [N+1], offsets in the flattened batch. `activation` must be "silu" or "swish", and `bias` None.
+    Packed sequences are separated by `seq_idx` [B, T], the sequence number of each token, or by
+    `cu_seqlens` [N+1], offsets in the flattened batch. `activation` must be "silu" or "swish", `bias` None.
 
     >>> import torch
     >>> from ballast.ops import causal_conv1d_fn

@@ -23,7 +23,7 @@ CHUNK = 32
 """Tokens per chunk; it changes the result by rounding only."""
 
 STATES_EVERY = 4
-"""Chunks per saved state, as in the kernel."""
+"""Chunks per saved state; the kernel has the same number."""
 
 
 def chunk_gated_delta_rule(
@@ -47,11 +47,11 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns o [B, T, HV, V] and, if `output_final_state`, the final state [N, HV, K, V] in f32, else None.
 
-    `scale` is K^-1/2 by default. A `g` above 0 lets the state grow; then chunks are smaller and it takes
-    longer. It must not be above 88. With `cu_seqlens` [N+1] the batch size is 1 and the N sequences are
+    `scale` is K^-1/2 by default. A `g` above 0 makes the state grow; chunks are then smaller and slower. `g`
+    must not exceed 88. With `cu_seqlens` [N+1] the batch size is 1 and the N sequences are
     packed; otherwise N is the batch size. `use_gate_in_kernel` with `A_log` and `dt_bias` computes the
-    decay from a raw `g`; `chunk_size` is 16, 32 or 64. `cu_seqlens_cpu` and `chunk_indices` are not
-    needed, and context parallelism is not supported.
+    decay from a raw `g`; `chunk_size` is 16, 32 or 64. `cu_seqlens_cpu` and `chunk_indices` are
+    ignored; context parallelism is not supported.
 
     >>> import torch
     >>> from ballast.ops import chunk_gated_delta_rule
@@ -109,9 +109,8 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns what `chunk_gated_delta_rule` returns, computed token by token: for decoding.
 
-    g None is no decay, beta None is 1; the per-channel decays gk and gv are not supported. If a gradient can
-    be asked for, the result is that of `chunk_gated_delta_rule`, which differs by rounding only and has a
-    backward pass.
+    Without `g` there is no decay; without `beta` it is 1. The per-channel decays gk and gv are not supported.
+    If a backward pass can follow, `chunk_gated_delta_rule` runs instead, which differs only by rounding.
 
     >>> import torch
     >>> from ballast.ops import fused_recurrent_gated_delta_rule

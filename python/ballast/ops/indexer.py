@@ -1,10 +1,10 @@
-"""The sparse-attention indexer with f32 logits: it selects the keys of an attention, and learns from it.
+"""Sparse-attention indexer with f32 logits: it selects the keys of an attention and is trained to match it.
 
     score_tu = sum_h w_th relu(q_th.k_u d^-1/2)          u <= t
     loss = scale mean_t sum_u p_tu (ln(p_tu + 1e-8) - ln(s_tu + 1e-8))     s = softmax(score)
 
 p is the mean of the attention's probabilities over its heads. q [B, T, heads, d]; k [B, T, d];
-w [B, T, heads], which already has its factor heads^-1/2.
+w [B, T, heads], which includes the factor heads^-1/2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def indexer_topk(
 ) -> torch.Tensor:
     """Returns the positions of the keys with the highest scores, [B, T, topk] int32, ascending, then -1.
 
-    Of equal scores the earliest key is taken.
+    Ties go to the earliest key.
 
     >>> import torch
     >>> from ballast.ops import indexer_topk
@@ -62,10 +62,10 @@ def indexer_loss(
     selected: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the loss (a scalar in f32) of the indexer against the attention that it serves.
+    """Returns the loss of the indexer relative to its attention, an f32 scalar.
 
     `attention_q`, `attention_k`, `lse`, `scale`, `window`, `soft_cap` and `selected` are those of
-    `ballast.ops.attention`, which gets no gradient. With `selected` the sum runs over the selected keys.
+    `ballast.ops.attention`, which gets no gradient. With `selected`, the sum is over the selected keys.
 
     >>> import torch
     >>> from ballast.ops import attention, indexer_loss

@@ -1,4 +1,4 @@
-"""Output projection and cross entropy in one: the logits of 256 tokens exist at a time.
+"""Fused output projection and cross entropy; only the logits of 256 tokens exist at a time.
 
 l = W h;   l = cap tanh(l / cap) with a soft cap;   L = ln sum_j e^{l_j}
 loss = L - (1 - smoothing) l_y - smoothing mean(l) + z_loss L^2
@@ -26,9 +26,9 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """Returns the mean or the sum of the loss over tokens whose target is not `ignore_index`; 0 without any.
+    """Returns the mean or sum of the loss over tokens whose target is not `ignore_index`, or 0 without any.
 
-    hidden [..., H]; weight [V, H]; targets [...] int64. The gradients are computed with the loss.
+    hidden [..., H]; weight [V, H]; targets [...] int64. Forward also computes the gradients.
 
     >>> import torch
     >>> from ballast.ops import linear_cross_entropy

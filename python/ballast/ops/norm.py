@@ -1,4 +1,4 @@
-"""Gated RMSNorm over the last dimension, norm first, gate after.
+"""Gated RMSNorm over the last dimension: norm, then gate.
 
 y = x / sqrt(mean x^2 + eps) weight silu(z)
 """
@@ -16,7 +16,7 @@ __all__ = ["gated_rms_norm"]
 def gated_rms_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Returns y with the shape and dtype of x; z has the shape of x, weight that of its last dimension.
 
-    Nothing is rounded before y. `weight` may stay f32 beside an x in bf16.
+    Only y is rounded. `weight` may be f32 for an x in bf16.
 
     >>> import torch
     >>> from ballast.ops import gated_rms_norm
@@ -35,7 +35,7 @@ def gated_rms_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: 
 def _norm(
     x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y, and the factors of the rows for backward."""
+    """y, and 1 / RMS of each row for backward."""
     return torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 

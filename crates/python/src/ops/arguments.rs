@@ -1,4 +1,4 @@
-//! Tensors of torch as slices, without a copy.
+//! Torch tensors as slices, without a copy.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::errors::UsageError;
 
-/// Tensor of torch.
+/// A torch tensor.
 pub type Tensor<'py> = Bound<'py, PyAny>;
 
 /// Element type of a slice. Every bit pattern is a value of it.
@@ -29,7 +29,7 @@ impl Storage for i64 {
     const DTYPE: &'static str = "torch.int64";
 }
 
-/// Torch has few operations on uint32; as int32, the mark of an unused slot is -1.
+/// Stored as int32, because torch has few operations on uint32; the mark of an unused slot is then -1.
 impl Storage for u32 {
     const DTYPE: &'static str = "torch.int32";
 }
@@ -68,7 +68,7 @@ macro_rules! with_dtype {
 }
 pub(super) use with_dtype;
 
-/// Shape of a tensor of N dimensions. The product of any of its sizes fits in memory, also beside a size of zero.
+/// Shape of a tensor of N dimensions. The product of its non-zero sizes fits in memory.
 pub fn shape<const N: usize>(name: &str, tensor: &Tensor<'_>) -> PyResult<[usize; N]> {
     let found: Vec<usize> = tensor.getattr("shape")?.extract()?;
     let sizes = found.iter().filter(|size| **size > 0);
@@ -82,7 +82,7 @@ pub fn shape<const N: usize>(name: &str, tensor: &Tensor<'_>) -> PyResult<[usize
         .map_err(|found| UsageError::new_err(format!("{name} must have {N} dimensions, got {}", found.len())))
 }
 
-/// Slices of the tensors of one call. A slice that is written overlaps no other.
+/// Slices of the tensors of one call. A written slice overlaps no other.
 #[derive(Default)]
 pub struct Arguments {
     read: Vec<Range<usize>>,
@@ -116,7 +116,7 @@ impl Arguments {
     }
 
     /// Elements of an output.
-    #[allow(clippy::mut_from_ref)] // the memory belongs to torch; `written` makes sure that it is given once
+    #[allow(clippy::mut_from_ref)] // the memory belongs to torch; `written` ensures that it is borrowed once
     pub fn output<'a, T: Storage>(&mut self, name: &str, tensor: &'a Tensor<'_>) -> PyResult<&'a mut [T]> {
         let (address, len) = memory::<T>(name, tensor)?;
         let range = address..address + len * size_of::<T>();
@@ -150,7 +150,7 @@ impl Arguments {
     }
 }
 
-/// Copies what a kernel has saved into an output.
+/// Copies values of a kernel to an output.
 pub fn copy(name: &'static str, output: &mut [f32], saved: &[f32]) -> Result<(), KernelError> {
     if output.len() != saved.len() {
         return Err(KernelError::Length { name, expected: saved.len(), found: output.len() });

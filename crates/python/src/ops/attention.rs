@@ -19,7 +19,7 @@ pub(super) fn options(scale: f32, window: Option<usize>, soft_cap: Option<f32>) 
     Options { scale: Some(scale), window, soft_cap, ..Options::default() }
 }
 
-/// Keys that are selected for each query, [B, T, topk]: positions in its sequence.
+/// Selected keys of each query, [B, T, topk]: positions in its sequence.
 pub(super) fn selected_keys<'a>(
     arguments: &mut Arguments,
     tensor: Option<&'a Tensor<'_>>,
@@ -32,7 +32,7 @@ pub(super) fn selected_keys<'a>(
     Ok(Some(Selected { keys, topk }))
 }
 
-/// Returns an error unless every query lists positions of its own sequence, none of them twice.
+/// Returns an error unless every query lists distinct positions of its own sequence.
 fn check_keys(keys: &[u32], topk: usize, cu_seqlens: &[usize]) -> PyResult<()> {
     let mut sorted: Vec<u32> = Vec::new();
     for bounds in cu_seqlens.windows(2).filter(|_| topk > 0) {

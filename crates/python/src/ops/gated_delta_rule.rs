@@ -21,7 +21,7 @@ fn options(scale: f32, l2norm: bool, chunk: usize) -> Options {
     Options { scale: Some(scale), l2norm, chunk, ..Options::default() }
 }
 
-/// Number of values of the states that forward saves; `states` may have more.
+/// Number of values in the states that forward saves; the tensor of `found` values may be larger.
 fn states_len(cu_seqlens: &[usize], dims: Dims, options: &Options, found: usize) -> PyResult<usize> {
     // A chunk out of range is an error of the kernel.
     let saved = if options.chunk == 0 { 0 } else { gdn::saved_states(cu_seqlens, options) };

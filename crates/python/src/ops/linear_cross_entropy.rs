@@ -1,4 +1,4 @@
-//! Output projection and cross entropy in one.
+//! Fused output projection and cross entropy.
 
 use ballast_kernels::linear::Dims;
 use ballast_kernels::linear_cross_entropy::{self as loss, Grads, Options};
