@@ -27,8 +27,8 @@ from conftest import ROOT
 import ballast
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python(?: not run: (.+?))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PRINTED = re.compile(r"^prints\n\n(?:```text.*?\n(.*?)^```|((?:    .*\n)+))", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python(?: not run: ([^\n]+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PRINTED = re.compile(r"^prints\n\n(?:```text[^\n]*\n(.*?)^```|((?:    [^\n]*\n)+))", re.MULTILINE | re.DOTALL)
 ABSENT = [name for name in ("torch", "transformers", "accelerate") if find_spec(name) is None]
 
 

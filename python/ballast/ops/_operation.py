@@ -20,7 +20,7 @@ the annotations; the same function is the fake kernel. Everything else follows f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Operation:
     Derivatives that do not exist raise: the second one, forward mode, and any of an op without a backward.
     """
 
-    def __init__(self, op: torch.library.CustomOpDef, outputs: Iterable[str]) -> None:
+    def __init__(self, op: torch.library.CustomOpDef, outputs: Sequence[str]) -> None:
         """Takes the names of the outputs, which the schema of the op does not have."""
         self.schema: torch.FunctionSchema = op._opoverload._schema
         self.name = op._name
@@ -77,33 +77,39 @@ class Operation:
         return define
 
     def _differentiate(
-        self, call: Callable[..., Any], takes: Mapping[str, bool], returns: Iterable[str]
+        self, call: Callable[..., Any], takes: Mapping[str, bool], returns: Sequence[str]
     ) -> None:
         """Registers the backward: `call` takes values and gradients by name, and returns gradients."""
+        names, grads_of_outputs = [*self.inputs, *self.outputs], [gradient(x) for x in self.outputs]
+        kept = [x for x in takes if x in names]
+        places = [names.index(x) for x in kept]
+        order = [[*grads_of_outputs, *kept].index(x) for x in takes]
+        # Absent gradients stay absent, unless `call` must have them.
+        must = [i for i, x in enumerate(grads_of_outputs) if takes.get(x) is False]
+        found = [(i, returns.index(gradient(x))) for i, x in enumerate(self.inputs) if gradient(x) in returns]
 
         def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:  # noqa: ANN401
-            values = dict(zip((*self.inputs, *self.outputs), (*inputs, *output), strict=True))
-            kept = {x: values[x] for x in takes if x in values}
-            tensors = {x: value for x, value in kept.items() if isinstance(value, torch.Tensor)}
-            ctx.save_for_backward(*tensors.values())
-            ctx.tensors, ctx.settings = tuple(tensors), {x: kept[x] for x in kept.keys() - tensors.keys()}
-            ctx.dtypes = [getattr(x, "dtype", None) for x in inputs]
-            # Gradients that are absent stay so, unless `call` must have them.
+            values = (*inputs, *output)
+            is_tensor = [isinstance(values[i], torch.Tensor) for i in places]
+            ctx.save_for_backward(*(values[i] if x else None for i, x in zip(places, is_tensor, strict=True)))
+            ctx.settings = [None if x else values[i] for i, x in zip(places, is_tensor, strict=True)]
+            ctx.zeros = [(i, output[i].shape, output[i].dtype, output[i].device) for i in must]
+            ctx.dtypes = [getattr(inputs[i], "dtype", None) for i, _ in found]
             ctx.set_materialize_grads(False)
-            must = [x for x in self.outputs if takes.get(gradient(x)) is False]
-            ctx.zeros = {gradient(x): (values[x].shape, values[x].dtype, values[x].device) for x in must}
 
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-            values = dict(zip(map(gradient, self.outputs), grads, strict=True))
-            for name, (shape, dtype, device) in ctx.zeros.items():
-                if values[name] is None:
-                    values[name] = torch.zeros(shape, dtype=dtype, device=device)
-            values |= ctx.settings | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
-            given = dict(zip(returns, call(*(values[x] for x in takes)), strict=False))
-            return tuple(
-                given[gradient(x)].to(dtype) if needed and gradient(x) in given else None
-                for x, dtype, needed in zip(self.inputs, ctx.dtypes, ctx.needs_input_grad, strict=True)
-            )
+            values = list(grads)
+            for i, shape, dtype, device in ctx.zeros:
+                if values[i] is None:
+                    values[i] = torch.zeros(shape, dtype=dtype, device=device)
+            tensors = zip(ctx.saved_tensors, ctx.settings, strict=True)
+            values += [setting if tensor is None else tensor for tensor, setting in tensors]
+            computed, needed = call(*(values[i] for i in order)), ctx.needs_input_grad
+            result: list[torch.Tensor | None] = [None] * len(self.inputs)
+            for (i, j), dtype in zip(found, ctx.dtypes, strict=True):
+                if needed[i]:
+                    result[i] = computed[j].to(dtype)
+            return tuple(result)
 
         self.setup_context, self.derivative = setup, backward
         self._op.register_autograd(backward, setup_context=setup)
