@@ -1,4 +1,4 @@
-"""Fused output projection and cross entropy; only the logits of 256 tokens exist at a time.
+"""Fused output projection and cross entropy; only the logits of 512 tokens exist at a time.
 
 l = W h;   l = cap tanh(l / cap) with a soft cap;   L = ln sum_j e^{l_j}
 loss = L - (1 - smoothing) l_y - smoothing mean(l) + z_loss L^2
