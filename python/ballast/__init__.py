@@ -2,16 +2,16 @@
 
 - `ballast.contract`: which tensors must be f32, and why.
 - `ballast.checkpoint`: inspect, audit, convert, diff and repair checkpoints.
-- `ballast.lab`: what each precision choice costs on a model, against f64.
+- `ballast.lab`: the cost of each precision choice on a model, measured against f64.
 - `ballast.trace`: one pass of a model, compared with another framework's tensors.
 - `ballast.errors`: the exceptions.
 
 None of these needs torch or numpy. `python -m ballast` is the whole command line. With torch (extra `torch`):
 
-- `ballast.torch`: f32 that survives PyTorch: loading, casts, FSDP2, training and saving.
-- `ballast.ops`: the kernels as operations of torch, on the CPU.
-- `ballast.testing`: golden inputs and f64 references for authors of kernels.
-- `patch_transformers`: linear-attention layers of transformers on these kernels.
+- `ballast.torch`: keeps protected tensors in f32 through loading, casts, FSDP2, training and saving.
+- `ballast.ops`: the kernels as PyTorch operations on the CPU.
+- `ballast.testing`: golden inputs and f64 references for kernel authors.
+- `patch_transformers`: runs the linear-attention layers of transformers on these kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MODULES = frozenset({"checkpoint", "contract", "lab", "ops", "testing", "torch"
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports a module when it is first used, which keeps `import ballast` fast."""
+    """Imports a module on first use, which keeps `import ballast` fast."""
     if name in _MODULES:
         return importlib.import_module(f"ballast.{name}")
     raise AttributeError(f"module 'ballast' has no attribute {name!r}")
@@ -60,9 +60,9 @@ def __dir__() -> list[str]:
 
 
 def patch_transformers() -> Patch:
-    """Puts Qwen3-Next, Qwen3.5 and Qwen3.5-MoE of transformers on the kernels of Ballast, on the CPU.
+    """Runs the linear attention of Qwen3-Next, Qwen3.5 and Qwen3.5-MoE on Ballast's kernels, on the CPU.
 
-    Returns the patch, whose `undo` takes it back; see `ballast.transformers`.
+    Returns the patch; its `undo` reverts it. See `ballast.transformers`.
     """
     from ballast.transformers import patch_transformers
 

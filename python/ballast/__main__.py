@@ -8,7 +8,7 @@ from ballast import _native
 
 def main() -> None:
     """Runs the command line with the arguments of this process and exits with its code."""
-    # Python's handler would only run after the command; commands that need one install their own.
+    # Python's handler would run only after the command; a command that needs a handler installs its own.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(_native.run(sys.argv[1:]))
 

@@ -23,9 +23,9 @@ Path = str | PathLike[str]
 """A file or folder."""
 
 Progress = Callable[[str, int, int], object]
-"""Is called with the name of a phase, the amount done, and the total: bytes or steps; 0 if unknown.
+"""Callback for progress: phase, amount done, and total, in bytes or steps; a total of 0 is unknown.
 
-An exception in it cancels the command.
+An exception raised in it cancels the command.
 """
 
 
@@ -54,11 +54,11 @@ def run(
 ) -> _Report:
     """Runs a command and returns its document as a `kind`.
 
-    An option that is None or False is left out, and one that is True has no value. With `may_leave`, a
-    command that an interrupt does not end soon goes on in the background, and writes nothing.
+    An option that is None or False is omitted; one that is True is a flag. With `may_leave`, a command that
+    does not stop soon after an interrupt continues in the background and writes nothing.
     """
     for path in paths:
-        # A number would become the name of a file.
+        # A number would be taken for a file name.
         if not isinstance(path, (str, bytes, PathLike, type(None))):
             raise UsageError(f"a path must be a str or an os.PathLike, got {type(path).__name__} {path!r}")
     args = [command]
@@ -84,7 +84,7 @@ def run(
 
 
 def _with_keywords(message: str, options: dict[str, object]) -> str:
-    """Returns a message of the command line with the keywords of the function in place of its options."""
+    """Returns a message of the command line with its options replaced by keywords."""
 
     def keyword(found: re.Match[str]) -> str:
         name = found[1].replace("-", "_")
@@ -106,7 +106,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _build(kind: Any, value: Any) -> Any:  # noqa: ANN401 (any type of a field, any value of a document)
-    """Returns `value`, a part of a document, as a `kind`. A field `from_` is the key `from`."""
+    """Returns `value`, a part of a document, as a `kind`. The field `from_` has the key `from`."""
     if isinstance(kind, type) and is_dataclass(kind):
         keys = {f.name: f.name.rstrip("_") for f in fields(kind)}
         return kind(**{n: _build(_hints(kind)[n], value[key]) for n, key in keys.items() if key in value})
@@ -119,5 +119,5 @@ def _build(kind: Any, value: Any) -> Any:  # noqa: ANN401 (any type of a field, 
         return {key: _build(inner[1], item) for key, item in value.items()}
     if origin in (Union, types.UnionType):
         return None if value is None else _build(inner[0], value)
-    # JSON has no NaN and no infinity: a number that is null was one of them.
+    # JSON has neither NaN nor infinity: both are null.
     return math.nan if kind is float and value is None else value

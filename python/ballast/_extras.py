@@ -1,4 +1,4 @@
-"""Errors of optional packages that are not installed: they name the extra that brings them."""
+"""Errors for missing optional packages, which name the extra to install."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ _EXTRAS = {"torch": "torch", "transformers": "hf", "accelerate": "hf", "peft": "
 
 
 def missing(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Returns an error with the extra in its message; `error` itself if no extra has the package."""
+    """Returns an error that names the extra of the package, or `error` itself if no extra has it."""
     if error.name not in _EXTRAS:
         return error
     extra = _EXTRAS[error.name]
-    message = (
-        f"{error.name} is not installed; the extra `{extra}` of ballast-ml has it: pip install '.[{extra}]'"
-    )
+    message = f"{error.name} is not installed; install the extra `{extra}`: pip install '.[{extra}]'"
     return ModuleNotFoundError(message, name=error.name)

@@ -1,10 +1,10 @@
 """Checkpoints in safetensors: inspect, audit, convert, diff and repair.
 
-Each function is the command of the same name, with its options as keywords. It releases the GIL, calls
-`progress` with the name of a phase, the amount done and the total, and can be interrupted until the result
-is put in place: then nothing is left behind. An interrupt in the moment of that rename is raised after the
-call has completed; `progress` is not called any more. A result is frozen data; `to_json()` returns the
-document of the command line. A number that is not finite is null there and nan here.
+Each function runs the command of the same name, with options as keywords. It releases the GIL and calls
+`progress` with the phase, the amount done and the total. An interrupt before the result is renamed into place
+leaves nothing behind; one during the rename is raised after the call has completed. Results are frozen
+dataclasses; `to_json()` returns the document of the command line. A non-finite number is null there and nan
+here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Architecture:
-    """The architecture of a checkpoint, as far as it is known."""
+    """Architecture of a checkpoint, as far as known."""
 
     name: str | None
     families: tuple[str, ...]
@@ -59,7 +59,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a checkpoint: names, and the form of tensors that belong together."""
+    """Layout of a checkpoint: naming, ranks, and whether projections and experts are split or fused."""
 
     naming: str
     projections: str | None
@@ -90,7 +90,7 @@ class FileSummary:
 
 @dataclass(frozen=True)
 class ProtectedSummary:
-    """Tensors that one rule protects: their number by dtype, and the first one."""
+    """Tensors protected by one rule: their number by dtype, and the first one."""
 
     rule: str
     stored: dict[str, int]
@@ -112,7 +112,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Values of one kind that a file of torch has beside its tensors, and the names of the first ones."""
+    """Values of one kind in a torch file that are not tensors, with the first names."""
 
     kind: str
     count: int
@@ -121,7 +121,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class RemoteSummary:
-    """What was read from a server: the address with its commit, and numbers of bytes and requests."""
+    """Data read from a server: the address with its commit, and the number of bytes and requests."""
 
     address: str
     bytes: int
@@ -131,11 +131,10 @@ class RemoteSummary:
 
 @dataclass(frozen=True)
 class Inspection(Report):
-    """The summary of a checkpoint. `tensors` is empty unless it was asked for.
+    """Summary of a checkpoint. `tensors` is empty unless requested.
 
-    `state` is optimizer state, and `left_out` has what is neither that nor a tensor.
-
-    `remote` is None for a checkpoint on disk.
+    `state` is optimizer state; `left_out` has all other values that are not tensors. `remote` is None for a
+    checkpoint on disk.
     """
 
     architecture: Architecture
@@ -156,9 +155,9 @@ class Inspection(Report):
 
 
 def inspect(path: Path, *, tensors: bool = False, policy: Path | Policy = "strict") -> Inspection:
-    """Shows a checkpoint's architecture, layout, files, dtypes and protected tensors.
+    """Returns a checkpoint's architecture, layout, files, dtypes and protected tensors.
 
-    A path may be `hf://ORG/NAME[@REVISION]`, here and in the other functions.
+    A path may be `hf://ORG/NAME[@REVISION]`, as in all functions of this module.
 
     >>> report = inspect("fixtures/release/qwen3_5")
     >>> report.architecture.name, report.layout.naming
@@ -171,7 +170,7 @@ def inspect(path: Path, *, tensors: bool = False, policy: Path | Policy = "stric
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of problem and the tensors that have it. A violation fails the audit, a warning does not."""
+    """One kind of problem and its tensors. A violation fails the audit, a warning does not."""
 
     kind: str
     severity: Literal["violation", "warning"]
@@ -185,7 +184,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DecayCost:
-    """The relative error of the decay rate exp(A_log) in bf16.
+    """Relative error of the decay rate exp(A_log) in bf16.
 
     `tense` is "would" for tensors with full f32 precision, "has" for those already rounded.
     """
@@ -199,7 +198,7 @@ class DecayCost:
 
 @dataclass(frozen=True)
 class Audit(Report):
-    """The result of an audit. `values` says whose values were read: "all" or "protected" tensors."""
+    """Result of an audit. `values` tells whether the values of all or only of protected tensors were read."""
 
     architecture: Architecture
     policy: str
@@ -222,7 +221,7 @@ class Audit(Report):
 
     @property
     def violations(self) -> tuple[Finding, ...]:
-        """The findings that fail the audit."""
+        """Findings that fail the audit."""
         return tuple(finding for finding in self.findings if finding.severity == "violation")
 
     def raise_if_failed(self) -> None:
@@ -242,7 +241,7 @@ def audit(
 ) -> Audit:
     """Checks a checkpoint's dtypes, index and values against the precision contract.
 
-    On a hub, the values of protected tensors are read; with `full`, all.
+    On a hub, only the values of protected tensors are read, unless `full` is set.
 
     >>> report = audit("fixtures/release/qwen3_5", policy="megatron")
     >>> report.ok, report.findings
@@ -254,7 +253,7 @@ def audit(
 
 @dataclass(frozen=True)
 class MovedValues:
-    """Values that the shift to zero-centered gamma changed."""
+    """Values changed by the shift to zero-centered gamma."""
 
     tensor: str
     values: int
@@ -264,7 +263,7 @@ class MovedValues:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was written, read back and compared with the source: numbers of tensors."""
+    """Number of tensors by result of the comparison with the source, after the files were read back."""
 
     same_bits: int
     same_values: int
@@ -274,7 +273,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class DtypeChange:
-    """Tensors whose dtype changes, and why."""
+    """Tensors whose dtype changes, with the reason."""
 
     from_: str
     to: str
@@ -285,7 +284,7 @@ class DtypeChange:
 
 @dataclass(frozen=True)
 class Conversion(Report):
-    """A conversion. After a dry run, `files`, `sidecars` and `verification` are None."""
+    """Result of a conversion. After a dry run, `files`, `sidecars` and `verification` are None."""
 
     from_: Layout
     to: Layout
@@ -323,9 +322,9 @@ def convert(
 ) -> Conversion:
     """Converts a checkpoint's layout, dtype or shards; protected tensors stay or become F32.
 
-    `destination` is a folder, or a file ending in .safetensors or .gguf (for llama.cpp); it appears whole
-    or not at all. The dtype q8_0 is for .gguf only. `tp` and `ep` are the numbers of Megatron's tensor- and
-    expert-parallel ranks.
+    `destination` is a folder, or a file ending in .safetensors or .gguf (for llama.cpp); it appears
+    complete or not at all. The dtype q8_0 is for .gguf only. `tp` and `ep` are the numbers of Megatron's
+    tensor- and expert-parallel ranks.
 
     >>> plan = convert("fixtures/release/qwen3_5", "unused", dtype="f16", dry_run=True)
     >>> [(change.from_, change.to) for change in plan.dtype_changes]
@@ -357,7 +356,7 @@ def convert(
 
 @dataclass(frozen=True)
 class AdapterConversion(Report):
-    """A LoRA adapter that was written as GGUF."""
+    """Result of the conversion of a LoRA adapter to GGUF."""
 
     architecture: str
     modules: int
@@ -376,7 +375,7 @@ def convert_adapter(
 ) -> AdapterConversion:
     """Converts a LoRA adapter of the model `base` for llama.cpp.
 
-    `adapter` is a folder of PEFT or of `ballast train`; `destination` ends in .gguf.
+    `adapter` is a folder written by PEFT or `ballast train`; `destination` ends in .gguf.
 
     >>> model = "fixtures/release/qwen3_5"
     >>> convert_adapter(model, "unused.gguf", base=model)  # doctest: +ELLIPSIS
@@ -417,7 +416,7 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class Diff(Report):
-    """The result of a comparison; `differing` is the number of tensors that count as different."""
+    """Result of a comparison; `differing` is the number of tensors that differ."""
 
     equal: bool
     differing: int
@@ -438,8 +437,8 @@ def diff(
 ) -> Diff:
     """Compares two checkpoints across layouts and dtypes.
 
-    Tensors are equal up to a relative RMS difference of `tolerance`. With `strict_dtype`, the same values in
-    another dtype are different.
+    Tensors are equal up to a relative RMS difference of `tolerance`. With `strict_dtype`, equal values in
+    another dtype differ.
 
     >>> diff("fixtures/release/qwen3_5", "fixtures/release/qwen3_5").equal
     True
@@ -460,7 +459,7 @@ class RepairedTensor:
 
 @dataclass(frozen=True)
 class Repair(Report):
-    """The result of a repair."""
+    """Result of a repair."""
 
     tensors: tuple[RepairedTensor, ...]
     warnings: tuple[str, ...]

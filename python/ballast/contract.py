@@ -43,7 +43,7 @@ FP32_GDN_PARAM_NAMES: tuple[str, ...] = tuple(_native.FP32_GDN_PARAM_NAMES)
 """Parameters in the holder."""
 
 GDN_FP32_CHECKPOINT_ARCHITECTURES: frozenset[str] = frozenset(_native.CONTRACT_ARCHITECTURES)
-"""Architectures whose checkpoints follow the convention."""
+"""Architectures whose checkpoints follow this convention."""
 
 _T = TypeVar("_T")
 
@@ -111,7 +111,7 @@ class Policy:
 
     @classmethod
     def load(cls, policy: str | PathLike[str] | Policy) -> Policy:
-        """Returns the policy that an argument `policy` means: a name, a file (.toml), or a policy itself.
+        """Returns the policy given as a name, a file (.toml) or a `Policy`.
 
         >>> Policy.load("strict") == Policy.named("strict")
         True
@@ -135,7 +135,7 @@ class Policy:
         """Returns the policy reduced to the rules of one architecture.
 
         `config` is a config.json as a dict or a transformers config. Without one, or if it names no
-        architecture, the tensor names decide.
+        architecture, the architecture is found by the tensor names.
 
         >>> policy = Policy.named("strict")
         >>> policy.protects("model.layers.1.mlp.gate.weight").families
@@ -209,7 +209,7 @@ def _is_float(tensor: object) -> bool:
 def upcast_gated_delta_net_fp32_state_tensor(
     key: str, tensor: _T, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES, *, narrow_f64: bool = False
 ) -> _T:
-    """Returns a tracked float tensor in float32. Returns all others, and float32 itself, as they are.
+    """Returns a tracked float tensor as float32; returns any other tensor unchanged.
 
     A float64 tensor raises `CheckFailed` unless `narrow_f64` is set.
     """

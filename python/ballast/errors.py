@@ -1,4 +1,4 @@
-"""The exceptions. Each has the exit code that the command line ends with for the same error."""
+"""Exceptions. Each has the exit code of the command line for the same error."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import ClassVar
 
 
 class BallastError(Exception):
-    """The base class of all exceptions of Ballast.
+    """Base class of all exceptions of Ballast.
 
-    `file`, `tensor` and `byte` say where the error is, as far as that is known.
+    `file`, `tensor` and `byte` locate the error, where known.
     """
 
     exit_code: ClassVar[int] = 3
@@ -34,13 +34,13 @@ class BallastError(Exception):
 
 
 class CheckFailed(BallastError):
-    """A check failed: the input can be read, and it is not what it must be."""
+    """A check failed: the input is readable, but not as required."""
 
     exit_code = 1
 
 
 class UsageError(BallastError, ValueError):
-    """An argument or a setting is wrong."""
+    """An argument or setting is wrong."""
 
     exit_code = 2
 
@@ -52,13 +52,13 @@ class InputError(BallastError):
 
 
 class SpaceError(BallastError):
-    """Memory or disk space is not enough."""
+    """Not enough memory or disk space."""
 
     exit_code = 4
 
 
 class NonFiniteError(BallastError):
-    """A NaN or an infinity appeared."""
+    """A NaN or infinity appeared."""
 
     exit_code = 5
 

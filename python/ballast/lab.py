@@ -1,6 +1,6 @@
-"""What each precision choice costs on a model, measured against f64.
+"""Cost of each precision choice on a model, measured against f64.
 
-The results are those of lab.json. A number that is not finite is null there and nan here.
+The results are those of lab.json. A non-finite number is null there and nan here.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class PositionError:
 
 @dataclass(frozen=True)
 class Decay:
-    """Decay of a head in the reference: exp(A_log), nats per token, and half-life in tokens."""
+    """Decay of a head in the reference: rate exp(A_log), nats per token, and half-life in tokens."""
 
     layer: int
     head: int
@@ -280,7 +280,7 @@ class Findings(Report):
     """Results of a study.
 
     Errors are RMS(a - b) / RMS(b) with b the reference's. `runs` has the largest mean KL first; the run `f32`
-    is the floor, the cost of f32 arithmetic itself. What was not measured is empty or None.
+    is the floor, the cost of f32 arithmetic itself. Results that were not measured are empty or None.
     """
 
     model: str
@@ -324,11 +324,11 @@ def run(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Findings:
-    """Runs an input through an f64 reference and under each policy, and compares everything.
+    """Runs an input through an f64 reference and under each policy, and compares the results.
 
-    Without a model, the embedded one is used. `compare` are two checkpoints of one model, and `dump` is a
-    folder with another framework's tensors, in place of policies. lab.json and lab.html are written only to
-    `out`.
+    Without a model, the embedded one is used. In place of policies, `compare` takes two checkpoints of one
+    model, and `dump` a folder with another framework's tensors. Only with `out` are lab.json and lab.html
+    written.
 
     >>> findings = run(policies=["f32", "A_log"], tokens=16, no_gradients=True)
     >>> {run.name: run.first_difference for run in findings.runs}

@@ -1,4 +1,4 @@
-"""For authors of kernels: golden inputs, f64 references, and a comparison that says what is wrong.
+"""Tools to test a kernel: golden inputs, f64 references, and a comparison that names the worst element.
 
 A test of a kernel, on any device, for the outputs and every gradient:
 
@@ -12,7 +12,7 @@ A test of a kernel, on any device, for the outputs and every gradient:
 
 The kernel is called with the keywords of the operation of the same name in `ballast.ops`.
 
-| operation | keywords of its shape |
+| operation | shape keywords |
 |---|---|
 | `chunk_gated_delta_rule` | batch, tokens, key_heads, value_heads, key_dim, value_dim, initial_state |
 | `causal_conv1d_fn` | batch, tokens, channels, width, initial_states |
@@ -21,8 +21,8 @@ The kernel is called with the keywords of the operation of the same name in `bal
 | `indexer_loss` | batch, tokens, heads, dim, attention_heads, kv_heads, key_dim, topk |
 | `linear_cross_entropy` | tokens, width, vocabulary |
 
-Where there is a batch, `lengths` packs sequences of these lengths instead. Further keywords are arguments of
-the kernel.
+Operations with `batch` also take `lengths`, for packed sequences of these lengths. Other keywords are
+arguments of the kernel.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ __all__ = [
 
 
 def values(shape: Sequence[int], seed: int = 0, low: float = -1.0, high: float = 1.0) -> torch.Tensor:
-    """Returns f64 values in [low, high) that depend on the shape and the seed alone.
+    """Returns f64 values in [low, high) that depend only on shape and seed.
 
-    They come from a hash of the index, not from a random generator: every version of torch has the same bits.
+    They are hashes of the index rather than random numbers, so every version of torch gives the same bits.
 
     >>> from ballast.testing import values
     >>> values([2]).tolist() == values([3]).tolist()[:2]
@@ -72,7 +72,7 @@ def values(shape: Sequence[int], seed: int = 0, low: float = -1.0, high: float =
 
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns RMS(actual - expected) / RMS(expected); the absolute one if all expected values are 0."""
+    """Returns RMS(actual - expected) / RMS(expected); the absolute RMS if all expected values are 0."""
     expected = expected.detach().double().cpu()
     difference = actual.detach().double().cpu() - expected
     if expected.numel() == 0:
@@ -84,7 +84,7 @@ def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def assert_close(
     actual: torch.Tensor, expected: torch.Tensor, *, rms: float = 1e-5, name: str = "result"
 ) -> float:
-    """Returns the relative RMS of the difference; if it is above `rms`, an error names the worst element.
+    """Returns the relative RMS of the difference; above `rms`, raises an error that names the worst element.
 
     >>> import torch
     >>> from ballast.testing import assert_close
@@ -98,7 +98,7 @@ def assert_close(
     if found <= rms:
         return found
     a, b = actual.detach().double().cpu(), expected.detach().double().cpu()
-    # A NaN is the worst element that there is.
+    # NaN is worse than any number.
     worst = (a - b).abs().nan_to_num(nan=math.inf).argmax().item()
     index = [int(i) for i in torch.unravel_index(torch.tensor(worst), a.shape)]
     raise AssertionError(
@@ -109,17 +109,17 @@ def assert_close(
 
 @dataclass(frozen=True)
 class Golden:
-    """Inputs of an operation, and what they must give."""
+    """Inputs of an operation and its reference."""
 
     operation: str
     arguments: dict[str, Any]
-    """Keywords of the kernel; the tensors to differentiate require a gradient."""
+    """Keyword arguments of the kernel; tensors to differentiate require a gradient."""
     reference: Callable[..., Any] = field(repr=False)
     outputs: tuple[str, ...] = field(repr=False)
     """Names of the outputs."""
 
     def results(self, kernel: Callable[..., Any]) -> dict[str, torch.Tensor]:
-        """Returns the outputs of a kernel, and as `d<name>` the gradients, from golden output gradients."""
+        """Returns the outputs of a kernel and, as `d<name>`, the gradients for golden output gradients."""
         given = self.arguments
         found = kernel(**given)
         found = found if isinstance(found, tuple | list) else (found,)
@@ -159,7 +159,7 @@ def golden(
     seed: int = 0,
     **shape: Any,  # noqa: ANN401
 ) -> Golden:
-    """Returns golden inputs of an operation, rounded to `dtype`; what must stay f32 (gates, states) is f32.
+    """Returns golden inputs of an operation in `dtype`; gates and states stay f32.
 
     >>> import ballast.ops
     >>> from ballast import testing

@@ -13,8 +13,8 @@ _count: int | None = None
 def set_num_threads(count: int) -> None:
     """Sets the number of threads of the kernels and of torch.
 
-    There is one number for both: `torch.set_num_threads` changes it as well. Without torch, the number is
-    kept until `ballast.ops` is imported.
+    Both share one number, so `torch.set_num_threads` changes it too. Before torch is imported, the number is
+    kept until `ballast.ops` is.
 
     >>> import ballast
     >>> ballast.set_num_threads(1)
@@ -40,7 +40,7 @@ def get_num_threads() -> int:
 
 
 def apply_num_threads() -> None:
-    """Hands a number that was set before torch was imported to torch."""
+    """Passes a number that was set before torch was imported on to torch."""
     global _count
     if _count is not None:
         import torch

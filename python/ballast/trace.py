@@ -1,4 +1,4 @@
-"""One forward pass of a model, and backward if asked for, compared with another framework's tensors."""
+"""Forward pass of a model, optionally with backward, compared with another framework's tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Notes", "Result", "Trace", "run"]
 
 @dataclass(frozen=True)
 class Result:
-    """One result and its error; the errors are None if nothing was expected.
+    """One result and its error; the errors are None without an expected tensor.
 
     `ratio` is RMS(a-b) / (RMS(b) + 1e-8).
     """
@@ -28,7 +28,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Notes:
-    """The model and its input."""
+    """Facts about the model and its input."""
 
     model_type: str
     precision: str
@@ -40,7 +40,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Trace(Report):
-    """The results of a trace; `passed` is true if all that were compared are within the tolerance."""
+    """Results of a trace; `passed` is true if every compared result is within the tolerance."""
 
     tolerance: float
     passed: bool
@@ -64,7 +64,7 @@ def run(
     tolerance: float | None = None,
     force: bool = False,
 ) -> Trace:
-    """Runs a model on the tokens of `ids` and compares with the tensors of `expect`.
+    """Runs a model on the tokens of `ids` and compares the results with the tensors of `expect`.
 
     `out` receives logits, loss, gradients and the chosen sites as safetensors.
 

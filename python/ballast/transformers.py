@@ -1,9 +1,9 @@
-"""The linear-attention layers of transformers on the kernels of Ballast.
+"""Linear-attention layers of transformers on Ballast's kernels.
 
 `patch_transformers` replaces the gated delta rule, its decode step and the causal convolution of Qwen3-Next,
 Qwen3.5 and Qwen3.5-MoE, all three together: with one of them alone, packed documents leak into each other.
 Sequences may then be packed without flash-linear-attention, marked by `position_ids` or by `cu_seq_lens_q`.
-Tensors on a GPU, and dtypes other than f32 and bf16, take the path of transformers as before.
+GPU tensors and dtypes other than f32 and bf16 still run in transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ballast.ops.packing import offsets_of_positions, offsets_of_sequence_ids
 __all__ = ["VERSIONS", "Patch", "patch_transformers"]
 
 VERSIONS: tuple[str, ...] = ("5.22", "5.23")
-"""Versions of transformers that the patch was tested with."""
+"""Versions of transformers that the patch is tested with."""
 
 _MODELS = {
     "qwen3_next": "Qwen3NextModel",
@@ -35,19 +35,19 @@ _active: Patch | None = None
 
 
 class Patch:
-    """A patch of transformers; `undo` takes it back, and so does the end of a `with` block."""
+    """A patch of transformers; `undo` and the end of a `with` block revert it."""
 
     def __init__(self) -> None:
-        """Replaces nothing yet."""
+        """Creates an empty patch."""
         self._replaced: list[tuple[object, str, object, object]] = []
 
     def replace(self, owner: object, name: str, made: Callable[..., Any]) -> None:
-        """Replaces an attribute by `made`."""
+        """Replaces an attribute with `made`."""
         self._replaced.append((owner, name, getattr(owner, name), made))
         setattr(owner, name, made)
 
     def undo(self) -> None:
-        """Puts the functions of transformers back; what others have replaced since then stays."""
+        """Restores the functions of transformers, except those that something else has replaced since."""
         global _active
         for owner, name, original, made in self._replaced:
             if getattr(owner, name) is made:
@@ -63,15 +63,15 @@ class Patch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        """Takes the patch back."""
+        """Reverts the patch."""
         self.undo()
 
 
 def patch_transformers() -> Patch:
-    """Puts Qwen3-Next, Qwen3.5 and Qwen3.5-MoE on the CPU on the kernels of Ballast.
+    """Runs the linear attention of Qwen3-Next, Qwen3.5 and Qwen3.5-MoE on Ballast's kernels, on the CPU.
 
-    A second call returns the same patch. A version of transformers other than those of `VERSIONS` is refused,
-    because the functions that are replaced are no public interface.
+    A second call returns the same patch. Versions of transformers other than `VERSIONS` are refused, because
+    the replaced functions are not a public interface.
 
     >>> import ballast
     >>> patch = ballast.patch_transformers()
@@ -103,12 +103,12 @@ def patch_transformers() -> Patch:
 
 
 def _runs(*tensors: torch.Tensor) -> bool:
-    """Returns true if the kernels take the tensors."""
+    """Returns true if the kernels support the tensors."""
     return all(x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) for x in tensors)
 
 
 def _offsets(cu_seqlens: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor | None:
-    """Offsets of the packed sequences, from whichever argument marks them."""
+    """Returns the offsets of the packed sequences, from whichever argument marks them."""
     cu_seqlens = options.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
     if cu_seqlens is None and options.get("seq_idx") is not None:
         cu_seqlens = offsets_of_sequence_ids(options["seq_idx"])
@@ -123,7 +123,7 @@ def _rule(
     l2norm: bool,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Calls a rule; packed rows of a batch become one row."""
+    """Calls a rule; the packed rows of a batch become one row."""
     shape = tensors[2].shape
     if cu_seqlens is not None:
         tensors = tuple(x.flatten(0, 1).unsqueeze(0) for x in tensors)
@@ -233,9 +233,9 @@ def _conv_update(module: ModuleType) -> tuple[str, Callable[..., Any]]:
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a text model, with the offsets of sequences that only `position_ids` mark.
+    """Returns a forward of a text model that finds the offsets of sequences marked by `position_ids` alone.
 
-    The conditions are those under which transformers keeps such sequences apart in softmax attention.
+    It does so when transformers separates such sequences in softmax attention.
     """
 
     @functools.wraps(original)

@@ -1,7 +1,7 @@
-//! Commands of `ballast`, called from Python, and the whole program.
+//! Commands of `ballast` as Python functions, and the whole program.
 //!
-//! A command runs on a thread of its own without the GIL. The calling thread looks at signals and reports
-//! progress until it ends, so that callbacks run where Python expects them.
+//! A command runs on its own thread without the GIL. Until it ends, the calling thread checks signals and reports
+//! progress, so that callbacks run where Python expects them.
 
 use std::ffi::OsString;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,17 +17,17 @@ use pyo3::prelude::*;
 use crate::contract::Policy;
 use crate::errors::{self, UsageError};
 
-/// Time between two looks at signals and progress.
+/// Time between two checks of signals and progress.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// Time that a cancelled command has before its thread is left to itself, if it may be.
+/// Time a canceled command has to end before its thread is abandoned, if that is allowed.
 const GRACE: Duration = Duration::from_millis(500);
 
-/// The process that has used the thread pool.
+/// Process that has used the thread pool.
 static PROCESS: OnceLock<u32> = OnceLock::new();
 
-/// Refuses to go on in a forked process: a fork copies the state of the thread pool but not its threads, and
-/// would wait for them forever.
+/// Returns an error in a forked process: a fork copies the state of the thread pool but not its threads, and would
+/// wait for them forever.
 fn check_fork() -> PyResult<()> {
     if *PROCESS.get_or_init(std::process::id) == std::process::id() {
         return Ok(());
@@ -38,7 +38,7 @@ fn check_fork() -> PyResult<()> {
     ))
 }
 
-/// Progress of a command, and the wish to cancel it.
+/// Progress of a command, and the request to cancel it.
 #[derive(Default)]
 struct Shared {
     /// Name and size of the phase.
@@ -64,9 +64,9 @@ impl Shared {
 
 type Ended = Result<Answer, Failure>;
 
-/// A message of the command's thread to the calling thread.
+/// Message from the command's thread to the calling thread.
 enum Event {
-    /// The result is complete, and is put in place after an answer; without one, it is discarded.
+    /// The result is complete; it is put in place after an answer and discarded without one.
     Complete(Sender<()>),
     Ended(Ended),
 }
@@ -97,8 +97,8 @@ impl Observer for Worker {
         self.shared.cancelled.load(Ordering::Relaxed)
     }
 
-    /// Asks the calling thread, which looks at signals and reports progress once more: what it raises then
-    /// is raised before anything is in place.
+    /// Asks the calling thread, which checks signals and reports progress once more, so that an exception is raised
+    /// before the result is in place.
     fn may_publish(&self) -> bool {
         let (yes, answer) = channel();
         self.events.send(Event::Complete(yes)).is_ok() && answer.recv().is_ok()
@@ -107,9 +107,8 @@ impl Observer for Worker {
 
 /// Runs a command. Returns its JSON document, whether its checks passed, and its warnings.
 ///
-/// `progress` is called with the name of the phase, the amount done and its total. An interrupt, or an
-/// exception of `progress`, cancels the command; with `may_leave` its thread is left behind if it does not end
-/// soon: it computes and writes nothing any more.
+/// `progress` is called with the phase, the amount done and the total. An interrupt or an exception of `progress`
+/// cancels the command. With `may_leave`, a thread that does not end soon is abandoned: it writes nothing.
 #[pyfunction]
 #[pyo3(signature = (args, policy=None, progress=None, may_leave=false))]
 pub(crate) fn call(
@@ -126,7 +125,7 @@ pub(crate) fn call(
     let observer = Arc::new(Worker { shared: shared.clone(), events: events.clone() });
     let call = Call { args, policy, observer };
     let work = move || {
-        // The receiver is gone if the thread was left behind.
+        // The receiver is gone if the thread was abandoned.
         let _ = events.send(Event::Ended(ballast_ml::call(call)));
     };
     std::thread::Builder::new().name("ballast".into()).spawn(work)?;
@@ -171,8 +170,8 @@ fn wait(
     }
 }
 
-/// Waits for the end of a command that puts its result in place. An interrupt comes too late for it, and is
-/// raised by Python after the call.
+/// Waits for the end of a command that puts its result in place. An interrupt is then too late; Python raises it
+/// after the call.
 fn finish(py: Python<'_>, receiver: &Events) -> PyResult<Ended> {
     loop {
         match receive(py, receiver) {
@@ -198,8 +197,8 @@ fn receive(py: Python<'_>, receiver: &Events) -> Option<Result<Event, ()>> {
     .transpose()
 }
 
-/// Waits until a cancelled command has removed what it has written. A result that is complete meanwhile gets no
-/// answer, and is discarded.
+/// Waits until a canceled command has removed its partial result. A result completed meanwhile gets no answer and
+/// is discarded.
 fn cancel(py: Python<'_>, receiver: &Events, may_leave: bool) {
     let begun = Instant::now();
     while matches!(receive(py, receiver), None | Some(Ok(Event::Complete(_))))
@@ -207,7 +206,7 @@ fn cancel(py: Python<'_>, receiver: &Events, may_leave: bool) {
     {}
 }
 
-/// Runs the whole program with these arguments, without its name. Returns the exit code.
+/// Runs the whole program with these arguments, which exclude its name. Returns the exit code.
 #[pyfunction]
 pub(crate) fn run(py: Python<'_>, args: Vec<OsString>) -> u8 {
     py.detach(|| ballast_ml::run(std::iter::once(OsString::from("ballast")).chain(args)))

@@ -6,14 +6,14 @@ use serde_json::{Value, json};
 
 use crate::errors::UsageError;
 
-/// A policy with the families that its rules name.
+/// A policy with the families named by its rules.
 #[pyclass(frozen, module = "ballast._native")]
 pub(crate) struct Policy {
     policy: ballast_contract::Policy,
     families: Vec<Family>,
 }
 
-/// A rule as Python gets it: name, reason, required dtype, patterns of tensors, families.
+/// A rule in Python: name, reason, required dtype, tensor patterns, families.
 type RuleFields = (String, String, String, Vec<String>, Vec<String>);
 
 fn fields(rule: &Rule) -> RuleFields {

@@ -1,4 +1,4 @@
-//! The exceptions of `ballast.errors`.
+//! Exceptions of `ballast.errors`.
 
 use ballast_ml::Failure;
 use pyo3::PyErr;
@@ -9,7 +9,7 @@ pyo3::import_exception!(ballast.errors, InputError);
 pyo3::import_exception!(ballast.errors, SpaceError);
 pyo3::import_exception!(ballast.errors, NonFiniteError);
 
-/// Returns the exception of a failed command, by its exit code.
+/// Returns the exception for a failed command, by its exit code.
 pub(crate) fn exception(failure: Failure) -> PyErr {
     let args = (failure.message, failure.file, failure.tensor, failure.byte);
     match failure.code {

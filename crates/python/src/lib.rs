@@ -1,5 +1,5 @@
-//! `ballast._native`: the module that the Python package `ballast` is built on. It has plain functions and
-//! handles; names, types and documentation that users see are in python/ballast.
+//! `ballast._native`: the native module of the Python package `ballast`. It has plain functions and handles; the
+//! names, types and documentation for users are in python/ballast.
 
 #![deny(unsafe_code)] // allowed where tensors become slices: ops::arguments
 

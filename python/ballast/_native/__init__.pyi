@@ -1,8 +1,7 @@
 """The native module: plain functions and handles behind `ballast`."""
 
 from collections.abc import Callable
-
-from ballast._native import ops as ops
+from types import ModuleType
 
 _RuleFields = tuple[str, str, str, list[str], list[str]]
 
@@ -10,6 +9,7 @@ VERSION: str
 HOLDER_NAME: str
 FP32_GDN_PARAM_NAMES: list[str]
 CONTRACT_ARCHITECTURES: list[str]
+ops: ModuleType
 
 class Policy:
     def __new__(cls, state: str) -> Policy: ...

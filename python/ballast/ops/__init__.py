@@ -1,17 +1,17 @@
-"""The kernels of Ballast as operations of torch, for CPU tensors in f32 and bf16.
+"""Ballast's kernels as PyTorch operations, for f32 and bf16 tensors on the CPU.
 
 They are registered with `torch.library`: autograd, `torch.compile(fullgraph=True)`, activation checkpointing
-and FSDP2 work with them. Arithmetic is f32, whatever the storage. Inputs need not be contiguous, but a
-contiguous input is not copied. The values saved for backward are tensors.
+and FSDP2 work with them. Arithmetic is f32 for both storage types. A contiguous input is not copied.
+All values saved for backward are tensors, which hooks can see.
 
-| operation | of |
+| operation | signature of, or purpose |
 |---|---|
 | `chunk_gated_delta_rule`, `fused_recurrent_gated_delta_rule` | flash-linear-attention |
 | `causal_conv1d_fn`, `causal_conv1d_update` | causal-conv1d, with `cu_seqlens` |
 | `gated_rms_norm` | the output norm of Gated DeltaNet |
 | `attention` | causal softmax attention; f32 products and logits |
 | `indexer_topk`, `indexer_loss` | sparse attention |
-| `linear_cross_entropy` | output projection and loss without the logits in memory |
+| `linear_cross_entropy` | output projection and loss, without all logits in memory |
 """
 
 from ballast import _torch  # noqa: F401 - first, for its error

@@ -1,4 +1,4 @@
-"""Checks and conversions that the operations share."""
+"""Checks and conversions shared by the operations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from ballast._native import ops as native
 from ballast.errors import UsageError
-from ballast.ops._function import transformed
+from ballast.ops._operation import transformed
 from ballast.threads import apply_num_threads
 
 __all__ = [
@@ -62,7 +62,7 @@ def offsets(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def selected_keys(selected: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the listed keys as contiguous int32. What does not fit becomes a key that no sequence has."""
+    """Returns `selected` as contiguous int32. A value out of range becomes a key that no sequence has."""
     if selected is None:
         return None
     if selected.dtype not in (torch.int32, torch.int64):
@@ -71,13 +71,13 @@ def selected_keys(selected: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def check_window(window: int | None) -> None:
-    """Raises an error unless a query sees at least its own key."""
+    """Raises an error unless the window includes the query's own key."""
     if window is not None and window < 1:
         raise UsageError(f"window must be 1 or more, got {window}")
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
-    """Returns true if a backward pass can follow, so that its values must be saved."""
-    # A transform shows the tensors of its own level, which say nothing of those around it.
+    """Returns true if a backward pass can follow, for which values must be saved."""
+    # Inside a transform, tensors show only its own level; an outer level may need the gradient.
     wanted = transformed() or any(t is not None and t.requires_grad for t in tensors)
     return torch.is_grad_enabled() and wanted

@@ -1,4 +1,4 @@
-"""Causal softmax attention whose products q.k and logits are f32, whatever the storage.
+"""Causal softmax attention with products q.k and logits in f32 for both storage types.
 
     x_j = scale q.k_j;   x_j = cap tanh(x_j / cap) with a soft cap;   o = sum_j softmax(x)_j v_j
 
@@ -12,7 +12,7 @@ from typing import Literal, overload
 import torch
 
 from ballast.errors import UsageError
-from ballast.ops._function import function
+from ballast.ops._operation import operation
 from ballast.ops._tensors import (
     check_cpu,
     check_shape,
@@ -75,7 +75,7 @@ def attention(
 
     A query sees the keys up to its own position in its sequence: the last `window` of them, and of those the
     ones listed in `selected` [B, T, topk] (int32, -1 in unused slots, as `indexer_topk` returns). `sinks`
-    [heads] are logits without a value. With `cu_seqlens` [N+1] the batch size is 1, and N sequences are
+    [heads] are logits without values. With `cu_seqlens` [N+1] the batch size is 1, and N sequences are
     packed; `selected` then counts from the first token of the query's own sequence.
 
     >>> import torch
@@ -110,13 +110,8 @@ def attention(
     return (o.to(q.dtype), lse.detach()) if return_lse else o.to(q.dtype)
 
 
-def _outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    o = q.new_empty((*q.shape[:3], v.shape[3]))
-    return o, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-
-
-@torch.library.custom_op("ballast::attention", mutates_args=(), device_types="cpu")
-def attention_op(
+@operation("attention", native.attention_forward)
+def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -128,19 +123,12 @@ def attention_op(
     soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse."""
-    o, lse = _outputs(q, v)
-    threads = torch.get_num_threads()
-    native.attention_forward(o, lse, q, k, v, sinks, selected, cu_seqlens, (scale, window, soft_cap), threads)
-    return o, lse
+    o = q.new_empty((*q.shape[:3], v.shape[3]))
+    return o, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-@attention_op.register_fake
-def _(q, k, v, sinks, selected, cu_seqlens, scale, window, soft_cap):  # noqa: ANN001, ANN202
-    return _outputs(q, v)
-
-
-@torch.library.custom_op("ballast::attention_backward", mutates_args=(), device_types="cpu")
-def attention_backward(
+@_attention.backward(native.attention_backward)
+def _attention_backward(
     d_o: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
@@ -154,36 +142,6 @@ def attention_backward(
     window: int | None,
     soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv, dsinks."""
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    """dq, dk, dv, and dsinks."""
     dsinks = lse.new_zeros(0 if sinks is None else sinks.shape[0])
-    native.attention_backward(
-        *(dq, dk, dv, None if sinks is None else dsinks),
-        *(d_o.contiguous(), o, lse, q, k, v, sinks, selected, cu_seqlens),
-        (scale, window, soft_cap),
-        torch.get_num_threads(),
-    )
-    return dq, dk, dv, dsinks
-
-
-@attention_backward.register_fake
-def _(d_o, o, lse, q, k, v, sinks, selected, cu_seqlens, scale, window, soft_cap):  # noqa: ANN001, ANN202
-    dsinks = lse.new_empty(0 if sinks is None else sinks.shape[0])
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
-
-
-def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
-    *tensors, ctx.scale, ctx.window, ctx.soft_cap = inputs
-    ctx.save_for_backward(*output, *tensors)
-
-
-def _backward(ctx, d_o, _) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
-    o, lse, q, k, v, sinks, selected, cu_seqlens = ctx.saved_tensors
-    dq, dk, dv, dsinks = _attention_backward(
-        d_o, o, lse, q, k, v, sinks, selected, cu_seqlens, ctx.scale, ctx.window, ctx.soft_cap
-    )
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
-
-
-_attention = function(attention_op, _setup, _backward)
-_attention_backward = function(attention_backward)

@@ -2,8 +2,8 @@
 
     y_t = silu(sum_j w_j x_{t-(W-1)+j})      for each channel; the initial state precedes a sequence
 
-x, y [B, C, T]; weight [C, W]; states [N, C, W-1]. An x whose channels are adjacent in memory, as the
-transpose of a projection's output has them, is not copied.
+x, y [B, C, T]; weight [C, W]; states [N, C, W-1]. An x with adjacent channels in memory, such as
+the transposed output of a projection, is not copied.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, overload
 import torch
 
 from ballast.errors import UsageError
-from ballast.ops._function import function
+from ballast.ops._operation import operation
 from ballast.ops._tensors import check_cpu, check_shape, native, offsets, storage
 from ballast.ops.packing import offsets_of_sequence_ids
 
@@ -62,8 +62,8 @@ def causal_conv1d_fn(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Returns y [B, C, T] and, if `return_final_states`, the last W-1 columns of each sequence [N, C, W-1].
 
-    Sequences packed in a row are kept apart by `seq_idx` [B, T], which numbers them, or by `cu_seqlens`
-    [N+1], offsets in the flattened batch. `activation` must be "silu" or "swish", and `bias` None.
+    Packed sequences are separated by `seq_idx` [B, T], the sequence number of each token, or by
+    `cu_seqlens` [N+1], offsets in the flattened batch. `activation` must be "silu" or "swish", `bias` None.
 
     >>> import torch
     >>> from ballast.ops import causal_conv1d_fn
@@ -149,15 +149,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act
         )
 
 
-def _outputs(
-    x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor | None, final: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return torch.empty_like(x), x.new_empty((sequences if final else 0, weight.shape[1] - 1, x.shape[2]))
-
-
-@torch.library.custom_op("ballast::causal_conv", mutates_args=(), device_types="cpu")
-def causal_conv(
+@operation("causal_conv", native.conv_forward)
+def _conv(
     x: torch.Tensor,
     weight: torch.Tensor,
     state: torch.Tensor | None,
@@ -165,60 +158,19 @@ def causal_conv(
     final: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y [B, T, C] and the final states [N, W-1, C]."""
-    y, last = _outputs(x, weight, cu_seqlens, final)
-    threads = torch.get_num_threads()
-    native.conv_forward(y, last if final else None, x, weight, state, cu_seqlens, threads)
-    return y, last
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return torch.empty_like(x), x.new_empty((sequences if final else 0, weight.shape[1] - 1, x.shape[2]))
 
 
-@causal_conv.register_fake
-def _(x, weight, state, cu_seqlens, final):  # noqa: ANN001, ANN202
-    return _outputs(x, weight, cu_seqlens, final)
-
-
-@torch.library.custom_op("ballast::causal_conv_backward", mutates_args=(), device_types="cpu")
-def causal_conv_backward(
+@_conv.backward(native.conv_backward)
+def _conv_backward(
     dy: torch.Tensor,
-    dlast: torch.Tensor | None,
+    dfinal_state: torch.Tensor | None,
     x: torch.Tensor,
     weight: torch.Tensor,
     state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx, dweight in f32, dstate."""
-    dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+    """dx, dweight in f32, and dstate."""
     dstate = x.new_empty(0) if state is None else torch.empty_like(state)
-    native.conv_backward(
-        dx,
-        dweight,
-        None if state is None else dstate,
-        dy.contiguous(),
-        None if dlast is None else dlast.contiguous(),
-        *(x, weight, state, cu_seqlens),
-        torch.get_num_threads(),
-    )
-    return dx, dweight, dstate
-
-
-@causal_conv_backward.register_fake
-def _(dy, dlast, x, weight, state, cu_seqlens):  # noqa: ANN001, ANN202
-    dstate = x.new_empty(0) if state is None else torch.empty_like(state)
-    return torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32), dstate
-
-
-def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
-    *tensors, ctx.final = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, dlast) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
-    x, weight, state, cu_seqlens = ctx.saved_tensors
-    dy = torch.zeros_like(x) if dy is None else dy
-    dlast = dlast if ctx.final else None
-    dx, dweight, dstate = _conv_backward(dy, dlast, x, weight, state, cu_seqlens)
-    return dx, dweight.to(weight.dtype), None if state is None else dstate, None, None
-
-
-_conv = function(causal_conv, _setup, _backward)
-_conv_backward = function(causal_conv_backward)
+    return torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32), dstate

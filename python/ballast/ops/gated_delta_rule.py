@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ballast.errors import UsageError
-from ballast.ops._function import function
+from ballast.ops._operation import operation
 from ballast.ops._tensors import check_cpu, check_shape, native, needs_grad, offsets, storage
 
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
@@ -23,7 +23,7 @@ CHUNK = 32
 """Tokens per chunk; it changes the result by rounding only."""
 
 STATES_EVERY = 4
-"""Chunks per saved state, as in the kernel."""
+"""Chunks per saved state; the kernel has the same number."""
 
 
 def chunk_gated_delta_rule(
@@ -47,11 +47,11 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns o [B, T, HV, V] and, if `output_final_state`, the final state [N, HV, K, V] in f32, else None.
 
-    `scale` is K^-1/2 by default. A `g` above 0 lets the state grow; then chunks are smaller and it takes
-    longer. It must not be above 88. With `cu_seqlens` [N+1] the batch size is 1 and the N sequences are
+    `scale` is K^-1/2 by default. A `g` above 0 makes the state grow; chunks are then smaller and slower. `g`
+    must not exceed 88. With `cu_seqlens` [N+1] the batch size is 1 and the N sequences are
     packed; otherwise N is the batch size. `use_gate_in_kernel` with `A_log` and `dt_bias` computes the
-    decay from a raw `g`; `chunk_size` is 16, 32 or 64. `cu_seqlens_cpu` and `chunk_indices` are not
-    needed, and context parallelism is not supported.
+    decay from a raw `g`; `chunk_size` is 16, 32 or 64. `cu_seqlens_cpu` and `chunk_indices` are
+    ignored; context parallelism is not supported.
 
     >>> import torch
     >>> from ballast.ops import chunk_gated_delta_rule
@@ -109,9 +109,8 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns what `chunk_gated_delta_rule` returns, computed token by token: for decoding.
 
-    g None is no decay, beta None is 1; the per-channel decays gk and gv are not supported. If a gradient can
-    be asked for, the result is that of `chunk_gated_delta_rule`, which differs by rounding only and has a
-    backward pass.
+    Without `g` there is no decay; without `beta` it is 1. The per-channel decays gk and gv are not supported.
+    If a backward pass can follow, `chunk_gated_delta_rule` runs instead, which differs only by rounding.
 
     >>> import torch
     >>> from ballast.ops import fused_recurrent_gated_delta_rule
@@ -213,26 +212,35 @@ def _rule(
     return o.to(q.dtype), ht.transpose(-1, -2) if state_v_first else ht
 
 
-def _sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
-    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
 def _state(q: torch.Tensor, v: torch.Tensor, sequences: int) -> torch.Tensor:
     shape = (sequences, v.shape[2], q.shape[3], v.shape[3])
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
-def _outputs(
+def _sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
+    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+@operation("gated_delta_rule", native.gated_delta_rule_forward)
+def _chunks(
     q: torch.Tensor,
+    k: torch.Tensor,
     v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    h0: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    scale: float,
     l2norm: bool,
     chunk: int,
     final: bool,
     save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Allocates o, ht, q_rstd, k_rstd and states. Without offsets the number of states is that of the kernel;
-    with them it is a bound that depends on shapes alone, and the rest is zero."""
+    """o, ht, and the values saved for backward: q_rstd, k_rstd, states.
+
+    Without offsets the number of states is that of the kernel; with them it is a bound that depends on shapes
+    alone, and the rest is zero.
+    """
     (batch, tokens), segment = q.shape[:2], chunk * STATES_EVERY
     if cu_seqlens is None:
         states = batch * -(-tokens // segment)
@@ -248,40 +256,8 @@ def _outputs(
     )
 
 
-@torch.library.custom_op("ballast::gated_delta_rule", mutates_args=(), device_types="cpu")
-def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    h0: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    scale: float,
-    l2norm: bool,
-    chunk: int,
-    final: bool,
-    save: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """o, ht, and the values saved for backward: q_rstd, k_rstd, states."""
-    o, ht, *saved = _outputs(q, v, cu_seqlens, l2norm, chunk, final, save)
-    native.gated_delta_rule_forward(
-        o,
-        ht if final else None,
-        tuple(saved) if save else None,
-        *(q, k, v, g, beta, h0, cu_seqlens, scale, l2norm, chunk),
-        torch.get_num_threads(),
-    )
-    return o, ht, *saved
-
-
-@gated_delta_rule.register_fake
-def _(q, k, v, g, beta, h0, cu_seqlens, scale, l2norm, chunk, final, save):  # noqa: ANN001, ANN202
-    return _outputs(q, v, cu_seqlens, l2norm, chunk, final, save)
-
-
-@torch.library.custom_op("ballast::gated_delta_rule_backward", mutates_args=(), device_types="cpu")
-def gated_delta_rule_backward(
+@_chunks.backward(native.gated_delta_rule_backward)
+def _chunks_backward(
     d_o: torch.Tensor,
     dht: torch.Tensor | None,
     q_rstd: torch.Tensor,
@@ -298,50 +274,13 @@ def gated_delta_rule_backward(
     l2norm: bool,
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv, dg, dbeta, dh0."""
-    grads = tuple(torch.empty_like(x) for x in (q, k, v, g, beta))
-    dh0 = _state(q, v, 0 if h0 is None else h0.shape[0])
-    native.gated_delta_rule_backward(
-        *grads,
-        None if h0 is None else dh0,
-        d_o.contiguous(),
-        None if dht is None else dht.contiguous(),
-        (q_rstd, k_rstd, states),
-        *(q, k, v, g, beta, h0, cu_seqlens, scale, l2norm, chunk),
-        torch.get_num_threads(),
-    )
-    return *grads, dh0
+    """dq, dk, dv, dg, dbeta, and dh0."""
+    dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g, beta))
+    return dq, dk, dv, dg, dbeta, _state(q, v, 0 if h0 is None else h0.shape[0])
 
 
-@gated_delta_rule_backward.register_fake
-def _(d_o, dht, q_rstd, k_rstd, states, q, k, v, g, beta, h0, cu_seqlens, scale, l2norm, chunk):  # noqa: ANN001, ANN202
-    return *(torch.empty_like(x) for x in (q, k, v, g, beta)), _state(q, v, 0 if h0 is None else h0.shape[0])
-
-
-def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
-    *tensors, ctx.scale, ctx.l2norm, ctx.chunk, ctx.final, save = inputs
-    _, _, *saved = output
-    ctx.save_for_backward(*saved, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, d_o, dht, *_: None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
-    *saved, q, k, v, g, beta, h0, cu_seqlens = ctx.saved_tensors
-    if d_o is None:
-        d_o = torch.zeros_like(v)
-    dht = dht if ctx.final else None
-    *grads, dh0 = _chunks_backward(
-        d_o, dht, *saved, q, k, v, g, beta, h0, cu_seqlens, ctx.scale, ctx.l2norm, ctx.chunk
-    )
-    return *grads, None if h0 is None else dh0, None, None, None, None, None, None
-
-
-_chunks = function(gated_delta_rule, _setup, _backward)
-_chunks_backward = function(gated_delta_rule_backward)
-
-
-@torch.library.custom_op("ballast::gated_delta_rule_steps", mutates_args=(), device_types="cpu")
-def gated_delta_rule_steps(
+@operation("gated_delta_rule_steps", native.gated_delta_rule_steps)
+def _steps(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -352,17 +291,6 @@ def gated_delta_rule_steps(
     scale: float,
     l2norm: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and ht, token by token; it has no backward pass."""
-    o = torch.empty_like(v)
+    """o, and ht, which starts as h0; token by token, without a backward pass."""
     ht = _state(q, v, _sequences(q, cu_seqlens)).zero_() if h0 is None else h0.clone()
-    threads = torch.get_num_threads()
-    native.gated_delta_rule_steps(o, ht, q, k, v, g, beta, cu_seqlens, scale, l2norm, threads)
-    return o, ht
-
-
-@gated_delta_rule_steps.register_fake
-def _(q, k, v, g, beta, h0, cu_seqlens, scale, l2norm):  # noqa: ANN001, ANN202
-    return torch.empty_like(v), _state(q, v, _sequences(q, cu_seqlens))
-
-
-_steps = function(gated_delta_rule_steps)
+    return torch.empty_like(v), ht

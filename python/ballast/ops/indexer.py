@@ -1,21 +1,18 @@
-"""The sparse-attention indexer with f32 logits: it selects the keys of an attention, and learns from it.
+"""Sparse-attention indexer with f32 logits: it selects the keys of an attention and is trained to match it.
 
     score_tu = sum_h w_th relu(q_th.k_u d^-1/2)          u <= t
     loss = scale mean_t sum_u p_tu (ln(p_tu + 1e-8) - ln(s_tu + 1e-8))     s = softmax(score)
 
 p is the mean of the attention's probabilities over its heads. q [B, T, heads, d]; k [B, T, d];
-w [B, T, heads], which already has its factor heads^-1/2.
+w [B, T, heads], which includes the factor heads^-1/2.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ballast.errors import UsageError
-from ballast.ops._function import function
-from ballast.ops._loss import loss_gradients
+from ballast.ops._operation import operation
 from ballast.ops._tensors import (
     check_cpu,
     check_shape,
@@ -35,7 +32,7 @@ def indexer_topk(
 ) -> torch.Tensor:
     """Returns the positions of the keys with the highest scores, [B, T, topk] int32, ascending, then -1.
 
-    Of equal scores the earliest key is taken.
+    Ties go to the earliest key.
 
     >>> import torch
     >>> from ballast.ops import indexer_topk
@@ -65,10 +62,10 @@ def indexer_loss(
     selected: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the loss (a scalar in f32) of the indexer against the attention that it serves.
+    """Returns the loss of the indexer relative to its attention, an f32 scalar.
 
     `attention_q`, `attention_k`, `lse`, `scale`, `window`, `soft_cap` and `selected` are those of
-    `ballast.ops.attention`, which gets no gradient. With `selected` the sum runs over the selected keys.
+    `ballast.ops.attention`, which gets no gradient. With `selected`, the sum is over the selected keys.
 
     >>> import torch
     >>> from ballast.ops import attention, indexer_loss
@@ -109,28 +106,16 @@ def _inputs(
     return q.to(dtype).contiguous(), k.to(dtype).contiguous(), w.float().contiguous()
 
 
-@torch.library.custom_op("ballast::indexer_topk", mutates_args=(), device_types="cpu")
-def indexer_topk_op(
+@operation("indexer_topk", native.indexer_topk)
+def _topk(
     q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, topk: int, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor:
     """selected [B, T, topk]."""
-    selected = torch.empty((*q.shape[:2], topk), dtype=torch.int32, device=q.device)
-    native.indexer_topk(selected, q, k, w, cu_seqlens, torch.get_num_threads())
-    return selected
-
-
-@indexer_topk_op.register_fake
-def _(q, k, w, topk, cu_seqlens):  # noqa: ANN001, ANN202
     return torch.empty((*q.shape[:2], topk), dtype=torch.int32, device=q.device)
 
 
-def _outputs(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, save: bool) -> tuple[torch.Tensor, ...]:
-    grads = (torch.empty_like(x) if save else x.new_empty(0) for x in (q, k, w))
-    return torch.empty((), dtype=torch.float32, device=q.device), *grads
-
-
-@torch.library.custom_op("ballast::indexer_loss", mutates_args=(), device_types="cpu")
-def indexer_loss_op(
+@operation("indexer_loss", native.indexer_loss, loss=True)
+def _loss(
     q: torch.Tensor,
     k: torch.Tensor,
     w: torch.Tensor,
@@ -145,29 +130,6 @@ def indexer_loss_op(
     soft_cap: float | None,
     save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss and its gradients dq, dk, dw, which forward computes with it."""
-    loss, *grads = _outputs(q, k, w, save)
-    value = native.indexer_loss(
-        tuple(grads) if save else None,
-        *(q, k, w, attention_q, attention_k, lse, selected, cu_seqlens, loss_scale),
-        (scale, window, soft_cap),
-        torch.get_num_threads(),
-    )
-    return loss.fill_(value), *grads
-
-
-@indexer_loss_op.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
-    return _outputs(q, k, w, save=rest[-1])
-
-
-def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
-    ctx.save_for_backward(*output[1:])
-
-
-def _backward(ctx, dloss, *_: None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
-    return *loss_gradients(dloss, *ctx.saved_tensors), *[None] * 10
-
-
-_topk = function(indexer_topk_op)
-_loss = function(indexer_loss_op, _setup, _backward)
+    """The loss and its gradients dq, dk, and dw, which forward computes with it."""
+    dq, dk, dw = (torch.empty_like(x) if save else x.new_empty(0) for x in (q, k, w))
+    return torch.empty((), dtype=torch.float32, device=q.device), dq, dk, dw

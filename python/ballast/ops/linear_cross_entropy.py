@@ -1,4 +1,4 @@
-"""Output projection and cross entropy in one: the logits of 256 tokens exist at a time.
+"""Fused output projection and cross entropy; only the logits of 512 tokens exist at a time.
 
 l = W h;   l = cap tanh(l / cap) with a soft cap;   L = ln sum_j e^{l_j}
 loss = L - (1 - smoothing) l_y - smoothing mean(l) + z_loss L^2
@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from ballast.errors import UsageError
-from ballast.ops._function import function
-from ballast.ops._loss import loss_gradients
+from ballast.ops._operation import operation
 from ballast.ops._tensors import check_cpu, check_shape, native, needs_grad, storage
 
 __all__ = ["linear_cross_entropy"]
@@ -27,9 +26,9 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """Returns the mean or the sum of the loss over tokens whose target is not `ignore_index`; 0 without any.
+    """Returns the mean or sum of the loss over tokens whose target is not `ignore_index`, or 0 without any.
 
-    hidden [..., H]; weight [V, H]; targets [...] int64. The gradients are computed with the loss.
+    hidden [..., H]; weight [V, H]; targets [...] int64. Forward also computes the gradients.
 
     >>> import torch
     >>> from ballast.ops import linear_cross_entropy
@@ -54,17 +53,8 @@ def linear_cross_entropy(
     return mean if reduction == "mean" else mean * count
 
 
-def _outputs(
-    hidden: torch.Tensor, weight: torch.Tensor, save: bool, save_weight: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    scalar = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    dhidden = torch.empty_like(hidden) if save else hidden.new_empty(0)
-    shape = weight.shape if save_weight else (0,)
-    return scalar, scalar.clone(), dhidden, torch.zeros(shape, dtype=torch.float32, device=hidden.device)
-
-
-@torch.library.custom_op("ballast::linear_cross_entropy", mutates_args=(), device_types="cpu")
-def linear_cross_entropy_op(
+@operation("linear_cross_entropy", native.linear_cross_entropy, loss=True)
+def _loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -76,29 +66,7 @@ def linear_cross_entropy_op(
     save_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The mean loss, the number of counted tokens, dhidden, and dweight in f32."""
-    mean, count, dhidden, dweight = _outputs(hidden, weight, save, save_weight)
-    total, tokens = native.linear_cross_entropy(
-        dhidden if save else None,
-        dweight if save_weight else None,
-        *(hidden, weight, targets, ignore_index, soft_cap, z_loss, label_smoothing),
-        torch.get_num_threads(),
-    )
-    return mean.fill_(total / max(tokens, 1)), count.fill_(tokens), dhidden, dweight
-
-
-@linear_cross_entropy_op.register_fake
-def _(hidden, weight, targets, ignore_index, soft_cap, z_loss, label_smoothing, save, save_weight):  # noqa: ANN001, ANN202
-    return _outputs(hidden, weight, save, save_weight)
-
-
-def _setup(ctx, inputs, output) -> None:  # noqa: ANN001
-    ctx.dtype, ctx.save_weight = inputs[1].dtype, inputs[8]
-    ctx.save_for_backward(*output[2:])
-
-
-def _backward(ctx, dmean, *_: None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
-    dhidden, dweight, _ = loss_gradients(dmean, *ctx.saved_tensors)
-    return dhidden, dweight.to(ctx.dtype) if ctx.save_weight else None, *[None] * 7
-
-
-_loss = function(linear_cross_entropy_op, _setup, _backward)
+    mean, count = (torch.empty((), dtype=torch.float32, device=hidden.device) for _ in range(2))
+    dhidden = torch.empty_like(hidden) if save else hidden.new_empty(0)
+    dweight = torch.zeros(weight.shape if save_weight else (0,), dtype=torch.float32, device=hidden.device)
+    return mean, count, dhidden, dweight

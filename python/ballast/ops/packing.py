@@ -1,4 +1,4 @@
-"""Offsets of sequences that are packed end to end."""
+"""Offsets of packed sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sequence_offsets(starts: torch.Tensor) -> torch.Tensor:
 
 @sequence_offsets.register_fake
 def _(starts):  # noqa: ANN001, ANN202
-    # The number of sequences is known at run time only.
+    # The number of sequences is known only at run time.
     size = torch.library.get_ctx().new_dynamic_size(min=1)
     return torch.empty(size, dtype=torch.int64, device=starts.device)
 
@@ -44,5 +44,5 @@ def offsets_of_sequence_ids(seq_idx: torch.Tensor) -> torch.Tensor:
 
 
 def _first(changes: torch.Tensor) -> torch.Tensor:
-    """Adds the first token of every row."""
+    """Adds the first token of each row."""
     return torch.cat([changes.new_ones((changes.shape[0], 1)), changes], dim=1)

@@ -1,10 +1,10 @@
-"""f32 that survives PyTorch: casts, sharding, training and saving leave protected tensors alone.
+"""Protected tensors that stay f32 through loading, casts, sharding, training and saving in PyTorch.
 
-- `loading`: `from_pretrained` with all f32 bits of the protected tensors.
-- `keep_fp32`: from then on no cast, copy, merge or load lowers them.
+- `loading`: lets `from_pretrained` keep the f32 bits of protected tensors.
+- `keep_fp32`: protects them from later casts, copies, merges and loads.
 - `fully_shard`, `mp_policy`: FSDP2 with protected tensors stored, computed and reduced in f32.
 - `Ledger`: checks them at every step, and names the first non-finite value before the update.
-- `save_pretrained`: protected tensors in F32, the rest in bf16.
+- `save_pretrained`: saves protected tensors in F32 and the rest in bf16.
 
 Needs the extra `torch`; `loading`, `save_pretrained` and the Trainer need the extra `hf`.
 """
@@ -46,7 +46,7 @@ _FILES = {
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """Imports what is asked for, so that a use of one part does not import the libraries of the others."""
+    """Imports a name on first use, so that one part does not import the libraries of the others."""
     if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

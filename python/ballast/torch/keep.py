@@ -1,10 +1,10 @@
-"""Protected tensors that stay f32 whatever is done to their model.
+"""Keeps the protected tensors of a model in f32.
 
-Every cast of a module goes through `nn.Module._apply`. It is wrapped once for the process: a module with
-protected tensors carries a `_Guard` with their names, and a guarded tensor follows a change of device, never
-one of dtype. The guard holds names only, so it survives deepcopy and pickling, and finds the tensors of a
-sharded or swapped module. A hook upcasts what `load_state_dict` would assign. FSDP1 is refused: it makes the
-tensors of a unit one tensor, and computes in one dtype.
+Every cast of a module goes through `nn.Module._apply`, which is wrapped once per process: a module with
+protected tensors carries a `_Guard` with their names, and a guarded tensor changes its device but never its
+dtype. The guard holds only names, so it survives deepcopy and pickling, and finds the tensors of a sharded or
+swapped module. A hook upcasts the tensors that `load_state_dict` would assign. FSDP1 is refused, because it
+flattens a unit into one tensor and computes in one dtype.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _GUARD = "_ballast_guard"
 
 
 class RoundedWarning(BallastWarning):
-    """A protected tensor has the bits of bf16, f16 or tf32 only."""
+    """A protected tensor has only the precision of bf16, f16 or tf32."""
 
 
 class Kept:
-    """The protected tensors of a model that `keep_fp32` keeps."""
+    """Protected tensors of a model, as kept by `keep_fp32`."""
 
     def __init__(self, tensors: list[Protected]) -> None:
-        """Records the tensors as they are now; `keep_fp32` makes it."""
+        """Records the present tensors; called by `keep_fp32`."""
         self._tensors = tensors
         found = {t.name: rounded_to(t.tensor) for t in tensors if t.tensor is not None}
         self._rounded_to = {name: kind for name, kind in found.items() if kind is not None}
         self.rounded = tuple(self._rounded_to)
-        """Names of the tensors that had the bits of bf16, f16 or tf32 only."""
+        """Names of the tensors that had only the precision of bf16, f16 or tf32."""
         self._exact = frozenset(t.name for t in tensors if t.name not in self.rounded and _has_values(t))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the protected tensors, as a checkpoint has them."""
+        """Names of the protected tensors in a checkpoint."""
         return tuple(t.name for t in self._tensors)
 
     def verify(self) -> None:
@@ -62,7 +62,7 @@ class Kept:
             raise CheckFailed("protected-tensor check failed: " + "; ".join(problems))
 
     def release(self) -> None:
-        """Ends the protection. The tensors stay as they are."""
+        """Ends the protection, without changing the tensors."""
         for kept in self._tensors:
             guard = kept.module.__dict__.pop(_GUARD, None)
             if guard is not None:
@@ -79,9 +79,9 @@ def keep_fp32(model: nn.Module, policy: PolicyLike = "strict") -> Kept:
     """Keeps the protected tensors of a model in f32 from now on.
 
     `.to(bf16)`, `.half()`, wrappers that cast, evaluation in bf16, deepcopy, pickling, merges of adapters,
-    `load_state_dict` and `to_empty` leave them f32, with their bits where there are any. Names and state
-    dicts do not change. A tensor that is not f32 is upcast, and a warning names the tensors whose values
-    bf16, f16 or tf32 can represent: their bits were lost before.
+    `load_state_dict` and `to_empty` leave them f32, and casts leave all their bits. Names and state dicts do
+    not change. A tensor that is not f32 is upcast. A warning names the tensors whose values all fit bf16, f16
+    or tf32: they were rounded before.
 
     >>> model = nn.Module()
     >>> model.linear_attn = nn.Module()
@@ -121,7 +121,7 @@ def guarded_keys(module: nn.Module) -> frozenset[str]:
 
 
 class _Guard:
-    """The names of a module's protected tensors. It is pickled with the module, and installs the wrap."""
+    """Names of a module's protected tensors. Unpickling it with the module installs the wrapper."""
 
     def __init__(self, keys: set[str] | frozenset[str]) -> None:
         self.keys = frozenset(keys)
@@ -135,7 +135,7 @@ _apply_of_torch: Callable[..., nn.Module] | None = None
 
 
 def _install() -> None:
-    """Wraps `nn.Module._apply` once for the process."""
+    """Wraps `nn.Module._apply` once per process."""
     global _apply_of_torch
     if _apply_of_torch is None:
         _apply_of_torch = nn.Module._apply
@@ -170,12 +170,12 @@ def _refuse_fsdp1() -> None:
 
 
 def _is_flattened(tensor: torch.Tensor) -> bool:
-    """Returns true for the tensors of FSDP1, flat or as views."""
+    """Returns true for FSDP1's flat tensors and their views."""
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def _mark_for_megatron(tensor: torch.Tensor | None) -> None:
-    """Sets the mark by which megatron-core knows an f32 tensor, in the versions that have one."""
+    """Marks a tensor to stay f32 for megatron-core, in the versions that have such a mark."""
     megatron = sys.modules.get("megatron.core.transformer.module")
     mark = getattr(megatron, "mark_keep_in_fp32", None)
     if mark is not None and tensor is not None:
@@ -198,7 +198,7 @@ def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if not any(tensor is other for other in guarded):
             return fn(tensor)
-        # On an alias: a function that casts in place must not reach the tensor.
+        # On an alias, because a function that casts in place must not reach the tensor.
         applied = fn(tensor.detach())
         return applied if applied.dtype == tensor.dtype else tensor.detach().to(applied.device)
 
@@ -206,7 +206,7 @@ def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
 
 
 def _upcast_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Upcasts what is about to be loaded: `assign=True` and the swap flag take its dtype."""
+    """Upcasts tensors before they are loaded, because `assign=True` and the swap flag take their dtype."""
     rounded = []
     for key in sorted(guarded_keys(module)):
         loaded = state_dict.get(prefix + key)
@@ -241,6 +241,6 @@ def _has_values(kept: Protected) -> bool:
 
 
 def _listed(names: list[str] | tuple[str, ...]) -> str:
-    """Returns names in words, the first few of many."""
+    """Returns a list of names, cut after the first six."""
     few = ", ".join(names[:6])
     return few if len(names) <= 6 else f"{few} and {len(names) - 6} more"

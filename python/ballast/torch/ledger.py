@@ -1,9 +1,8 @@
-"""The protected-tensor check of a training loop in torch, and the detection of non-finite values.
+"""Protected-tensor checks and detection of non-finite values for training loops in PyTorch.
 
-The ledger holds the dtype and a checksum of every protected tensor. A hook that torch calls after every
-optimizer step updates them, for the tensors that this optimizer has; so does `load_state_dict`. Any other
-change is a fault. Before an update the ledger looks for non-finite values (`sites.py`), and drops the
-gradients of a step that has one.
+The ledger holds the dtype and a checksum of every protected tensor. A hook updates them after each optimizer
+step, for the tensors of that optimizer, and after `load_state_dict`. Any other change is a fault. Before an
+update the ledger looks for non-finite values (`sites.py`), and drops the gradients of a step that has one.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Ledger(TrainerCallback):
     ledger.attach(model)
     for batch in batches:
         model(**batch).loss.backward()
-        ledger.step(model)        # on a fault it drops the gradients: the next line does nothing
+        ledger.step(model)        # after a fault there are no gradients, and the next line does nothing
         optimizer.step()
         optimizer.zero_grad()
         if ledger.stopped:
@@ -85,9 +84,9 @@ class Ledger(TrainerCallback):
     ```
 
     `folder` gets metrics.jsonl, in the format of `ballast train`, ledger.json with the record of every
-    tensor, and checksums.jsonl with dtype and checksum of every tensor by step. `on_fault` says what
-    follows a fault: `stop` ends the run before the update, `skip` leaves out the update, `raise` raises
-    `NonFiniteError` or `CheckFailed`. Without `sites`, only gradients are searched for non-finite values.
+    tensor, and checksums.jsonl with dtype and checksum of every tensor by step. On a fault, `on_fault`
+    decides: `stop` ends the run before the update, `skip` skips the update, `raise` raises `NonFiniteError`
+    or `CheckFailed`. With `sites=False`, only gradients are checked for non-finite values.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Ledger(TrainerCallback):
         self.on_fault = on_fault
         self.entries: list[Entry] = []
         self.faults: list[str] = []
-        """All faults, in words."""
+        """Messages of all faults."""
         self.stopped = False
         """True after a fault that ends the run."""
         self.steps = 0
@@ -123,7 +122,7 @@ class Ledger(TrainerCallback):
         self._step = 0
         self._begun = time.perf_counter()
 
-    # The ledger in any loop.
+    # For any training loop.
 
     def attach(self, model: nn.Module) -> None:
         """Records the protected tensors of a model, and adds the hooks. A second call does nothing."""
@@ -158,9 +157,9 @@ class Ledger(TrainerCallback):
         self._handle(self._check("build"))
 
     def step(self, model: nn.Module, *, number: int | None = None) -> bool:
-        """Checks a step after backward and before the update. Returns false if the update must not happen.
+        """Checks a step between backward and update. Returns false if the update must not happen.
 
-        `number` is the number of the step, from 1; by default steps are counted.
+        `number` is the step number, from 1; by default steps are counted.
         """
         self.attach(model)
         if self.stopped:
@@ -188,9 +187,9 @@ class Ledger(TrainerCallback):
         return not faulty
 
     def note(self) -> None:
-        """Records the protected tensors as they are, after an update by an optimizer that is not torch's.
+        """Records the present protected tensors, after an update by an optimizer that is not torch's.
 
-        `load_state_dict` does it by itself.
+        `load_state_dict` calls it.
         """
         for entry, checksum, tensor in zip(
             self.entries, _checksums(self._tensors), self._tensors, strict=True
@@ -198,7 +197,7 @@ class Ledger(TrainerCallback):
             entry.last, entry.dtype = checksum, _dtype(tensor)
 
     def close(self) -> None:
-        """Checks the tensors a last time, writes the files, and removes the hooks."""
+        """Checks the tensors once more, writes the files, and removes the hooks."""
         if self._counter is None:
             return
         problems = [] if self.stopped else self._check("end")
@@ -224,10 +223,10 @@ class Ledger(TrainerCallback):
             return f"{f32} protected tensors: f32 {steps}"
         return f"{len(self.entries)} protected tensors: {f32} f32 {steps}, {len(self.entries) - f32} lowered"
 
-    # What is checked.
+    # Checks.
 
     def _check(self, occasion: str) -> list[Fault]:
-        """Compares the tensors with the record, and returns what differs; the record then follows."""
+        """Compares the tensors with the record, updates the record, and returns the differences."""
         problems = []
         for entry, tensor, checksum in zip(
             self.entries, self._tensors, _checksums(self._tensors), strict=True
@@ -253,16 +252,16 @@ class Ledger(TrainerCallback):
         return [Fault(0, f"protected-tensor check failed at {occasion}: {problem}") for problem in problems]
 
     def _non_finite(self, norms: Norms) -> list[Fault]:
-        """Returns the first non-finite site, or else the first such gradient of a parameter."""
+        """Returns the first non-finite site, or else the first parameter with a non-finite gradient."""
         found = None if self._sites is None else self._sites.first_fault()
         if found is None and norms.non_finite is not None:
             found = Fault(3, f"grad.{norms.non_finite} is the first non-finite gradient of a parameter")
         return [] if found is None else [found]
 
     def _handle(self, faults: list[Fault], model: nn.Module | None = None) -> bool:
-        """Reacts to the faults of all ranks, on all ranks alike. Returns true if there are any.
+        """Handles the faults of all ranks in the same way on each rank. Returns true if there are any.
 
-        With a model, its gradients are dropped.
+        Drops the gradients of `model`, if given.
         """
         faults = over_ranks(faults)
         if not faults:
@@ -276,7 +275,7 @@ class Ledger(TrainerCallback):
             kind: type[BallastError] = NonFiniteError if faults[0].order else CheckFailed
             raise kind(f"step {self._step}: {faults[0].text}")
         if model is not None:
-            self._write(Event(self._step, self.on_fault, "the update was left out"))
+            self._write(Event(self._step, self.on_fault, "update skipped"))
         self.stopped = self.on_fault == "stop"
         return True
 
@@ -299,7 +298,7 @@ class Ledger(TrainerCallback):
                 tensors = {entry.name: f"{entry.dtype} {entry.last:016x}" for entry in self.entries}
                 self._checksums.write(Checksums(self._step, tensors))
 
-    # What is written.
+    # Files.
 
     def _write(self, entry: Step | Evaluation | Event) -> None:
         if self._writer is not None:
@@ -320,7 +319,7 @@ class Ledger(TrainerCallback):
             "occasions": self.occasions,
         }
 
-    # The events of transformers' Trainer.
+    # Events of transformers' Trainer.
 
     def on_train_begin(
         self, args: object, state: TrainerState, control: TrainerControl, model: nn.Module, **_: object
@@ -345,7 +344,7 @@ class Ledger(TrainerCallback):
         logs: dict[str, float],
         **_: object,
     ) -> None:
-        """Takes the gradient norm before clipping: the Trainer clips before `on_pre_optimizer_step`."""
+        """Takes the norm from before clipping, because the Trainer clips before `on_pre_optimizer_step`."""
         pending = self._pending
         if pending is not None and pending.step == state.global_step and "grad_norm" in logs:
             clipped, pending.gradient_norm = pending.gradient_norm, float(logs["grad_norm"])
@@ -360,7 +359,7 @@ class Ledger(TrainerCallback):
         metrics: dict[str, float],
         **_: object,
     ) -> TrainerControl:
-        """Records an evaluation, and checks that it left the tensors alone."""
+        """Records an evaluation, and checks that it changed no tensor."""
         if self._counter is not None:
             self._write_pending()
             loss = float(metrics.get("eval_loss", math.nan))
@@ -373,7 +372,7 @@ class Ledger(TrainerCallback):
     def on_save(
         self, args: object, state: TrainerState, control: TrainerControl, **_: object
     ) -> TrainerControl:
-        """Checks that a save left the tensors alone."""
+        """Checks that saving changed no tensor."""
         if self._counter is not None:
             self._handle(self._check("save"))
         return self._ends(control)
@@ -388,7 +387,7 @@ class Ledger(TrainerCallback):
 
 
 def _drop_gradients(model: nn.Module) -> None:
-    """Makes the next update do nothing: an optimizer leaves out parameters without a gradient."""
+    """Turns the next update into a no-op: an optimizer skips parameters without a gradient."""
     for parameter in model.parameters():
         parameter.grad = None
 

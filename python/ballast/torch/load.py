@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def loading(policy: PolicyLike = "strict") -> Iterator[None]:
-    """Lets `from_pretrained` load protected tensors in f32, and all others in the dtype it is asked for.
+    """Lets `from_pretrained` load protected tensors in f32, and all others in the requested dtype.
 
     Without it, transformers loads the F32 tensors of a released checkpoint as bf16, and the bits are lost.
 
@@ -30,8 +30,8 @@ def loading(policy: PolicyLike = "strict") -> Iterator[None]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ```
 
-    Blocks may overlap and end in any order: the policies of all that are open apply, and the end of the last
-    one takes the change of transformers back. Later casts are the subject of `keep_fp32`.
+    Blocks may overlap and end in any order: the policies of all open blocks apply, and the last one to end
+    restores transformers. `keep_fp32` protects from later casts.
     """
     block = _Block(policy)
     _enter(block)
@@ -43,13 +43,13 @@ def loading(policy: PolicyLike = "strict") -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Block:
-    """A `loading` block; two with the same policy are different ones."""
+    """A `loading` block; two with the same policy differ."""
 
     policy: PolicyLike
 
 
-# Blocks that end out of order (generators, threads) may not restore what each of them found: the first
-# would put the function of transformers back while the second is open, and the second that of the first.
+# Blocks may end out of order (generators, threads), so a block cannot restore what it found: the first would
+# restore the function of transformers while the second is open, and the second would restore the first's.
 _open: list[_Block] = []
 _plan_of_transformers: Callable[..., dict[str, torch.dtype]] | None = None
 _lock = threading.Lock()
@@ -74,7 +74,7 @@ def _leave(block: _Block) -> None:
 
     with _lock:
         _open.remove(block)
-        # What others have replaced since then stays.
+        # A later replacement by others stays.
         if not _open and PreTrainedModel._get_dtype_plan is _plan:
             PreTrainedModel._get_dtype_plan = _plan_of_transformers
 
@@ -88,7 +88,7 @@ def _plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def _raise_to_fp32(model: nn.Module, policy: PolicyLike) -> list[str]:
-    """Makes the protected tensors of a model without values f32, so that missing ones are drawn in f32.
+    """Makes the protected tensors of a meta model f32, so that missing ones are initialized in f32.
 
     Returns their names.
     """

@@ -1,4 +1,4 @@
-"""Figures of a training step: losses, tokens, gradient norms and memory, over all ranks."""
+"""Statistics of a training step over all ranks: loss, tokens, gradient norms and memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GROUPS = (
 
 @dataclass
 class Counts:
-    """Loss and tokens of a step, of all ranks."""
+    """Loss and tokens of a step, over all ranks."""
 
     loss: float
     tokens: int
@@ -37,7 +37,7 @@ class Counts:
 
 
 class Counter:
-    """Counts the tokens that a model gets, and adds up the losses that it returns."""
+    """Counts the input tokens of a model and sums its losses."""
 
     def __init__(self, model: nn.Module) -> None:
         """Adds the hooks."""
@@ -55,7 +55,7 @@ class Counter:
             handle.remove()
 
     def take(self) -> Counts:
-        """Returns the figures since the last call, summed over ranks."""
+        """Returns the counts since the last call, over all ranks."""
         losses = [float(loss) for loss in self._losses]
         # With `num_items_in_batch` each loss is the micro-batch's share of the mean over the step.
         loss = math.fsum(losses) / (1 if self._is_share or not losses else len(losses))
@@ -95,11 +95,11 @@ class Norms:
     total: float
     groups: dict[str, float]
     non_finite: str | None
-    """The first parameter whose gradient is not finite."""
+    """The first parameter with a non-finite gradient."""
 
 
 def gradient_norms(model: nn.Module) -> Norms:
-    """Returns the norm of all gradients, also of sharded ones, and that of each group of parameters."""
+    """Returns the norms of all gradients, sharded ones included, in total and by group of parameters."""
     grads: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -114,7 +114,7 @@ def _group(name: str) -> str:
 
 
 def _norm(grads: list[torch.Tensor]) -> float:
-    """Returns the norm of gradients that may be sharded; each kind of sharding is summed by itself."""
+    """Returns the norm of gradients that may be sharded, each kind of sharding summed separately."""
     kinds: dict[object, list[torch.Tensor]] = {}
     for grad in grads:
         kinds.setdefault(getattr(grad, "device_mesh", grad.device), []).append(grad)
@@ -137,7 +137,7 @@ def _first_non_finite(model: nn.Module) -> str | None:
 
 
 def peak_memory() -> int:
-    """Returns the peak memory in bytes: of the GPU if there is one in use, else of the process."""
+    """Returns the peak memory in bytes: of the GPU if one is in use, else of the process."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     try:
@@ -169,7 +169,7 @@ def _summed(values: list[float]) -> list[float]:
 
 
 def over_ranks(faults: list[Fault]) -> list[Fault]:
-    """Returns the faults of all ranks, the nearest to the cause first. Without any, one number is sent."""
+    """Returns the faults of all ranks, nearest to the cause first. Without any, ranks exchange one number."""
     if _ranks() == 1 or not _summed([float(bool(faults))])[0]:
         return sorted(faults)
     gathered: list[Any] = [None] * _ranks()

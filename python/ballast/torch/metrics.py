@@ -1,4 +1,4 @@
-"""Metrics of a run, one line of JSON per entry: the metrics.jsonl of `ballast train`."""
+"""Metrics of a run, one JSON line per entry, in the format of `ballast train`'s metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Evaluation:
 
 @dataclass
 class Event:
-    """A notice."""
+    """An event of the run."""
 
     step: int
     what: str
@@ -56,7 +56,7 @@ class Event:
 
 @dataclass
 class Checksums:
-    """The protected tensors after a step, in a file of their own."""
+    """Protected tensors after a step, written to a separate file."""
 
     step: int
     tensors: dict[str, str]
@@ -67,7 +67,7 @@ class MetricsWriter:
     """Appends entries to a file."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates the file. A line that a killed process left incomplete is removed."""
+        """Opens or creates the file, and removes an incomplete last line left by a killed process."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
         size = self._file.tell()

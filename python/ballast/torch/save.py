@@ -1,4 +1,4 @@
-"""Checkpoints with protected tensors in F32 and the rest in bf16."""
+"""Saves checkpoints with protected tensors in F32 and the rest in bf16."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def save_pretrained(
     """Saves a transformers model with protected tensors in F32 and the other floats in `dtype`.
 
     Names, shards and config.json are those of `model.save_pretrained`, which gets the other arguments.
-    Wrappers (DDP, torch.compile) are removed. Every rank of a model under FSDP2 must call it; the first one
-    writes. `ballast audit` passes on the result.
+    Wrappers (DDP, torch.compile) are removed. With FSDP2, every rank must call it; rank 0 writes.
+    `ballast audit` passes on the result.
     """
     inner = _unwrapped(model)
     state = _whole_state(inner)
@@ -46,7 +46,7 @@ def save_pretrained(
 
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
-    """Returns the transformers model in its wrappers."""
+    """Returns the transformers model inside its wrappers."""
     try:
         from transformers import PreTrainedModel
     except ModuleNotFoundError as error:
@@ -69,7 +69,7 @@ def _rank() -> int | None:
 
 
 def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the state dict; that of a model sharded over ranks is whole on the first rank."""
+    """Returns the state dict, gathered on rank 0 if the model is sharded."""
     if not any(hasattr(p, "full_tensor") for p in model.parameters()):
         return dict(model.state_dict())
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -79,7 +79,7 @@ def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _lower(model: nn.Module, state: dict[str, torch.Tensor], policy: PolicyLike, dtype: torch.dtype) -> None:
-    """Casts a state dict in place. Tied tensors stay one tensor, so that transformers saves one of them."""
+    """Casts a state dict in place. Tied tensors remain one tensor, which transformers then saves once."""
     protected = {tensor.name for tensor in protected_tensors(model, policy)}
     first: dict[int, str] = {}
     parameters = model.named_parameters(remove_duplicate=False)
@@ -102,7 +102,7 @@ def _lower(model: nn.Module, state: dict[str, torch.Tensor], policy: PolicyLike,
 
 
 def _name_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Writes the dtype of the file into config.json: transformers writes that of the model in memory."""
+    """Writes the dtype of the file to config.json, where transformers writes that of the model in memory."""
     document = json.loads(config.read_text(encoding="utf-8"))
     word = str(dtype).removeprefix("torch.")
     for part in (document, document.get("text_config"), document.get("vision_config")):

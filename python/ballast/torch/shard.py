@@ -1,8 +1,8 @@
 """FSDP2 with protected tensors stored, computed and reduced in f32.
 
-FSDP2 casts all parameters of a unit to one dtype, and refuses a unit whose stored dtypes differ. So a layer
-becomes two units. The layer's own unit leaves out the protected tensors; the module inside it that holds
-them, such as `linear_attn`, becomes a small f32 unit that leaves out all others:
+FSDP2 casts all parameters of a unit to one dtype, and refuses a unit whose stored dtypes differ. A layer
+therefore becomes two units: one without the protected tensors, and a small f32 unit for the module that holds
+them, such as `linear_attn`, without any others:
 
     unit of the layer        q, k, v, MLP, norms, ...     as `mp_policy` says
     unit of `linear_attn`    A_log, dt_bias, norm.weight  stored, gathered and reduced in f32
@@ -40,8 +40,8 @@ def fully_shard(
     """Shards a model with FSDP2; protected tensors are stored, computed and reduced in f32.
 
     Each decoder layer of a transformers model becomes a unit, then the rest; any other module becomes one
-    unit. Parts that are sharded already stay as they are. Call it after `keep_fp32`, before or after a cast
-    of the model to bf16. The other arguments are those of `torch.distributed.fsdp.fully_shard`.
+    unit. Parts that are already sharded stay unchanged. Call it after `keep_fp32`, before or after a cast of
+    the model to bf16. The other arguments are those of `torch.distributed.fsdp.fully_shard`.
     """
     protected = _protected_parameters(model, policy)
     for name, parameter in protected.items():
@@ -62,8 +62,8 @@ def mp_policy(
 ) -> MixedPrecisionPolicy:
     """Returns `base` with protected tensors computed in f32 and gradients reduced in f32.
 
-    It is for code that calls torch's `fully_shard` itself, such as accelerate. All parameters of a unit must
-    be stored in f32: torch refuses others. `fully_shard` of this module has no such limit.
+    For code that calls torch's `fully_shard` itself, such as accelerate. All parameters of a unit must be
+    stored in f32, or torch refuses them. `fully_shard` of this module has no such limit.
     """
     return replace(base, **_override(base, _finder(model, policy)))
 
@@ -81,13 +81,13 @@ def _override(base: MixedPrecisionPolicy, is_protected: Callable[[nn.Parameter],
 
 
 def _finder(model: nn.Module, policy: PolicyLike) -> Callable[[nn.Parameter], bool]:
-    """Returns a test for protected tensors. It looks them up when asked: a move replaces parameters."""
+    """Returns a predicate for protected tensors, which looks them up anew: a move replaces parameters."""
     tensors = protected_tensors(model, policy)
     return lambda parameter: any(parameter is protected.tensor for protected in tensors)
 
 
 def _protected_parameters(model: nn.Module, policy: PolicyLike) -> dict[str, nn.Parameter]:
-    """Returns the parameters that the policy protects, and those that `keep_fp32` keeps."""
+    """Returns the parameters protected by the policy or kept by `keep_fp32`."""
     found = {protected.name: protected.tensor for protected in protected_tensors(model, policy)}
     for path, module in model.named_modules():
         for key in guarded_keys(module):

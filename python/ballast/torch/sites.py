@@ -1,13 +1,13 @@
-"""Sites of a forward and backward pass, watched for non-finite values.
+"""Detection of non-finite values at the sites of a forward and backward pass.
 
-Hooks take the largest absolute value of every module's output, and of its gradient, in the order in which
-they are computed. A NaN or an infinity shows in it, and nothing waits for the device until `first_fault`
-reads all of them at once. Inside a linear-attention layer there are more sites:
+Hooks record the largest absolute value of each module's output and of its gradient, in order of computation.
+A NaN or infinity shows in it, and the device is not waited for until `first_fault` reads all values at once.
+A linear-attention layer has two more sites:
 
     <layer>.g    decay -exp(A_log) softplus(a + dt_bias)
     <layer>.o    output of the delta rule, before the norm
 
-`d.` stands before the gradient of a site, `param.` before a parameter, `grad.` before its gradient.
+Prefixes: `d.` for the gradient of a site, `param.` for a parameter, `grad.` for its gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ballast.torch.tensors import Protected, dtype_word, local, plain_name
 
 @dataclass(frozen=True)
 class Seen:
-    """The largest absolute value of a site."""
+    """Largest absolute value of a site."""
 
     site: str
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class Seen:
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """What is wrong with a step. Of several faults, that of the lowest order is nearest to the cause."""
+    """A fault of a step. The fault of the lowest order is nearest to the cause."""
 
     order: int
     text: str
@@ -48,7 +48,7 @@ class Sites:
         """Adds the hooks."""
         self.micro_batches = 0
         self.read: dict[str, torch.dtype] = {}
-        """The dtype in which forward last read each protected tensor."""
+        """Dtype in which forward last read each protected tensor."""
         self._forward: list[Seen] = []
         self._backward: list[Seen] = []
         self._handles: list[RemovableHandle] = []
@@ -57,7 +57,7 @@ class Sites:
         modules = [(plain_name(path), module) for path, module in model.named_modules()]
         for path, module in modules:
             self._watch_module(path, module)
-        # After the modules: the decay comes after the projection that it is computed from.
+        # After the modules, because the decay is computed from the output of a projection.
         for path, module in modules:
             if hasattr(module, "A_log"):
                 self._watch_linear_attention(path, module)
@@ -69,7 +69,7 @@ class Sites:
         self._handles.clear()
 
     def clear(self) -> None:
-        """Forgets the values of the step."""
+        """Clears the values of the step."""
         self._forward.clear()
         self._backward.clear()
         self.micro_batches = 0

@@ -1,4 +1,4 @@
-"""The protected tensors of a model: names without wrappers, and the tensors behind them."""
+"""Protected tensors of a model, by their names without wrappers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from ballast.contract import Policy, Rule
 
 PolicyLike = str | PathLike[str] | Policy
-"""A policy by name, by file (.toml), or itself."""
+"""A policy: a name, a file (.toml) or a `Policy`."""
 
 # Segments that wrappers add: DDP, Float16Module and FSDP1's inner module, torch.compile, activation
 # checkpointing, PEFT.
@@ -32,7 +32,7 @@ _WRAPPERS = frozenset(
 
 
 def plain_name(name: str) -> str:
-    """Returns the name of a parameter or a module as a checkpoint has it, without the segments of wrappers.
+    """Returns the name of a parameter or module in a checkpoint, without the segments of wrappers.
 
     >>> plain_name("module._orig_mod.model.layers.0.linear_attn.A_log")
     'model.layers.0.linear_attn.A_log'
@@ -52,19 +52,19 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Protected:
-    """A protected tensor of a model, by the module that holds it: tensors come and go, names remain."""
+    """A protected tensor of a model, by module and key, because casts and sharding replace the tensor."""
 
     name: str
-    """Name as a checkpoint has it."""
+    """Name in a checkpoint."""
     module: nn.Module
-    """The module that holds it."""
+    """Module that holds it."""
     key: str
-    """Its name in the module."""
+    """Name in the module."""
     rule: Rule
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The tensor that the module has now."""
+        """Tensor that the module holds now."""
         found = self.module._parameters.get(self.key)
         return self.module._buffers.get(self.key) if found is None else found
 
@@ -72,7 +72,7 @@ class Protected:
 def protected_tensors(model: nn.Module, policy: PolicyLike = "strict") -> list[Protected]:
     """Returns the protected parameters and buffers of a model, in its order.
 
-    Rules are those of the model's architecture: that of `model.config`, or, without one, that of the names.
+    The rules are those of the architecture that `model.config` or, without one, the names belong to.
 
     >>> layer = nn.Module()
     >>> layer.linear_attn = nn.Module()
@@ -94,7 +94,7 @@ def protected_tensors(model: nn.Module, policy: PolicyLike = "strict") -> list[P
 def _for_model(policy: Policy, model: nn.Module, names: Iterable[str]) -> Policy:
     """Reduces a policy to the rules of the model's architecture.
 
-    A part of a model has no config and too few names to be recognized: then all rules stay.
+    All rules apply to a part of a model, which has no config and too few names to be recognized.
     """
     config = next((c for m in model.modules() if _names_architecture(c := getattr(m, "config", None))), None)
     reduced = policy.for_architecture(config, names)
@@ -107,7 +107,7 @@ def _names_architecture(config: object) -> bool:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[str]]]:
-    """Yields every parameter and buffer: its module, its name there, and the names that rules may know."""
+    """Yields every parameter and buffer: its module, its key there, and its names for rules."""
     mixers: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
         if type(module).__name__.endswith("GatedDeltaNet"):
@@ -125,16 +125,16 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[str]]]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or this rank's part of a distributed one."""
+    """Returns the tensor, or this rank's shard of a distributed one."""
     to_local = getattr(tensor, "to_local", None)
     return tensor.detach() if to_local is None else to_local().detach()
 
 
 def rounded_to(tensor: torch.Tensor) -> str | None:
-    """Returns the type of fewer bits that the values of an f32 tensor were rounded to: bf16, f16 or tf32.
+    """Returns the narrower type that an f32 tensor was rounded to: bf16, f16, tf32 or None.
 
-    It represents every value, and they are not all the same: a constant, such as the ones of a new norm, has
-    no bits to lose. Values of 8 bits are bf16 values too.
+    That type represents every value. A constant tensor, such as the ones of a new norm, has no bits to lose.
+    Values of 8-bit types are bf16 values too.
 
     >>> rounded_to(torch.tensor([0.5, 1.25])), rounded_to(torch.tensor([0.5, 1 + 2**-10]))
     ('bf16', 'f16')
@@ -155,7 +155,7 @@ def rounded_to(tensor: torch.Tensor) -> str | None:
 
 
 def dtype_word(dtype: torch.dtype) -> str:
-    """Returns a dtype in Ballast's words.
+    """Returns Ballast's name of a dtype.
 
     >>> dtype_word(torch.float32), dtype_word(torch.bfloat16)
     ('f32', 'bf16')

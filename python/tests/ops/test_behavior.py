@@ -255,8 +255,10 @@ def test_states_of_the_wrong_size_are_refused_before_they_are_read() -> None:
     with pytest.raises(UsageError, match="states must have 3 states"):
         native.gated_delta_rule_forward(
             torch.empty_like(v),
-            None,
-            (rstd, rstd.clone(), torch.empty(2, 2, 16, 16)),
+            torch.empty(0),
+            rstd,
+            rstd.clone(),
+            torch.empty(2, 2, 16, 16),
             q,
             k,
             v,

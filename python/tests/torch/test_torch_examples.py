@@ -1,12 +1,7 @@
-"""The example, the pages and the docstrings do what they say."""
+"""The example program, and the names of the package."""
 
-import doctest
-import importlib
 import json
 import os
-import pkgutil
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +14,6 @@ from torch_support import RELEASE, ROOT, is_protected, release_tensors, saved_te
 import ballast.torch
 
 EXAMPLE = ROOT / "examples" / "python" / "finetune.py"
-PAGE = ROOT / "docs" / "python_torch.md"
 
 
 def run(script: Path, *arguments: object, folder: Path, ranks: int = 1) -> None:
@@ -50,36 +44,6 @@ def test_the_example_trains_and_what_it_saves_passes_the_audit(tmp_path: Path, r
     record = json.loads((tmp_path / "result-run" / "ledger.json").read_text())
     assert (record["steps"], record["clean_steps"]) == (3, 3)
     audited(tmp_path / "result")
-
-
-def sections() -> dict[str, str]:
-    """The code of each section of the page."""
-    parts = re.split(r"^## (.+)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
-    found = {}
-    for title, text in zip(parts[::2], parts[1::2], strict=True):
-        blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-        if blocks:
-            found[title] = "\n".join(blocks)
-    return found
-
-
-@pytest.mark.parametrize("title", sections())
-def test_the_code_of_the_page_runs(tmp_path: Path, title: str) -> None:
-    shutil.copytree(RELEASE, tmp_path / "model")
-    script = tmp_path / "section.py"
-    code = sections()[title]
-    script.write_text(code)
-    run(script, folder=tmp_path, ranks=2 if "fully_shard" in code else 1)
-
-
-def modules() -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(ballast.torch.__path__)]
-
-
-@pytest.mark.parametrize("name", modules())
-def test_the_examples_of_the_docstrings_hold(name: str) -> None:
-    module = importlib.import_module(f"ballast.torch.{name}")
-    assert doctest.testmod(module).failed == 0
 
 
 def test_what_the_package_lists_is_there() -> None:

@@ -1,13 +1,14 @@
-//! Tensors of torch as slices, without a copy.
+//! Torch tensors as slices, without a copy.
 
 use std::ops::Range;
 
+use ballast_kernels::KernelError;
 use half::bf16;
 use pyo3::prelude::*;
 
 use crate::errors::UsageError;
 
-/// Tensor of torch.
+/// A torch tensor.
 pub type Tensor<'py> = Bound<'py, PyAny>;
 
 /// Element type of a slice. Every bit pattern is a value of it.
@@ -28,7 +29,7 @@ impl Storage for i64 {
     const DTYPE: &'static str = "torch.int64";
 }
 
-/// Torch has few operations on uint32; as int32, the mark of an unused slot is -1.
+/// Stored as int32, because torch has few operations on uint32; the mark of an unused slot is then -1.
 impl Storage for u32 {
     const DTYPE: &'static str = "torch.int32";
 }
@@ -67,7 +68,7 @@ macro_rules! with_dtype {
 }
 pub(super) use with_dtype;
 
-/// Shape of a tensor of N dimensions. The product of any of its sizes fits in memory, also beside a size of zero.
+/// Shape of a tensor of N dimensions. The product of its non-zero sizes fits in memory.
 pub fn shape<const N: usize>(name: &str, tensor: &Tensor<'_>) -> PyResult<[usize; N]> {
     let found: Vec<usize> = tensor.getattr("shape")?.extract()?;
     let sizes = found.iter().filter(|size| **size > 0);
@@ -81,7 +82,7 @@ pub fn shape<const N: usize>(name: &str, tensor: &Tensor<'_>) -> PyResult<[usize
         .map_err(|found| UsageError::new_err(format!("{name} must have {N} dimensions, got {}", found.len())))
 }
 
-/// Slices of the tensors of one call. A slice that is written overlaps no other.
+/// Slices of the tensors of one call. A written slice overlaps no other.
 #[derive(Default)]
 pub struct Arguments {
     read: Vec<Range<usize>>,
@@ -115,7 +116,7 @@ impl Arguments {
     }
 
     /// Elements of an output.
-    #[allow(clippy::mut_from_ref)] // the memory belongs to torch; `written` makes sure that it is given once
+    #[allow(clippy::mut_from_ref)] // the memory belongs to torch; `written` ensures that it is borrowed once
     pub fn output<'a, T: Storage>(&mut self, name: &str, tensor: &'a Tensor<'_>) -> PyResult<&'a mut [T]> {
         let (address, len) = memory::<T>(name, tensor)?;
         let range = address..address + len * size_of::<T>();
@@ -129,15 +130,33 @@ impl Arguments {
         Ok(unsafe { std::slice::from_raw_parts_mut(address as *mut T, len) })
     }
 
-    /// Elements of an output, if there is one.
+    /// Elements of an output that is empty where it is not wanted: an op of torch returns no optional tensor.
     #[allow(clippy::mut_from_ref)] // as in `output`
     pub fn optional_output<'a, T: Storage>(
         &mut self,
         name: &str,
-        tensor: Option<&'a Tensor<'_>>,
+        tensor: &'a Tensor<'_>,
     ) -> PyResult<Option<&'a mut [T]>> {
-        tensor.map(|tensor| self.output(name, tensor)).transpose()
+        Ok(Some(self.output(name, tensor)?).filter(|elements: &&mut [T]| !elements.is_empty()))
     }
+
+    /// Elements of the gradient of such an output, if there is one.
+    pub fn optional_gradient<'a, T: Storage>(
+        &mut self,
+        name: &str,
+        tensor: Option<&'a Tensor<'_>>,
+    ) -> PyResult<Option<&'a [T]>> {
+        Ok(self.optional(name, tensor)?.filter(|elements: &&[T]| !elements.is_empty()))
+    }
+}
+
+/// Copies values of a kernel to an output.
+pub fn copy(name: &'static str, output: &mut [f32], saved: &[f32]) -> Result<(), KernelError> {
+    if output.len() != saved.len() {
+        return Err(KernelError::Length { name, expected: saved.len(), found: output.len() });
+    }
+    output.copy_from_slice(saved);
+    Ok(())
 }
 
 /// Address and number of elements of a contiguous CPU tensor of type T.

@@ -4,7 +4,7 @@ use ballast_kernels::attention::{self, Dims, Grads, Input, Options, Saved, Selec
 use ballast_kernels::scratch::workspace;
 use pyo3::prelude::*;
 
-use super::arguments::{Arguments, Tensor, shape, with_dtype};
+use super::arguments::{Arguments, Tensor, copy, shape, with_dtype};
 use super::packing::offsets;
 use super::threads;
 use crate::errors::UsageError;
@@ -15,15 +15,12 @@ fn dims(q: &Tensor<'_>, v: &Tensor<'_>) -> PyResult<(usize, usize, Dims)> {
     Ok((batch, tokens, Dims { heads, kv_heads, head_dim, value_dim }))
 }
 
-/// Settings of the attention: scale, window and soft cap.
-pub(super) type Settings = (f32, Option<usize>, Option<f32>);
-
-pub(super) fn options((scale, window, soft_cap): Settings) -> Options {
+pub(super) fn options(scale: f32, window: Option<usize>, soft_cap: Option<f32>) -> Options {
     Options { scale: Some(scale), window, soft_cap, ..Options::default() }
 }
 
-/// Keys that are selected for each query, [B, T, topk]: positions in its sequence.
-pub(super) fn selected<'a>(
+/// Selected keys of each query, [B, T, topk]: positions in its sequence.
+pub(super) fn selected_keys<'a>(
     arguments: &mut Arguments,
     tensor: Option<&'a Tensor<'_>>,
     cu_seqlens: &[usize],
@@ -35,7 +32,7 @@ pub(super) fn selected<'a>(
     Ok(Some(Selected { keys, topk }))
 }
 
-/// Returns an error unless every query lists positions of its own sequence, none of them twice.
+/// Returns an error unless every query lists distinct positions of its own sequence.
 fn check_keys(keys: &[u32], topk: usize, cu_seqlens: &[usize]) -> PyResult<()> {
     let mut sorted: Vec<u32> = Vec::new();
     for bounds in cu_seqlens.windows(2).filter(|_| topk > 0) {
@@ -75,17 +72,19 @@ pub fn attention_forward(
     k: &Tensor<'_>,
     v: &Tensor<'_>,
     sinks: Option<&Tensor<'_>>,
-    selected_keys: Option<&Tensor<'_>>,
+    selected: Option<&Tensor<'_>>,
     cu_seqlens: Option<&Tensor<'_>>,
-    settings: Settings,
+    scale: f32,
+    window: Option<usize>,
+    soft_cap: Option<f32>,
     threads: usize,
 ) -> PyResult<()> {
     let (batch, tokens, dims) = dims(q, v)?;
-    let options = options(settings);
+    let options = options(scale, window, soft_cap);
     let mut arguments = Arguments::default();
     let cu_seqlens = offsets(&mut arguments, cu_seqlens, batch, tokens)?;
     let sinks = arguments.optional("sinks", sinks)?;
-    let selected = selected(&mut arguments, selected_keys, &cu_seqlens)?;
+    let selected = selected_keys(&mut arguments, selected, &cu_seqlens)?;
     let lse: &mut [f32] = arguments.output("lse", lse)?;
     with_dtype!("q", q, T => {
         let (q, k) = (arguments.input::<T>("q", q)?, arguments.input("k", k)?);
@@ -95,12 +94,7 @@ pub fn attention_forward(
         threads::run(py, threads, |scratch| {
             let mut saved = Saved::default();
             attention::attention_forward(o, Some(&mut saved), &input, dims, &options, scratch)?;
-            if lse.len() != saved.lse.len() {
-                let (name, expected, found) = ("lse", saved.lse.len(), lse.len());
-                return Err(ballast_kernels::KernelError::Length { name, expected, found });
-            }
-            lse.copy_from_slice(&saved.lse);
-            Ok(())
+            copy("lse", lse, &saved.lse)
         })
     })
 }
@@ -112,7 +106,7 @@ pub fn attention_backward(
     dq: &Tensor<'_>,
     dk: &Tensor<'_>,
     dv: &Tensor<'_>,
-    dsinks: Option<&Tensor<'_>>,
+    dsinks: &Tensor<'_>,
     d_o: &Tensor<'_>,
     o: &Tensor<'_>,
     lse: &Tensor<'_>,
@@ -120,19 +114,21 @@ pub fn attention_backward(
     k: &Tensor<'_>,
     v: &Tensor<'_>,
     sinks: Option<&Tensor<'_>>,
-    selected_keys: Option<&Tensor<'_>>,
+    selected: Option<&Tensor<'_>>,
     cu_seqlens: Option<&Tensor<'_>>,
-    settings: Settings,
+    scale: f32,
+    window: Option<usize>,
+    soft_cap: Option<f32>,
     threads: usize,
 ) -> PyResult<()> {
     let (batch, tokens, dims) = dims(q, v)?;
-    let options = options(settings);
+    let options = options(scale, window, soft_cap);
     let mut arguments = Arguments::default();
     let cu_seqlens = offsets(&mut arguments, cu_seqlens, batch, tokens)?;
     let sinks = arguments.optional("sinks", sinks)?;
-    let selected = selected(&mut arguments, selected_keys, &cu_seqlens)?;
+    let selected = selected_keys(&mut arguments, selected, &cu_seqlens)?;
     let saved = Saved { lse: arguments.input("lse", lse)?.to_vec(), max_sum: Vec::new() };
-    let dsinks = arguments.optional_output("dsinks", dsinks)?;
+    let dsinks = sinks.map(|_| arguments.output("dsinks", dsinks)).transpose()?;
     with_dtype!("q", q, T => {
         let (q, k) = (arguments.input::<T>("q", q)?, arguments.input("k", k)?);
         let v = arguments.input("v", v)?;

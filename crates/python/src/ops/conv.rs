@@ -13,12 +13,12 @@ fn dims(x: &Tensor<'_>, weight: &Tensor<'_>) -> PyResult<(usize, usize, Dims)> {
     Ok((batch, tokens, Dims { channels, width }))
 }
 
-/// y [B, T, C] and, unless `None`, the final states [N, W-1, C].
+/// y [B, T, C] and the final states [N, W-1, C], which are empty unless wanted.
 #[pyfunction]
 pub fn conv_forward(
     py: Python<'_>,
     y: &Tensor<'_>,
-    final_state: Option<&Tensor<'_>>,
+    final_state: &Tensor<'_>,
     x: &Tensor<'_>,
     weight: &Tensor<'_>,
     state: Option<&Tensor<'_>>,
@@ -49,7 +49,7 @@ pub fn conv_backward(
     py: Python<'_>,
     dx: &Tensor<'_>,
     dweight: &Tensor<'_>,
-    dstate: Option<&Tensor<'_>>,
+    dstate: &Tensor<'_>,
     dy: &Tensor<'_>,
     dfinal_state: Option<&Tensor<'_>>,
     x: &Tensor<'_>,
@@ -69,7 +69,7 @@ pub fn conv_backward(
             cu_seqlens: &cu_seqlens,
         };
         let dy = arguments.input("dy", dy)?;
-        let dfinal_state = arguments.optional("dfinal_states", dfinal_state)?;
+        let dfinal_state = arguments.optional_gradient("dfinal_states", dfinal_state)?;
         let grads = Grads {
             dx: arguments.output("dx", dx)?,
             dweight: arguments.output("dweight", dweight)?,

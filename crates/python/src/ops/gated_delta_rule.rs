@@ -21,7 +21,7 @@ fn options(scale: f32, l2norm: bool, chunk: usize) -> Options {
     Options { scale: Some(scale), l2norm, chunk, ..Options::default() }
 }
 
-/// Number of values of the states that forward saves; `states` may have more.
+/// Number of values in the states that forward saves; the tensor of `found` values may be larger.
 fn states_len(cu_seqlens: &[usize], dims: Dims, options: &Options, found: usize) -> PyResult<usize> {
     // A chunk out of range is an error of the kernel.
     let saved = if options.chunk == 0 { 0 } else { gdn::saved_states(cu_seqlens, options) };
@@ -33,13 +33,15 @@ fn states_len(cu_seqlens: &[usize], dims: Dims, options: &Options, found: usize)
     }
 }
 
-/// o [B, T, Hv, dv] and, unless `None`, ht [N, Hv, dk, dv] and the saved values (q_rstd, k_rstd, states).
+/// o [B, T, Hv, dv] and, which are empty unless wanted, ht [N, Hv, dk, dv] and the saved values.
 #[pyfunction]
 pub fn gated_delta_rule_forward(
     py: Python<'_>,
     o: &Tensor<'_>,
-    ht: Option<&Tensor<'_>>,
-    saved: Option<(Tensor<'_>, Tensor<'_>, Tensor<'_>)>,
+    ht: &Tensor<'_>,
+    q_rstd: &Tensor<'_>,
+    k_rstd: &Tensor<'_>,
+    states: &Tensor<'_>,
     q: &Tensor<'_>,
     k: &Tensor<'_>,
     v: &Tensor<'_>,
@@ -59,14 +61,8 @@ pub fn gated_delta_rule_forward(
     let gates = (arguments.input("g", g)?, arguments.input("beta", beta)?);
     let h0 = arguments.optional("initial_state", h0)?;
     let ht = arguments.optional_output("final_state", ht)?;
-    let saved = match &saved {
-        Some((q_rstd, k_rstd, states)) => Some((
-            arguments.output("q_rstd", q_rstd)?,
-            arguments.output("k_rstd", k_rstd)?,
-            arguments.output::<f32>("states", states)?,
-        )),
-        None => None,
-    };
+    let (q_rstd, k_rstd) = (arguments.output("q_rstd", q_rstd)?, arguments.output("k_rstd", k_rstd)?);
+    let states = arguments.optional_output::<f32>("states", states)?;
     with_dtype!("q", q, T => {
         let input = Input {
             q: arguments.input::<T>("q", q)?,
@@ -77,8 +73,8 @@ pub fn gated_delta_rule_forward(
             cu_seqlens: &cu_seqlens,
         };
         let output = Output { o: arguments.output("o", o)?, ht };
-        let saved = match saved {
-            Some((q_rstd, k_rstd, states)) => {
+        let saved = match states {
+            Some(states) => {
                 let len = states_len(&cu_seqlens, dims, &options, states.len())?;
                 let (states, unused) = states.split_at_mut(len);
                 unused.fill(0.0);
@@ -106,10 +102,12 @@ pub fn gated_delta_rule_backward(
     dv: &Tensor<'_>,
     dg: &Tensor<'_>,
     dbeta: &Tensor<'_>,
-    dh0: Option<&Tensor<'_>>,
+    dh0: &Tensor<'_>,
     d_o: &Tensor<'_>,
     dht: Option<&Tensor<'_>>,
-    saved: (Tensor<'_>, Tensor<'_>, Tensor<'_>),
+    q_rstd: &Tensor<'_>,
+    k_rstd: &Tensor<'_>,
+    states: &Tensor<'_>,
     q: &Tensor<'_>,
     k: &Tensor<'_>,
     v: &Tensor<'_>,
@@ -128,9 +126,9 @@ pub fn gated_delta_rule_backward(
     let cu_seqlens = offsets(&mut arguments, cu_seqlens, batch, tokens)?;
     let gates = (arguments.input("g", g)?, arguments.input("beta", beta)?);
     let h0 = arguments.optional("initial_state", h0)?;
-    let dht = arguments.optional("dht", dht)?;
-    let (q_rstd, k_rstd) = (arguments.input("q_rstd", &saved.0)?, arguments.input("k_rstd", &saved.1)?);
-    let states: &[f32] = arguments.input("states", &saved.2)?;
+    let dht = arguments.optional_gradient("dht", dht)?;
+    let (q_rstd, k_rstd) = (arguments.input("q_rstd", q_rstd)?, arguments.input("k_rstd", k_rstd)?);
+    let states: &[f32] = arguments.input("states", states)?;
     let states = &states[..states_len(&cu_seqlens, dims, &options, states.len())?];
     let dgates = (arguments.output("dg", dg)?, arguments.output("dbeta", dbeta)?);
     let dh0 = arguments.optional_output("dh0", dh0)?;
@@ -158,12 +156,12 @@ pub fn gated_delta_rule_backward(
     })
 }
 
-/// o [B, T, Hv, dv], token by token; `state` [N, Hv, dk, dv] is updated.
+/// o [B, T, Hv, dv], token by token; ht [N, Hv, dk, dv], which starts as the initial state, is updated.
 #[pyfunction]
 pub fn gated_delta_rule_steps(
     py: Python<'_>,
     o: &Tensor<'_>,
-    state: &Tensor<'_>,
+    ht: &Tensor<'_>,
     q: &Tensor<'_>,
     k: &Tensor<'_>,
     v: &Tensor<'_>,
@@ -179,7 +177,7 @@ pub fn gated_delta_rule_steps(
     let mut arguments = Arguments::default();
     let cu_seqlens = offsets(&mut arguments, cu_seqlens, batch, tokens)?;
     let (g, beta) = (arguments.input::<f32>("g", g)?, arguments.input::<f32>("beta", beta)?);
-    let state = arguments.output::<f32>("state", state)?;
+    let state = arguments.output::<f32>("state", ht)?;
     let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
     let all = batch * tokens;
     let state_len = key_dim.saturating_mul(value_heads * value_dim);

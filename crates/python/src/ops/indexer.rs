@@ -5,8 +5,8 @@ use ballast_kernels::indexer::{self, Dims, Grads, Input, Options, Target};
 use ballast_kernels::scratch::workspace;
 use pyo3::prelude::*;
 
-use super::arguments::{Arguments, Tensor, shape, with_dtype};
-use super::attention::{Settings, options as attention_options, selected as selected_keys};
+use super::arguments::{Arguments, Tensor, copy, shape, with_dtype};
+use super::attention::{options as attention_options, selected_keys};
 use super::packing::offsets;
 use super::threads;
 use crate::errors::UsageError;
@@ -42,11 +42,14 @@ pub fn indexer_topk(
     })
 }
 
-/// Returns the loss; the gradients (dq, dk, dw) are written unless `None`.
+/// The loss, a scalar, and its gradients dq, dk and dw, which are empty unless wanted.
 #[pyfunction]
 pub fn indexer_loss(
     py: Python<'_>,
-    grads: Option<(Tensor<'_>, Tensor<'_>, Tensor<'_>)>,
+    loss: &Tensor<'_>,
+    dq: &Tensor<'_>,
+    dk: &Tensor<'_>,
+    dw: &Tensor<'_>,
     q: &Tensor<'_>,
     k: &Tensor<'_>,
     w: &Tensor<'_>,
@@ -56,9 +59,11 @@ pub fn indexer_loss(
     selected: Option<&Tensor<'_>>,
     cu_seqlens: Option<&Tensor<'_>>,
     loss_scale: f32,
-    settings: Settings,
+    scale: f32,
+    window: Option<usize>,
+    soft_cap: Option<f32>,
     threads: usize,
-) -> PyResult<f32> {
+) -> PyResult<()> {
     let (batch, tokens, dims) = dims(q)?;
     let [_, _, heads, head_dim] = shape("attention_q", attention_q)?;
     let [_, _, kv_heads, _] = shape("attention_k", attention_k)?;
@@ -69,11 +74,12 @@ pub fn indexer_loss(
     }
     let options = Options { loss_scale, ..Options::default() };
     let served = attention::Dims { heads, kv_heads, head_dim, value_dim: head_dim };
-    let served_options = attention_options(settings);
+    let served_options = attention_options(scale, window, soft_cap);
     let mut arguments = Arguments::default();
     let cu_seqlens = offsets(&mut arguments, cu_seqlens, batch, tokens)?;
     let w = arguments.input("w", w)?;
     let saved = Saved { lse: arguments.input("lse", lse)?.to_vec(), max_sum: Vec::new() };
+    let loss = arguments.output("loss", loss)?;
     let selected = selected_keys(&mut arguments, selected, &cu_seqlens)?;
     with_dtype!("q", q, T => {
         let (q, k) = (arguments.input::<T>("q", q)?, arguments.input("k", k)?);
@@ -87,20 +93,16 @@ pub fn indexer_loss(
             before: 0,
             cu_seqlens: &cu_seqlens,
         };
-        let grads = match &grads {
-            Some((dq, dk, dw)) => Some(Grads::<T> {
-                dq: arguments.output("dq", dq)?,
-                dk: arguments.output("dk", dk)?,
-                dw: arguments.output("dw", dw)?,
-            }),
-            None => None,
-        };
+        let (dk, dw) = (arguments.output("dk", dk)?, arguments.output("dw", dw)?);
+        let grads = arguments.optional_output("dq", dq)?.map(|dq| Grads::<T> { dq, dk, dw });
         threads::run(py, threads, |scratch| {
             let target =
                 Target { input: &attended, saved: &saved, dims: served, options: &served_options };
             let keys = cu_seqlens[cu_seqlens.len() - 1];
             let mut workspace = workspace(indexer::indexer_loss_workspace(dims, keys))?;
-            indexer::indexer_loss(grads, &input, &target, dims, &options, &mut workspace, scratch)
+            let value =
+                indexer::indexer_loss(grads, &input, &target, dims, &options, &mut workspace, scratch)?;
+            copy("loss", loss, &[value])
         })
     })
 }

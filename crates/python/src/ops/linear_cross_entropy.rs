@@ -1,20 +1,22 @@
-//! Output projection and cross entropy in one.
+//! Fused output projection and cross entropy.
 
 use ballast_kernels::linear::Dims;
 use ballast_kernels::linear_cross_entropy::{self as loss, Grads, Options};
 use ballast_kernels::scratch::workspace;
 use pyo3::prelude::*;
 
-use super::arguments::{Arguments, Tensor, shape, with_dtype};
+use super::arguments::{Arguments, Tensor, copy, shape, with_dtype};
 use super::threads;
 
-/// Returns the sum of the loss and the number of counted tokens; of the gradients of the mean, dhidden is
-/// written and dweight [V, H] in f32 is added to, unless `None`.
+/// The mean of the loss and the number of counted tokens, two scalars. Of the gradients of the mean, which are
+/// empty unless wanted, dhidden is written and dweight [V, H] in f32 is added to.
 #[pyfunction]
 pub fn linear_cross_entropy(
     py: Python<'_>,
-    dhidden: Option<&Tensor<'_>>,
-    dweight: Option<&Tensor<'_>>,
+    mean: &Tensor<'_>,
+    count: &Tensor<'_>,
+    dhidden: &Tensor<'_>,
+    dweight: &Tensor<'_>,
     hidden: &Tensor<'_>,
     weight: &Tensor<'_>,
     targets: &Tensor<'_>,
@@ -23,13 +25,14 @@ pub fn linear_cross_entropy(
     z_loss: f32,
     label_smoothing: f32,
     threads: usize,
-) -> PyResult<(f64, usize)> {
+) -> PyResult<()> {
     let [_, inputs] = shape("hidden", hidden)?;
     let [outputs, _] = shape("weight", weight)?;
     let dims = Dims { inputs, outputs };
     let options = Options { ignore_index, soft_cap, z_loss, label_smoothing, ..Options::default() };
     let mut arguments = Arguments::default();
     let targets = arguments.input("targets", targets)?;
+    let (mean, count) = (arguments.output("mean", mean)?, arguments.output("count", count)?);
     let dw = arguments.optional_output("dweight", dweight)?;
     with_dtype!("hidden", hidden, T => with_dtype!("weight", weight, W => {
         let hidden = arguments.input::<T>("hidden", hidden)?;
@@ -43,7 +46,8 @@ pub fn linear_cross_entropy(
             let all = loss::linear_cross_entropy(
                 grads, hidden, weight, targets, dims, &options, &mut workspace, scratch,
             )?;
-            Ok((all.sum, all.tokens))
+            copy("mean", mean, &[(all.sum / all.tokens.max(1) as f64) as f32])?;
+            copy("count", count, &[all.tokens as f32])
         })
     }))
 }

@@ -1,8 +1,8 @@
 //! `_native.ops`: the kernels on tensors of torch. A function takes its outputs, which the caller has
 //! allocated, then the inputs, then settings, and last the number of threads. python/ballast/ops registers
-//! them with torch.
+//! them with torch and calls them by the names of their parameters, so these are the signature of an op.
 
-// Outputs, then inputs, then sizes.
+// A parameter is an argument of an op by its name; a struct would hide them from `inspect.signature`.
 #![allow(clippy::too_many_arguments)]
 
 #[allow(unsafe_code)]

@@ -3,7 +3,7 @@
 use ballast_kernels::norm::{self, Saved};
 use pyo3::prelude::*;
 
-use super::arguments::{Arguments, Tensor, with_dtype};
+use super::arguments::{Arguments, Tensor, copy, with_dtype};
 use super::threads;
 
 /// y with the shape of x, and rstd of every row.
@@ -27,12 +27,7 @@ pub fn gated_rms_norm_forward(
         threads::run(py, threads, |_| {
             let mut saved = Saved::default();
             norm::gated_rms_norm_forward(y, Some(&mut saved), x, z, weight, eps)?;
-            if rstd.len() != saved.rstd.len() {
-                let (name, expected, found) = ("rstd", saved.rstd.len(), rstd.len());
-                return Err(ballast_kernels::KernelError::Length { name, expected, found });
-            }
-            rstd.copy_from_slice(&saved.rstd);
-            Ok(())
+            copy("rstd", rstd, &saved.rstd)
         })
     }))
 }

@@ -5,8 +5,8 @@ use pyo3::prelude::*;
 use super::arguments::{Arguments, Tensor};
 use crate::errors::UsageError;
 
-/// Offsets of a batch of `batch` sequences of `tokens` tokens, or those given, which must end with the number
-/// of all tokens.
+/// Returns the given offsets, which must end with the number of tokens, or those of `batch` sequences of `tokens`
+/// tokens.
 pub fn offsets(
     arguments: &mut Arguments,
     cu_seqlens: Option<&Tensor<'_>>,

@@ -1,5 +1,5 @@
-//! The thread pool of the kernels, and its working memory. Its size is torch's number of threads, so that rayon
-//! and OpenMP, which never run at the same time, use the same processors.
+//! Thread pool of the kernels, with its working memory. It has as many threads as torch, so that rayon and OpenMP,
+//! which never run at the same time, use the same processors.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,17 +10,17 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use crate::errors::UsageError;
 
 struct Pool {
-    /// Process that made it: threads do not survive a fork.
+    /// Process that created it: threads do not survive a fork.
     process: u32,
     threads: usize,
     pool: ThreadPool,
-    /// Kept between calls: fresh pages for every call would take longer than small kernels.
+    /// Kept between calls, because fresh pages for every call would take longer than a small kernel.
     scratch: Scratch,
 }
 
 static POOL: Mutex<Option<Arc<Pool>>> = Mutex::new(None);
 
-/// The pool of `threads` threads; a new one if the number has changed.
+/// Returns the pool of `threads` threads, a new one if the number or the process has changed.
 fn pool(threads: usize) -> PyResult<Arc<Pool>> {
     let mut current = POOL.lock().unwrap_or_else(PoisonError::into_inner);
     let process = std::process::id();
@@ -40,7 +40,7 @@ fn pool(threads: usize) -> PyResult<Arc<Pool>> {
     if let Some(old) = current.replace(pool.clone())
         && old.process != process
     {
-        // Its threads are in the other process; to end it would wait for them.
+        // Its threads are in the other process, and dropping it would wait for them.
         std::mem::forget(old);
     }
     Ok(pool)
