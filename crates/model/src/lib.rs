@@ -25,6 +25,7 @@ mod load;
 pub mod memory;
 mod model;
 pub mod params;
+pub mod pass;
 mod plan;
 pub mod precision;
 pub mod probe;

@@ -68,7 +68,7 @@ pub struct Trainer {
     pub(crate) sample_documents: Vec<Document>,
     /// Start positions of steps that a rollback excludes, in the streams of all groups.
     pub(crate) left_out: Vec<Vec<Cursor>>,
-    /// Start of the current sequence of steps without trained tokens, in the own streams.
+    /// Start of the current sequence of steps without trained tokens, in this rank's streams.
     untrained_since: Option<Vec<Cursor>>,
     /// Checksum of the tokenizer files.
     tokenizer: u64,
@@ -78,7 +78,7 @@ pub struct Trainer {
     pub(crate) failed_saves: Vec<(u64, String)>,
     /// Memory of the process before the model was made, in bytes.
     pub(crate) program_bytes: u64,
-    /// Training data of the own groups.
+    /// Training data of this rank's groups.
     streams: Vec<Packer>,
     pub(crate) grads: Grads,
     /// The processes of the run.
@@ -323,6 +323,7 @@ impl Trainer {
             ranks,
             shards: ranks.shard.divides_weights().then_some(shards),
             recompute,
+            complete: None,
         };
         (engine, grads, optimizer, ledger)
     }
@@ -401,12 +402,12 @@ impl Trainer {
         })
     }
 
-    /// Positions in the own streams.
+    /// Positions in this rank's streams.
     fn cursors(&self) -> Vec<Cursor> {
         self.streams.iter().map(Packer::cursor).collect()
     }
 
-    /// Positions in the streams of all groups, from those in the own ones.
+    /// Positions in the streams of all groups, from those in this rank's.
     pub(crate) fn all_cursors(&self, own: Vec<Cursor>) -> Result<Vec<Cursor>> {
         if self.ranks.is_solo() {
             return Ok(own);
@@ -603,10 +604,10 @@ impl Trainer {
         let limit = self.config.sentinel.spike_limit;
         if self.sentinel.spikes > limit {
             return Err(Error::Diverged(format!(
-                "step {}: {text}; {limit} spikes in a row were skipped (sentinel.spike_limit). The last checkpoint is \
-                 intact{}; resume it with a lower optimizer.learning_rate, or with sentinel.on_spike = \"report\"",
+                "step {}: {text}; {limit} spikes in a row were skipped (sentinel.spike_limit). {}; \
+                 train with a lower optimizer.learning_rate, or with sentinel.on_spike = \"report\"",
                 self.step + 1,
-                self.last_words()
+                self.last_checkpoint()
             )));
         }
         Ok(Attempt::NotTaken)
@@ -645,10 +646,9 @@ fn refuse_impossible(model: &Model) -> Result {
             let value = tensor.values()[at];
             let name = model.parameter_name(spec);
             let hint = if name.ends_with("A_log") {
-                "its head has no decay rate; `ballast repair` puts it back from the original checkpoint, or set it to a \
-                 finite logarithm such as 0.0"
+                "the head has no decay rate; restore it with `ballast repair --original`, or set it to a finite logarithm such as 0.0"
             } else {
-                "`ballast repair` puts it back from the original checkpoint"
+                "restore it with `ballast repair --original`"
             };
             let problem = format!("{name} is {value} at element {at}: {hint}");
             return Err(ballast_model::Error::Input(problem).into());
