@@ -65,7 +65,7 @@ impl<A: Element> Trail<A> {
             + size_of_val(&self.embedded[..])
             + self.norm.bytes()
             + self.per_layer_inputs.bytes()
-            + self.links.per_layer_inputs.iter().map(|input| size_of_val(&input[..])).sum::<usize>()
+            + self.links.bytes()
     }
 }
 
