@@ -1,7 +1,7 @@
 //! Batches: several sequences packed end to end, with their targets and positions.
 //!
 //! A batch can be divided over several ranks ([`Batch::part()`]). A part has contiguous tokens, so at most
-//! its first sequence began on an earlier rank and at most its last one goes on on a later one.
+//! its first sequence began on an earlier rank and at most its last one continues on a later one.
 
 use std::ops::Range;
 
@@ -258,7 +258,7 @@ pub(crate) struct Piece {
     pub(crate) cu_seqlens: Vec<usize>,
     /// True if it is a sequence that began on an earlier rank.
     pub(crate) began: bool,
-    /// True if it is a sequence that goes on on the next rank.
+    /// True if it is a sequence that continues on the next rank.
     pub(crate) goes_on: bool,
 }
 
@@ -288,7 +288,7 @@ impl<'a> Sequences<'a> {
         self.part.map_or(0, |part| part.before(part.index, limit))
     }
 
-    /// Returns true if the last sequence goes on on the next rank.
+    /// Returns true if the last sequence continues on the next rank.
     fn goes_on(&self) -> bool {
         self.part.is_some_and(|part| part.index + 1 < part.of && part.before(part.index + 1, Some(1)) > 0)
     }

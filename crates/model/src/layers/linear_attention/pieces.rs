@@ -80,8 +80,8 @@ impl LinearAttention {
     }
 
     /// Runs the delta rule on whole sequences and on those that cross the boundaries of the part. The one
-    /// that goes on runs first, because the next rank waits for its state; the one that began earlier runs
-    /// last, because it waits itself.
+    /// that continues on the next rank runs first, because that rank waits for its state; the one that began
+    /// earlier runs last, because it waits itself.
     pub(super) fn rule_pieces<A: Element>(
         &self,
         run: &Run<'_>,
