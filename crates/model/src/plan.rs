@@ -8,7 +8,7 @@ use ballast_kernels::linear_cross_entropy::linear_cross_entropy_workspace;
 use half::bf16;
 use serde::Serialize;
 
-use crate::batch::{Part, Sequences};
+use crate::batch::{BatchPart, Sequences};
 use crate::config::{Config, Mixer};
 use crate::context::Sent;
 use crate::error::Result;
@@ -46,12 +46,12 @@ impl<'a> Step<'a> {
     }
 
     /// The part, and the cumulative lengths of its sequences.
-    fn local(&self) -> Result<(Option<Part>, Vec<usize>)> {
+    fn local(&self) -> Result<(Option<BatchPart>, Vec<usize>)> {
         let part = match self.part {
-            Some((index, of)) if of > 1 => Some(Part::new(self.cu_seqlens, 0, index, of)?),
+            Some((index, of)) if of > 1 => Some(BatchPart::new(self.cu_seqlens, 0, index, of)?),
             _ => None,
         };
-        let local = part.as_ref().map_or_else(|| self.cu_seqlens.to_vec(), Part::local);
+        let local = part.as_ref().map_or_else(|| self.cu_seqlens.to_vec(), BatchPart::local);
         Ok((part, local))
     }
 }
