@@ -196,27 +196,7 @@ impl Trainer {
     fn build(config: TrainConfig, store: Store, ranks: Ranks) -> Result<Trainer> {
         let program_bytes = memory::with_all_code().unwrap_or(0);
         let (rank, size, shard) = (ranks.world.rank(), ranks.size(), ranks.shard);
-        if !ranks.is_solo() {
-            // Before any rank of a machine takes memory that another has counted.
-            let outline = setup::outline(&config)?;
-            let precision = setup::precision(&config, &outline.config)?;
-            ranks.check_memory(
-                "this run",
-                MemoryPlan::needed_by(&config, &outline, &precision, rank, size)?,
-            )?;
-        }
-        let load = || {
-            setup::model_shares(&config, |config_of_model, specs| {
-                let shards = shards_of(&config, config_of_model, specs, rank, size);
-                let own = |weight| shards.own(weight);
-                shard.divides_weights().then(|| (0..specs.weights.len()).map(own).collect())
-            })
-        };
-        let mut model = load()?;
-        let shards = shards_of(&config, &model.config, &model.specs, rank, size);
-        if ranks.context.size() > 1 {
-            model.set_context(Some(ranks.context.clone()));
-        }
+        let (mut model, shards) = load_model(&config, &ranks)?;
         refuse_impossible(&model)?;
         let mut ledger = Ledger::new(&model, model.precision());
         ledger.check(&model, "build")?;
@@ -242,21 +222,7 @@ impl Trainer {
         memory::release_freed();
         ledger.cast(&model);
         ledger.check(&model, "cast")?;
-        ranks.on_first(|| setup::write_tokenizer(&config))?;
-        let encoder = Arc::new(setup::encoder(&config)?);
-        let documents = |split| setup::documents(&config, split, &encoder);
-        let Some(training) = documents(Split::Train)? else {
-            return Err(Error::Config("`data` has no documents to train on".into()));
-        };
-        let groups = config.batch.groups as u64;
-        let stream = |group: usize| setup::packer(&config, training.share(group as u64, groups));
-        let streams = ranks.own_groups().map(stream).collect();
-        let held_out = documents(Split::Validation)?;
-        let sample_documents = match &held_out {
-            Some(documents) => setup::first_documents(documents.share(0, 1), config.samples.count)?,
-            None => Vec::new(),
-        };
-        let validation = held_out.map(|documents| setup::packer(&config, documents));
+        let Data { encoder, streams, validation, sample_documents } = open_data(&config, &ranks)?;
         optimizer.check(&model)?;
         let mut trainer = Trainer {
             sidecars: setup::sidecars(&config)?,
@@ -636,6 +602,54 @@ pub(crate) fn shards_of(
 ) -> Shards {
     let divisible = |spec: &Spec| rule_for(&config.optimizer, model, spec, Role::Weight).is_divisible();
     Shards::new(specs, divisible, rank, ranks)
+}
+
+/// Reads or draws the model, of whose weights a rank may have a share.
+fn load_model(config: &TrainConfig, ranks: &Ranks) -> Result<(Model, Shards)> {
+    let (rank, size) = (ranks.world.rank(), ranks.size());
+    if !ranks.is_solo() {
+        // Before any rank of a machine takes memory that another has counted.
+        let outline = setup::outline(config)?;
+        let precision = setup::precision(config, &outline.config)?;
+        ranks.check_memory("this run", MemoryPlan::needed_by(config, &outline, &precision, rank, size)?)?;
+    }
+    let mut model = setup::model_shares(config, |config_of_model, specs| {
+        let shards = shards_of(config, config_of_model, specs, rank, size);
+        let own = |weight| shards.own(weight);
+        ranks.shard.divides_weights().then(|| (0..specs.weights.len()).map(own).collect())
+    })?;
+    let shards = shards_of(config, &model.config, &model.specs, rank, size);
+    if ranks.context.size() > 1 {
+        model.set_context(Some(ranks.context.clone()));
+    }
+    Ok((model, shards))
+}
+
+/// Text of a run, as one rank reads it.
+struct Data {
+    encoder: Arc<TextEncoder>,
+    streams: Vec<Packer>,
+    validation: Option<Packer>,
+    sample_documents: Vec<Document>,
+}
+
+fn open_data(config: &TrainConfig, ranks: &Ranks) -> Result<Data> {
+    ranks.on_first(|| setup::write_tokenizer(config))?;
+    let encoder = Arc::new(setup::encoder(config)?);
+    let documents = |split| setup::documents(config, split, &encoder);
+    let Some(training) = documents(Split::Train)? else {
+        return Err(Error::Config("`data` has no documents to train on".into()));
+    };
+    let groups = config.batch.groups as u64;
+    let stream = |group: usize| setup::packer(config, training.share(group as u64, groups));
+    let streams = ranks.own_groups().map(stream).collect();
+    let held_out = documents(Split::Validation)?;
+    let sample_documents = match &held_out {
+        Some(documents) => setup::first_documents(documents.share(0, 1), config.samples.count)?,
+        None => Vec::new(),
+    };
+    let validation = held_out.map(|documents| setup::packer(config, documents));
+    Ok(Data { encoder, streams, validation, sample_documents })
 }
 
 /// Returns an error for a non-finite protected tensor. A decay rate of 0 or infinity is a dead head, and
