@@ -88,13 +88,13 @@ impl Visit {
     }
 }
 
-/// The holder of a model during a pass. Hooks do nothing unless they are implemented.
+/// Hooks of a pass, by the holder of the model. Each does nothing by default.
 pub trait Hooks {
     /// Error of the hooks.
     type Error: From<Error>;
 
-    /// The model. Between `before` and `after` it has the weights that the visit reads; its configuration is
-    /// the same all the time.
+    /// The model. Between `before` and `after` it has the weights that the visit reads; its configuration never
+    /// changes.
     fn model(&self) -> &Model;
 
     /// Runs before a visit.

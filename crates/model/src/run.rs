@@ -51,7 +51,7 @@ impl<'a> Parameters<'a> {
     }
 }
 
-/// What a run collects from part to part.
+/// Losses of a run, summed from part to part, and the parameters that its probe has seen.
 #[derive(Default)]
 pub(crate) struct Tally {
     /// Names of the parameters that were shown to the probe.

@@ -154,7 +154,7 @@ impl Trainer {
         }
     }
 
-    /// What is left after an abort, as a sentence without its end.
+    /// Names the last checkpoint, for the error of an aborted run.
     pub(crate) fn last_checkpoint(&self) -> String {
         match self.store.steps().last() {
             Some(step) => format!("The last checkpoint is intact: {}", self.store.path(*step).display()),

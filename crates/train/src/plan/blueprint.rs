@@ -149,7 +149,7 @@ impl<'a> Blueprint<'a> {
         self.shard().divides_updates()
     }
 
-    /// Groups that a rank computes one after the other.
+    /// Number of groups that a rank computes in sequence.
     pub(super) fn rounds(&self) -> usize {
         self.config.batch.groups / self.data_ranks
     }

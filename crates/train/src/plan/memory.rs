@@ -130,7 +130,7 @@ impl Blueprint<'_> {
         (held + whole.max(OptimizerBytes::of(self, rank).masters + plan.adapters)) as u64
     }
 
-    /// Bytes of the weights that a rank holds all the time.
+    /// Bytes of the weights that a rank holds throughout.
     fn held_weights(&self, rank: usize) -> usize {
         let held = |(weight, spec): (usize, &Spec)| match self.divides_weights() {
             true => self.shards.range(weight, rank).len(),
@@ -188,7 +188,7 @@ impl Blueprint<'_> {
         bytes(&|bucket| bucket.kind != Kind::Weights) + largest
     }
 
-    /// Bytes of the sums over the groups that a rank computes one after the other, beside the gradients that
+    /// Bytes of the sums over the groups that a rank computes in sequence, beside the gradients that
     /// backward writes. One process adds whole gradients, and the one that is written is the last term.
     fn gradient_sums(&self, rank: usize) -> usize {
         let kept = TreeSum::most_kept(self.rounds());

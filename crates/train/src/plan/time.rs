@@ -92,7 +92,7 @@ impl Timeline {
     }
 }
 
-/// What a part of the model costs in every micro-batch of a step.
+/// Costs of a part of the model in every micro-batch of a step.
 struct Costs {
     work: Work,
     /// Seconds to gather the weights; `None` if they are whole.
