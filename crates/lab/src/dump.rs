@@ -10,8 +10,9 @@ use std::path::Path;
 
 use ballast_checkpoint::tensor_file::TensorFile;
 use ballast_model::LazyCheckpoint;
+use ballast_model::params::Part;
 
-use crate::engine::{Gradient, Part, SiteTensor};
+use crate::engine::{Gradient, SiteTensor};
 use crate::error::{Error, Result};
 
 /// The files of a dump.
@@ -94,7 +95,7 @@ impl Dump {
     /// Reads the gradients of a part. That of a tied head is whole in the file and belongs to the embedding.
     pub fn gradients(&self, part: Part, checkpoint: &LazyCheckpoint) -> Result<Vec<Gradient>> {
         let mut found = Vec::new();
-        for spec in checkpoint.specs.all().filter(|spec| part.has(spec, false)) {
+        for spec in checkpoint.specs.all().filter(|spec| spec.part == part) {
             for name in [checkpoint.full_name(spec), spec.name.clone()] {
                 if let Some(values) = self.tensor(&format!("grad.{name}"))? {
                     found.push((spec.name.clone(), values));

@@ -1,12 +1,12 @@
 //! Engines of a run: the f64 reference, a model in some precision, or the files of a dump. All show their
 //! tensors in f64.
 //!
-//! Each step has the parameters of its [`Part`] only.
+//! Each visit of a [pass](ballast_model::pass) is one call, with the parameters of its [`Part`] only.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-use ballast_model::params::{Grads, Params, Spec, Specs, Weight};
+use ballast_model::params::{Grads, Params, Part, Specs, Weight};
 use ballast_model::{
     Batch, Config, IndexerLoss, IndexerStage, LayerwiseRun, LazyCheckpoint, LossOptions, Model, Precision,
     Probe, Recompute, Ties,
@@ -15,30 +15,6 @@ use ballast_model::{
 use crate::dump::Dump;
 use crate::error::Result;
 use crate::reference::{Backward, Reference, shows_scores};
-
-/// A part of the model, with the parameters that one step needs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// Everything before the layers.
-    Embedding,
-    /// One layer.
-    Layer(usize),
-    /// The last norm and the output head.
-    Head,
-}
-
-impl Part {
-    /// Returns true if a parameter belongs to this part; a tied head is the embedding.
-    pub fn has(self, spec: &Spec, tied: bool) -> bool {
-        let layer = spec.name.strip_prefix("layers.").and_then(|rest| rest.split_once('.')?.0.parse().ok());
-        let is_head = spec.name == "norm.weight" || spec.name.starts_with("lm_head.");
-        match self {
-            Part::Layer(index) => layer == Some(index),
-            Part::Embedding => layer.is_none() && !is_head,
-            Part::Head => is_head || tied && spec.name == "embed_tokens.weight",
-        }
-    }
-}
 
 /// The tensor of a named site in a run.
 #[derive(Clone, Debug, PartialEq)]
@@ -67,9 +43,9 @@ pub enum Engine<'b> {
 /// A model in progress.
 pub struct Running<'b> {
     model: Model,
-    pass: Option<LayerwiseRun<'b>>,
-    batch: &'b Batch,
-    backward: Backward,
+    run: LayerwiseRun<'b>,
+    /// Shows indexer scores.
+    scores: bool,
 }
 
 impl<'b> Engine<'b> {
@@ -93,7 +69,11 @@ impl<'b> Engine<'b> {
     ) -> Result<Engine<'b>> {
         let mut model = checkpoint.model(precision)?;
         model.set_ties(ties);
-        Ok(Engine::Model(Box::new(Running { model, pass: None, batch, backward })))
+        let recompute = (backward != Backward::None).then_some(Recompute::Full);
+        let indexer = sparse_loss(&model.config).filter(|_| backward == Backward::WithIndexers);
+        let options = LossOptions { indexer, ..LossOptions::default() };
+        let run = LayerwiseRun::new(&model, batch, recompute, options)?;
+        Ok(Engine::Model(Box::new(Running { model, run, scores: shows_scores(batch) })))
     }
 
     /// Runs one part forward: the embedding, then each layer, then the last norm.
@@ -115,9 +95,10 @@ impl<'b> Engine<'b> {
                 }?;
             }
             Engine::Model(running) => {
-                running.model.hold(values);
-                sites.scores = shows_scores(running.batch);
-                running.forward(part, &mut sites)?;
+                let Running { model, run, scores } = &mut **running;
+                model.hold(values);
+                sites.scores = *scores;
+                run.forward(model, part, Some(&mut sites))?;
             }
         }
         Ok(sites.seen)
@@ -140,8 +121,7 @@ impl<'b> Engine<'b> {
             Engine::Exact(reference) => reference.logits(rows, &by_name(&checkpoint.specs, values)),
             Engine::Model(running) => {
                 running.model.hold(values);
-                let (model, pass) = running.begun();
-                Ok(widen(&pass.logits(model, rows)?))
+                Ok(widen(&running.run.logits(&running.model, rows, None)?))
             }
         }
     }
@@ -166,10 +146,11 @@ impl<'b> Engine<'b> {
                 }?;
             }
             Engine::Model(running) => {
-                running.model.hold(values);
+                let Running { model, run, .. } = &mut **running;
+                model.hold(values);
                 let tied = checkpoint.config.tied;
-                let mut grads = running.model.grads_of(|spec| part.has(spec, tied));
-                running.backward(part, &mut grads)?;
+                let mut grads = model.grads_of(|spec| spec.is_read_by(part, tied));
+                run.backward(model, &mut grads, part, None)?;
                 gradients = named(&checkpoint.specs, grads);
             }
         }
@@ -191,47 +172,6 @@ impl<'b> Engine<'b> {
             Engine::Exact(_) => values.protected()[index].values(),
             Engine::Model(running) => running.model.params.protected()[index].values(),
         }))
-    }
-}
-
-impl<'b> Running<'b> {
-    fn begun(&mut self) -> (&Model, &mut LayerwiseRun<'b>) {
-        (&self.model, self.pass.as_mut().expect("the embedding comes first"))
-    }
-
-    fn forward(&mut self, part: Part, sites: &mut Sites) -> Result {
-        match part {
-            Part::Embedding => {
-                let recompute = (self.backward != Backward::None).then_some(Recompute::Full);
-                let with_indexers = self.backward == Backward::WithIndexers;
-                let indexer = sparse_loss(&self.model.config).filter(|_| with_indexers);
-                let options = LossOptions { indexer, ..LossOptions::default() };
-                self.pass =
-                    Some(LayerwiseRun::begin(&self.model, self.batch, recompute, options, Some(sites))?);
-            }
-            Part::Layer(index) => {
-                let (model, pass) = self.begun();
-                pass.forward(model, index, Some(sites))?;
-            }
-            Part::Head => {
-                let (model, pass) = self.begun();
-                pass.norm(model, sites)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn backward(&mut self, part: Part, grads: &mut Grads) -> Result {
-        let (model, pass) = self.begun();
-        match part {
-            Part::Head => pass.loss_backward(model, grads, None).map(drop)?,
-            Part::Layer(index) => pass.backward(model, grads, index, None)?,
-            Part::Embedding => {
-                let pass = self.pass.take().expect("begun above");
-                pass.embedding_backward(&self.model, grads, None)?;
-            }
-        }
-        Ok(())
     }
 }
 

@@ -11,11 +11,12 @@ use std::collections::HashMap;
 
 use ballast_checkpoint::jobs::Observer;
 use ballast_model::config::{Layer, Mixer};
-use ballast_model::params::Params;
+use ballast_model::params::{Params, Part};
+use ballast_model::pass::Visit;
 use ballast_model::{Batch, LazyCheckpoint, Precision, Ties, memory};
 
 use crate::choices::Choice;
-use crate::engine::{Engine, Gradient, Part, SiteTensor};
+use crate::engine::{Engine, Gradient, SiteTensor};
 use crate::error::Result;
 use crate::findings::{Findings, Reference};
 use crate::measure::attention::{Roundings, Rows, Shape};
@@ -155,12 +156,12 @@ impl<'a> Experiment<'a> {
     }
 
     fn forward(&mut self) -> Result {
-        self.part(Part::Embedding)?;
-        for index in 0..self.setup.checkpoint.config.layers.len() {
-            self.part(Part::Layer(index))?;
-        }
-        self.part(Part::Head)?;
+        Visit::forward(self.layers()).try_for_each(|visit| self.part(visit.part))?;
         self.compare_outputs()
+    }
+
+    fn layers(&self) -> usize {
+        self.setup.checkpoint.config.layers.len()
     }
 
     /// Runs one part of the model forward in the reference and in every run.
@@ -229,11 +230,7 @@ impl<'a> Experiment<'a> {
     }
 
     fn backward(&mut self) -> Result {
-        self.part_backward(Part::Head)?;
-        for index in (0..self.setup.checkpoint.config.layers.len()).rev() {
-            self.part_backward(Part::Layer(index))?;
-        }
-        self.part_backward(Part::Embedding)
+        Visit::backward(self.layers()).try_for_each(|visit| self.part_backward(visit.part))
     }
 
     fn part_backward(&mut self, part: Part) -> Result {
@@ -266,7 +263,7 @@ impl<'a> Experiment<'a> {
 
 fn read(checkpoint: &LazyCheckpoint, part: Part) -> Result<Params> {
     let tied = checkpoint.config.tied;
-    Ok(checkpoint.read(|spec| part.has(spec, tied))?)
+    Ok(checkpoint.read(|spec| spec.is_read_by(part, tied))?)
 }
 
 /// Gradients of one part. Those of a tied head are held back in `pending` and added to the embedding's.
@@ -349,10 +346,9 @@ fn check_memory(setup: &Setup<'_>, contestants: usize) -> Result {
     let (config, specs) = (&setup.checkpoint.config, &setup.checkpoint.specs);
     let tokens = setup.batch.tokens() as u64;
     let elements = |part: Part| -> u64 {
-        specs.all().filter(|spec| part.has(spec, config.tied)).map(|spec| spec.len() as u64).sum()
+        specs.all().filter(|spec| spec.is_read_by(part, config.tied)).map(|spec| spec.len() as u64).sum()
     };
-    let layers = (0..config.layers.len()).map(Part::Layer);
-    let largest = layers.chain([Part::Embedding, Part::Head]).map(elements).max().unwrap_or(0);
+    let largest = Part::all(config.layers.len()).map(elements).max().unwrap_or(0);
     let stream = tokens * config.hidden as u64;
     let kept = if setup.is_backward() { config.layers.len() as u64 + 1 } else { 2 };
     let streams = stream * kept * (8 + 4 * contestants as u64);

@@ -1,7 +1,7 @@
 //! Batches: several sequences packed end to end, with their targets and positions.
 //!
 //! A batch can be divided over several ranks ([`Batch::part()`]). A part has contiguous tokens, so at most
-//! its first sequence began on an earlier rank and at most its last one goes on on a later one.
+//! its first sequence began on an earlier rank and at most its last one continues on a later one.
 
 use std::ops::Range;
 
@@ -24,12 +24,12 @@ pub struct Batch {
     /// Position of each token in its sequence: `[tokens]`
     pub positions: Vec<u32>,
     /// Place in a larger batch, if this is a part of one: see [`Batch::part()`].
-    pub part: Option<Part>,
+    pub part: Option<BatchPart>,
 }
 
 /// Place of a part in the batch whose tokens are divided.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct BatchPart {
     index: usize,
     of: usize,
     /// Cumulative sequence lengths of the whole batch.
@@ -128,7 +128,7 @@ impl Batch {
         if of <= 1 && index == 0 {
             return Ok(self.clone());
         }
-        let part = Part::new(&self.cu_seqlens, self.counted(), index, of)?;
+        let part = BatchPart::new(&self.cu_seqlens, self.counted(), index, of)?;
         let tokens = part.tokens(index);
         Ok(Batch {
             ids: self.ids[tokens.clone()].to_vec(),
@@ -177,9 +177,9 @@ impl Batch {
     }
 }
 
-impl Part {
+impl BatchPart {
     /// Part `index` of `of` parts of a batch with these sequences, of which `counted` tokens have a target.
-    pub(crate) fn new(cu_seqlens: &[usize], counted: usize, index: usize, of: usize) -> Result<Part> {
+    pub(crate) fn new(cu_seqlens: &[usize], counted: usize, index: usize, of: usize) -> Result<BatchPart> {
         let tokens = cu_seqlens.last().copied().unwrap_or(0);
         if index >= of {
             return Err(Error::Input(format!("part must be 0 to {}, got {index}", of.saturating_sub(1))));
@@ -190,7 +190,7 @@ impl Part {
                  or use longer batches"
             )));
         }
-        Ok(Part { index, of, cu_seqlens: cu_seqlens.to_vec(), counted })
+        Ok(BatchPart { index, of, cu_seqlens: cu_seqlens.to_vec(), counted })
     }
 
     /// Number of this part.
@@ -246,7 +246,7 @@ impl Part {
 pub(crate) struct Sequences<'a> {
     /// Cumulative lengths of the sequences that are here.
     pub(crate) cu_seqlens: &'a [usize],
-    pub(crate) part: Option<&'a Part>,
+    pub(crate) part: Option<&'a BatchPart>,
 }
 
 /// Consecutive sequences of a part that are computed together.
@@ -258,7 +258,7 @@ pub(crate) struct Piece {
     pub(crate) cu_seqlens: Vec<usize>,
     /// True if it is a sequence that began on an earlier rank.
     pub(crate) began: bool,
-    /// True if it is a sequence that goes on on the next rank.
+    /// True if it is a sequence that continues on the next rank.
     pub(crate) goes_on: bool,
 }
 
@@ -288,7 +288,7 @@ impl<'a> Sequences<'a> {
         self.part.map_or(0, |part| part.before(part.index, limit))
     }
 
-    /// Returns true if the last sequence goes on on the next rank.
+    /// Returns true if the last sequence continues on the next rank.
     fn goes_on(&self) -> bool {
         self.part.is_some_and(|part| part.index + 1 < part.of && part.before(part.index + 1, Some(1)) > 0)
     }

@@ -27,7 +27,7 @@ use ballast_cluster::{Group, Kind, Receive};
 use ballast_kernels::Element;
 use ballast_kernels::elementwise::accumulate;
 
-use crate::batch::{Batch, Part, Piece};
+use crate::batch::{Batch, BatchPart, Piece};
 use crate::error::{Error, Result};
 use crate::run::zeros;
 
@@ -35,7 +35,7 @@ use crate::run::zeros;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Context<'a> {
     group: &'a Group,
-    part: &'a Part,
+    part: &'a BatchPart,
 }
 
 impl<'a> Context<'a> {
@@ -217,7 +217,7 @@ pub(crate) struct Rows {
 
 impl Rows {
     /// Rows of [`Context::earlier`] with this limit.
-    pub(crate) fn new(part: &Part, limit: Option<usize>) -> Rows {
+    pub(crate) fn new(part: &BatchPart, limit: Option<usize>) -> Rows {
         let rank = part.index();
         Rows {
             later: (rank + 1..part.of()).map(|to| part.shared(rank, to, limit).len()).sum(),
@@ -239,7 +239,7 @@ pub(crate) struct Crossing {
 
 impl Crossing {
     /// The sequence of a piece, if other ranks have tokens of it.
-    pub(crate) fn new(part: &Part, piece: &Piece) -> Option<Crossing> {
+    pub(crate) fn new(part: &BatchPart, piece: &Piece) -> Option<Crossing> {
         if !piece.began && !piece.goes_on {
             return None;
         }

@@ -6,19 +6,19 @@
 //! - latent attention: a KV cache and the indexer's keys
 //! - linear attention: the last columns of the convolution's input and the f32 recurrent state
 
-use std::cell::RefCell;
-
 use ballast_kernels::{Element, Scratch};
 use half::bf16;
 
 use crate::batch::Batch;
 use crate::config::{Layer, Mixer};
 use crate::error::{Error, Result};
-use crate::layers::{Keep, Links, State};
+use crate::layers::State;
+use crate::layerwise::Trail;
 use crate::model::Model;
+use crate::params::Part;
 use crate::precision::Storage;
 use crate::probe::Probe;
-use crate::run::{Parameters, Run};
+use crate::run::Tally;
 
 /// Maximum number of new tokens per forward pass; a longer prompt is split into pieces of this length.
 pub const PREFILL_TOKENS: usize = 512;
@@ -159,26 +159,13 @@ impl Model {
             return Ok(Vec::new());
         }
         let tables = self.tables(&batch.positions);
-        let run = Run {
-            config: &self.config,
-            parameters: Parameters::new(&self.specs, &self.params),
-            precision: self.precision(),
-            batch,
-            context: None,
-            tables: &tables,
-            scratch,
-            ties: self.ties(),
-            probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
-            indexer: None,
-            balance: None,
-        };
-        let mut x = self.embed(&run)?;
-        let mut links = Links::new(&self.config);
-        links.per_layer_inputs = self.per_layer_inputs(&run, &x)?;
-        for layer in self.layers() {
-            x = layer.forward(&run, x, &mut links, Some(&mut *states), Keep::Nothing)?.0;
+        let tally = Tally::default();
+        let run = self.run_on(batch, &tables, scratch, &tally, probe.map(|probe| probe as &mut dyn Probe))?;
+        let mut trail = Trail::new(self, None);
+        for part in Part::before_head(states.len()) {
+            self.part_forward(&run, &mut trail, part, Some(&mut *states))?;
         }
-        let hidden: Vec<A> = self.last_norm(&run, &x)?;
+        let hidden: Vec<A> = self.hidden(&run, &trail)?;
         if all {
             return self.project(&run, &hidden);
         }

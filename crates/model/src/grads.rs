@@ -3,8 +3,7 @@
 //! A bucket holds the gradients of one [`Part`] of the model and one [`Kind`] of parameter, end to end in the
 //! order of [`Specs`]; a tensor is a range of its bucket. Parameters that are not learned take no space.
 //! Backward completes the parts from the head to the embedding, and
-//! [`Model::forward_backward_by_bucket`](crate::Model::forward_backward_by_bucket) hands each bucket on when
-//! it is final.
+//! [`Hooks::complete`](crate::pass::Hooks::complete) receives each bucket when it is final.
 
 use std::collections::BTreeMap;
 use std::ops::{Index, IndexMut, Range};
@@ -21,6 +20,17 @@ pub enum Part {
     Layer(usize),
     /// The last norm and the output head.
     Head,
+}
+
+impl Part {
+    /// All parts of a model with this number of layers, in the order of the forward.
+    pub fn all(layers: usize) -> impl DoubleEndedIterator<Item = Part> {
+        Part::before_head(layers).chain([Part::Head])
+    }
+
+    pub(crate) fn before_head(layers: usize) -> impl DoubleEndedIterator<Item = Part> {
+        [Part::Embedding].into_iter().chain((0..layers).map(Part::Layer))
+    }
 }
 
 /// A kind of parameter.

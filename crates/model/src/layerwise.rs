@@ -1,13 +1,5 @@
-//! Layer-by-layer runs: the activations and gradients of a run, separate from the model's parameters.
-//!
-//! ```text
-//! begin (embedding) -> forward 0, 1, ..., n-1 -> loss_backward (norm, head, loss)
-//!     -> backward n-1, ..., 1, 0 -> embedding_backward
-//! ```
-//! [`Model::forward_backward`] does all of this in one call. A [`LayerwiseRun`] stops after each step, so
-//! that only the parameters of one layer have to be in memory and several runs can proceed side by side.
-
-use std::cell::RefCell;
+//! Layerwise runs: one visit of a [pass](crate::pass) at a time, and the activations and gradients between
+//! them, separate from the model's parameters.
 
 use ballast_kernels::elementwise::round;
 use ballast_kernels::embedding::{embedding_backward, embedding_backward_workspace};
@@ -19,12 +11,12 @@ use half::bf16;
 
 use crate::batch::Batch;
 use crate::error::{Error, Result};
-use crate::layers::{InputsSaved, Keep, Links, Saved, Stream, narrowed, with_stream};
-use crate::model::{LossOptions, Model, Recompute};
-use crate::params::Grads;
+use crate::layers::{InputsSaved, Keep, Links, Saved, State, Stream, narrowed, with_stream};
+use crate::model::{LossOptions, Model, Recompute, StepLoss};
+use crate::params::{Grads, Part};
 use crate::precision::Storage;
 use crate::probe::Probe;
-use crate::run::{Balancing, Run};
+use crate::run::{Run, Tally};
 use crate::site::Site;
 
 /// Residual stream of a run and the activations saved for backward.
@@ -34,7 +26,7 @@ pub(crate) struct Trail<A> {
     /// Residual stream after the last layer, for the backward of the final norm
     last: Stream,
     layers: Vec<LayerTrail<A>>,
-    pub(crate) norm: NormSaved,
+    norm: NormSaved,
     links: Links<A>,
     /// Embeddings [tokens, H], if the model has per-layer inputs, which are computed from them
     embedded: Vec<A>,
@@ -48,63 +40,97 @@ enum LayerTrail<A> {
     Saved(Box<Saved<A>>),
 }
 
-impl<A> Trail<A> {
-    pub(crate) fn bytes(&self) -> usize {
+impl<A: Element> Trail<A> {
+    pub(crate) fn new(model: &Model, recompute: Option<Recompute>) -> Trail<A> {
+        Trail {
+            x: Vec::new(),
+            last: Stream::default(),
+            layers: Vec::new(),
+            norm: NormSaved::default(),
+            links: Links::new(&model.config),
+            embedded: Vec::new(),
+            per_layer_inputs: InputsSaved::default(),
+            recompute,
+        }
+    }
+
+    fn bytes(&self) -> usize {
         let layer = |trail: &LayerTrail<A>| match trail {
             LayerTrail::Input(x) => x.bytes(),
             LayerTrail::Saved(saved) => saved.bytes(),
         };
-        let per_layer_inputs: usize =
-            self.links.per_layer_inputs.iter().map(|input| input.len() * size_of::<A>()).sum();
         self.layers.iter().map(layer).sum::<usize>()
             + size_of_val(&self.x[..])
             + self.last.bytes()
             + size_of_val(&self.embedded[..])
             + self.norm.bytes()
             + self.per_layer_inputs.bytes()
-            + per_layer_inputs
+            + self.links.bytes()
     }
 }
 
 impl Model {
-    /// Runs the embedding and all layers. `recompute` selects what backward recomputes; `None` if there is no
-    /// backward.
-    pub(crate) fn forward<A: Element>(
+    /// Runs the forward of one part: of the head, the final norm. In decoding, `states` are the states of all
+    /// layers.
+    pub(crate) fn part_forward<A: Element>(
         &self,
         run: &Run<'_>,
-        recompute: Option<Recompute>,
-    ) -> Result<Trail<A>> {
-        let mut trail = self.begin(run, recompute)?;
-        for index in 0..self.layers().len() {
-            self.layer_forward(run, &mut trail, index)?;
+        trail: &mut Trail<A>,
+        part: Part,
+        states: Option<&mut [State<A>]>,
+    ) -> Result {
+        match part {
+            Part::Embedding => self.embedding_forward(run, trail),
+            Part::Layer(index) => self.layer_forward(run, trail, index, states),
+            Part::Head => self.hidden(run, trail).map(drop),
         }
-        Ok(trail)
     }
 
-    /// Runs the embedding.
-    fn begin<A: Element>(&self, run: &Run<'_>, recompute: Option<Recompute>) -> Result<Trail<A>> {
-        let x = self.embed(run)?;
-        let mut links = Links::new(&self.config);
-        let (mut embedded, mut per_layer_inputs) = (Vec::new(), InputsSaved::default());
+    /// Runs the backward of one part; of the head, with the loss.
+    fn part_backward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        grads: &mut Grads,
+        trail: &mut Trail<A>,
+        part: Part,
+        options: &LossOptions,
+    ) -> Result {
+        match part {
+            Part::Head => self.loss_backward(run, grads, trail, options),
+            Part::Layer(index) => self.layer_backward(run, grads, trail, index),
+            Part::Embedding => {
+                // Nothing is needed after it.
+                let trail = std::mem::replace(trail, Trail::new(self, None));
+                self.embedding_backward(run, grads, trail)
+            }
+        }
+    }
+
+    fn embedding_forward<A: Element>(&self, run: &Run<'_>, trail: &mut Trail<A>) -> Result {
+        trail.x = self.embed(run)?;
         if let Some(inputs) = &self.per_layer_inputs {
-            let keep = if recompute.is_some() { Keep::Everything } else { Keep::Nothing };
-            let x: Vec<A> = narrowed(&x)?;
-            (links.per_layer_inputs, per_layer_inputs) = inputs.forward(run, &x, keep)?;
-            embedded = keep.always(x);
+            let keep = if trail.recompute.is_some() { Keep::Everything } else { Keep::Nothing };
+            let x: Vec<A> = narrowed(&trail.x)?;
+            (trail.links.per_layer_inputs, trail.per_layer_inputs) = inputs.forward(run, &x, keep)?;
+            trail.embedded = keep.always(x);
         }
-        let (last, layers, norm) = (Stream::default(), Vec::new(), NormSaved::default());
-        Ok(Trail { x, last, layers, norm, links, embedded, per_layer_inputs, recompute })
+        Ok(())
     }
 
-    /// Runs the forward of one layer.
-    fn layer_forward<A: Element>(&self, run: &Run<'_>, trail: &mut Trail<A>, index: usize) -> Result {
+    fn layer_forward<A: Element>(
+        &self,
+        run: &Run<'_>,
+        trail: &mut Trail<A>,
+        index: usize,
+        states: Option<&mut [State<A>]>,
+    ) -> Result {
         let keep = trail.recompute.map_or(Keep::Nothing, Recompute::keep);
         let input = match trail.recompute {
             Some(Recompute::Full) => Some(Stream::new(trail.x.clone(), run.precision.site(Site::Residual))?),
             _ => None,
         };
         let x = std::mem::take(&mut trail.x);
-        let (out, saved) = self.layers()[index].forward(run, x, &mut trail.links, None, keep)?;
+        let (out, saved) = self.layers()[index].forward(run, x, &mut trail.links, states, keep)?;
         trail.x = out;
         match input {
             Some(input) => trail.layers.push(LayerTrail::Input(input)),
@@ -114,15 +140,33 @@ impl Model {
         Ok(())
     }
 
+    /// Hidden states [tokens, H]: the output of the final norm.
+    pub(crate) fn hidden<A: Element>(&self, run: &Run<'_>, trail: &Trail<A>) -> Result<Vec<A>> {
+        let (hidden, _) = self.norm.forward(run, &trail.x)?;
+        run.see(None, "norm", &hidden);
+        Ok(hidden)
+    }
+
+    /// [`Model::hidden`] before backward: moves the stream to `trail.last`, for the norm's backward.
+    fn keep_hidden<A: Element>(&self, run: &Run<'_>, trail: &mut Trail<A>) -> Result<Vec<A>> {
+        trail.last = Stream::new(std::mem::take(&mut trail.x), run.precision.site(Site::Residual))?;
+        let hidden;
+        (hidden, trail.norm) = with_stream!(&trail.last, |x| self.norm.forward(run, x)?);
+        Ok(hidden)
+    }
+
     /// Runs the final norm and the loss, and the backward of both.
-    pub(crate) fn loss_backward<A: Element>(
+    fn loss_backward<A: Element>(
         &self,
         run: &Run<'_>,
         grads: &mut Grads,
         trail: &mut Trail<A>,
         options: &LossOptions,
-    ) -> Result<Loss> {
-        let hidden = self.keep_last_norm(run, trail)?;
+    ) -> Result {
+        if let Some(balance) = &run.tally.balance {
+            balance.complete(run.context.as_ref())?;
+        }
+        let hidden = self.keep_hidden(run, trail)?;
         run.see(None, "norm", &hidden);
         let (loss, dhidden) = self.head_backward(run, grads, &hidden, options)?;
         drop(hidden);
@@ -132,23 +176,11 @@ impl Model {
         trail.last = Stream::default();
         trail.x = dx.into_f32();
         round(&mut trail.x, run.precision.site(Site::Residual));
-        Ok(loss)
+        run.tally.language.set(loss);
+        Ok(())
     }
 
-    fn last_norm_of<A: Element>(&self, run: &Run<'_>, trail: &Trail<A>) -> Result<Vec<A>> {
-        self.last_norm(run, &trail.x)
-    }
-
-    /// Returns the output of the final norm; moves the stream to `trail.last`, for the norm's backward.
-    pub(crate) fn keep_last_norm<A: Element>(&self, run: &Run<'_>, trail: &mut Trail<A>) -> Result<Vec<A>> {
-        trail.last = Stream::new(std::mem::take(&mut trail.x), run.precision.site(Site::Residual))?;
-        let hidden;
-        (hidden, trail.norm) = with_stream!(&trail.last, |x| self.norm.forward(run, x)?);
-        Ok(hidden)
-    }
-
-    /// Runs the backward of one layer; the last layer comes first.
-    pub(crate) fn layer_backward<A: Element>(
+    fn layer_backward<A: Element>(
         &self,
         run: &Run<'_>,
         grads: &mut Grads,
@@ -164,13 +196,7 @@ impl Model {
         layer.backward(run, grads, &mut trail.x, links, saved)
     }
 
-    /// Runs the backward of the embedding.
-    pub(crate) fn embedding_backward<A: Element>(
-        &self,
-        run: &Run<'_>,
-        grads: &mut Grads,
-        trail: Trail<A>,
-    ) -> Result {
+    fn embedding_backward<A: Element>(&self, run: &Run<'_>, grads: &mut Grads, trail: Trail<A>) -> Result {
         let Trail { x: mut dx, links, embedded, per_layer_inputs, .. } = trail;
         if let Some(inputs) = &self.per_layer_inputs {
             inputs.backward(run, grads, &mut dx, &links.d_per_layer_inputs, &embedded, &per_layer_inputs)?;
@@ -187,43 +213,19 @@ impl Model {
     }
 }
 
-/// A run that stops between layers. Every step takes the model as an argument: it needs only the parameters
-/// of that step in memory ([`crate::LazyCheckpoint`]), but must otherwise be the same model.
+/// A run in steps, one for each visit of a pass. Every step takes the model as an argument: it needs only the
+/// parameters of that part in memory ([`crate::LazyCheckpoint`]), but must otherwise be the same model. So
+/// several runs can proceed side by side.
 pub struct LayerwiseRun<'b> {
     batch: &'b Batch,
+    options: LossOptions,
     tables: Vec<Table>,
     scratch: Scratch,
-    options: LossOptions,
+    tally: Tally,
     flow: Flow,
-    losses: RefCell<Losses>,
 }
 
-/// Losses of single layers, summed from step to step.
-#[derive(Default)]
-struct Losses {
-    /// Sum of the indexers' losses.
-    indexer: f64,
-    /// Sums of the load-balancing loss of the routers, if there is one.
-    balance: Option<Balancing>,
-    /// The load-balancing loss, once all layers have run.
-    balance_loss: f64,
-}
-
-impl Losses {
-    /// Gives a run the sums so far.
-    fn lend(&mut self, run: &mut Run<'_>) {
-        if self.balance.is_some() {
-            run.balance = self.balance.take();
-        }
-    }
-
-    /// Takes the sums back.
-    fn collect(&mut self, run: Run<'_>) {
-        self.indexer += run.indexer.map_or(0.0, |training| training.sum.get());
-        self.balance = run.balance;
-    }
-}
-
+/// A [`Trail`] in the type of activations.
 enum Flow {
     F32(Trail<f32>),
     Bf16(Trail<bf16>),
@@ -231,128 +233,94 @@ enum Flow {
 
 /// Evaluates `$body` with `$run` the [`Run`] and `$trail` the [`Trail`] of either type.
 macro_rules! with_flow {
-    ($pass:expr, $model:expr, $probe:expr, |$run:ident, $trail:ident| $body:expr) => {{
-        let LayerwiseRun { batch, tables, scratch, options, flow, losses } = $pass;
+    ($steps:expr, $model:expr, $probe:expr, |$run:ident, $trail:ident| $body:expr) => {{
+        let LayerwiseRun { batch, tables, scratch, tally, flow, .. } = $steps;
         let probe = Option::<&mut dyn Probe>::map($probe, |probe| probe as &mut dyn Probe);
-        let mut run = $model.run_on(batch, tables, scratch, probe, options)?;
-        losses.borrow_mut().lend(&mut run);
-        let $run = &run;
-        let result = match flow {
+        let $run = &$model.run_on(batch, tables, scratch, tally, probe)?;
+        match flow {
             Flow::F32($trail) => $body,
             Flow::Bf16($trail) => $body,
-        };
-        losses.borrow_mut().collect(run);
-        result
+        }
     }};
 }
 
 impl<'b> LayerwiseRun<'b> {
-    /// Runs the embedding. `recompute` selects what backward recomputes, `None` if there is no backward.
-    pub fn begin(
+    /// Prepares a run over a batch. `recompute` selects what backward recomputes, `None` if there is no
+    /// backward. The model may be without values.
+    pub fn new(
         model: &Model,
         batch: &'b Batch,
         recompute: Option<Recompute>,
         options: LossOptions,
-        probe: Option<&mut dyn Probe>,
     ) -> Result<LayerwiseRun<'b>> {
-        let tables = model.tables(&batch.positions);
-        let narrow = model.precision().activations == Storage::Bf16;
+        batch.check(model.config.vocabulary)?;
         let sequences = batch.sequences();
-        let scratch = Scratch::new(if narrow {
-            model.scratch_len::<bf16>(sequences)
-        } else {
-            model.scratch_len::<f32>(sequences)
-        });
-        let flow = {
-            let probe = probe.map(|probe| probe as &mut dyn Probe);
-            let run = model.run_on(batch, &tables, &scratch, probe, &options)?;
-            if narrow {
-                Flow::Bf16(model.begin(&run, recompute)?)
-            } else {
-                Flow::F32(model.begin(&run, recompute)?)
-            }
+        let (scratch, flow) = match model.precision().activations {
+            Storage::F32 => (model.scratch_len::<f32>(sequences), Flow::F32(Trail::new(model, recompute))),
+            Storage::Bf16 => (model.scratch_len::<bf16>(sequences), Flow::Bf16(Trail::new(model, recompute))),
         };
-        Ok(LayerwiseRun { batch, tables, scratch, options, flow, losses: RefCell::default() })
+        Ok(LayerwiseRun {
+            batch,
+            options,
+            tables: model.tables(&batch.positions),
+            scratch: Scratch::new(scratch),
+            tally: Tally::new(&model.config, &options)?,
+            flow,
+        })
     }
 
-    /// Runs the forward of layer `index`.
-    pub fn forward(&mut self, model: &Model, index: usize, probe: Option<&mut dyn Probe>) -> Result {
-        with_flow!(self, model, probe, |run, trail| model.layer_forward(run, trail, index))
+    /// Runs the forward of one part; of the head, only the final norm, for a probe: [`LayerwiseRun::logits`],
+    /// [`LayerwiseRun::loss`] and backward run it themselves.
+    pub fn forward(&mut self, model: &Model, part: Part, probe: Option<&mut dyn Probe>) -> Result {
+        with_flow!(self, model, probe, |run, trail| model.part_forward(run, trail, part, None))
     }
 
-    /// Runs the final norm for a probe only: [`LayerwiseRun::logits`] and [`LayerwiseRun::loss_backward`] run
-    /// it themselves.
-    pub fn norm(&self, model: &Model, probe: &mut dyn Probe) -> Result {
-        with_flow!(self, model, Some(probe), |run, trail| model.last_norm_of(run, trail).map(drop))
+    /// Runs the backward of one part and adds its gradients; of the head, with the final norm and the loss.
+    pub fn backward(
+        &mut self,
+        model: &Model,
+        grads: &mut Grads,
+        part: Part,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result {
+        let options = self.options;
+        with_flow!(self, model, probe, |run, trail| model.part_backward(run, grads, trail, part, &options))
     }
 
     /// Returns the logits [rows, V] of these tokens.
-    pub fn logits(&self, model: &Model, rows: std::ops::Range<usize>) -> Result<Vec<f32>> {
-        with_flow!(self, model, None, |run, trail| {
-            let hidden = model.last_norm_of(run, trail)?;
+    pub fn logits(
+        &self,
+        model: &Model,
+        rows: std::ops::Range<usize>,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<Vec<f32>> {
+        with_flow!(self, model, probe, |run, trail| {
+            let hidden = model.hidden(run, trail)?;
             let width = model.config.hidden;
             model.project(run, &hidden[rows.start * width..rows.end * width])
         })
     }
 
     /// Computes the loss, without gradients.
-    pub fn loss(&self, model: &Model) -> Result<Loss> {
+    pub fn loss(&self, model: &Model, probe: Option<&mut dyn Probe>) -> Result<Loss> {
         let options = &self.options;
-        with_flow!(self, model, None, |run, trail| {
-            let hidden = model.last_norm_of(run, trail)?;
+        with_flow!(self, model, probe, |run, trail| {
+            let hidden = model.hidden(run, trail)?;
             model.loss_of(run, &hidden, options)
         })
     }
 
-    /// Computes the loss and runs the backward of the head and the final norm.
-    pub fn loss_backward(
-        &mut self,
-        model: &Model,
-        grads: &mut Grads,
-        probe: Option<&mut dyn Probe>,
-    ) -> Result<Loss> {
-        let (options, mut balance_loss) = (self.options, 0.0);
-        let loss = with_flow!(self, model, probe, |run, trail| {
-            if let Some(balance) = &run.balance {
-                balance_loss = balance.complete(run.context.as_ref())?;
-            }
-            model.loss_backward(run, grads, trail, &options)
-        })?;
-        self.losses.borrow_mut().balance_loss = balance_loss;
-        Ok(loss)
+    /// Losses of the backward so far: the language loss and the load-balancing loss after that of the head,
+    /// the sum of the indexers' losses after that of their layers.
+    pub fn losses(&self) -> StepLoss {
+        self.tally.losses()
     }
 
-    /// Sum of the indexers' losses of the layers whose backward has run, and, after
-    /// [`LayerwiseRun::loss_backward`], the load-balancing loss, both with their scales.
-    pub fn layer_losses(&self) -> (f64, f64) {
-        let losses = self.losses.borrow();
-        (losses.indexer, losses.balance_loss)
-    }
-
-    /// Runs the backward of layer `index`; the last layer comes first.
-    pub fn backward(
-        &mut self,
-        model: &Model,
-        grads: &mut Grads,
-        index: usize,
-        probe: Option<&mut dyn Probe>,
-    ) -> Result {
-        with_flow!(self, model, probe, |run, trail| model.layer_backward(run, grads, trail, index))
-    }
-
-    /// Runs the backward of the embedding and ends the run.
-    pub fn embedding_backward(
-        self,
-        model: &Model,
-        grads: &mut Grads,
-        probe: Option<&mut dyn Probe>,
-    ) -> Result {
-        let LayerwiseRun { batch, tables, scratch, options, flow, .. } = self;
-        let probe = probe.map(|probe| probe as &mut dyn Probe);
-        let run = model.run_on(batch, &tables, &scratch, probe, &options)?;
-        match flow {
-            Flow::F32(trail) => model.embedding_backward(&run, grads, trail),
-            Flow::Bf16(trail) => model.embedding_backward(&run, grads, trail),
-        }
+    /// Bytes that the forward of all layers, and the final norm, keep for backward.
+    pub(crate) fn kept(&mut self, model: &Model) -> Result<usize> {
+        with_flow!(self, model, None, |run, trail| {
+            model.keep_hidden(run, trail)?;
+            Ok(trail.bytes())
+        })
     }
 }

@@ -25,6 +25,7 @@ mod load;
 pub mod memory;
 mod model;
 pub mod params;
+pub mod pass;
 mod plan;
 pub mod precision;
 pub mod probe;
@@ -37,7 +38,7 @@ pub mod text;
 
 pub use adapters::AdapterSettings;
 pub use ballast_kernels::indexer::Ties;
-pub use batch::{Batch, Part};
+pub use batch::{Batch, BatchPart};
 pub use config::Config;
 pub use decode::{PREFILL_TOKENS, Session};
 pub use error::{Error, Result};

@@ -57,7 +57,7 @@ pub fn become_errors() {
     }
 }
 
-/// Ends the process with a message if a failed allocation is the reason of the abort; otherwise the abort goes on.
+/// Ends the process with a message if a failed allocation is the reason of the abort; otherwise the process aborts.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 extern "C" fn at_abort(_signal: libc::c_int) {
     let bytes = REFUSED.get();

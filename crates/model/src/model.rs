@@ -1,6 +1,6 @@
-//! The decoder: embedding, layers, norm, output head; forward, loss, backward.
+//! The decoder: embedding, layers, norm, output head, loss.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 
 use ballast_cluster::Group;
 use ballast_kernels::elementwise::{round, scale};
@@ -13,18 +13,19 @@ use ballast_kernels::linear_cross_entropy::{
 use ballast_kernels::rotary::{Rotary, Table};
 use ballast_kernels::simd;
 use ballast_kernels::{Element, Rounding, Scratch};
-use half::bf16;
 
 use crate::batch::{Batch, IGNORED, Sequences};
 use crate::config::{Config, Mixer, Rope};
 use crate::context::Context;
-use crate::error::{Error, Result};
-use crate::layers::{Keep, Layer, Linear, Norm, PerLayerInputs, narrowed};
+use crate::error::Result;
+use crate::layers::{Keep, Layer, Linear, Norm, PerLayerInputs};
+use crate::layerwise::LayerwiseRun;
 use crate::load::Source;
-use crate::params::{Bucket, Grads, Id, Init, Params, Part, Spec, Specs, Weight};
+use crate::params::{Grads, Id, Init, Params, Part, Spec, Specs, Weight};
+use crate::pass;
 use crate::precision::{Precision, Storage};
 use crate::probe::Probe;
-use crate::run::{Balancing, IndexerTraining, Parameters, Run, lower, zeros};
+use crate::run::{Parameters, Run, Tally, lower, zeros};
 use crate::site::Site;
 use crate::with_weight;
 
@@ -221,22 +222,19 @@ impl Model {
 
     /// Computes the logits [tokens, V].
     pub fn logits(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
-        match self.precision.activations {
-            Storage::F32 => self.logits_in::<f32>(batch, probe),
-            Storage::Bf16 => self.logits_in::<bf16>(batch, probe),
-        }
+        let logits =
+            pass::forward(&mut &*self, Some(batch), &LossOptions::default(), probe, |run, model, probe| {
+                run.logits(model, 0..batch.tokens(), probe)
+            })?;
+        Ok(logits.unwrap_or_default())
     }
 
     /// Computes the loss, without gradients.
     pub fn loss(&self, batch: &Batch, options: &LossOptions, probe: Option<&mut dyn Probe>) -> Result<Loss> {
-        match self.precision.activations {
-            Storage::F32 => self.loss_in::<f32>(batch, options, probe),
-            Storage::Bf16 => self.loss_in::<bf16>(batch, options, probe),
-        }
+        Ok(pass::loss(&mut &*self, Some(batch), options, probe)?.unwrap_or_default())
     }
 
-    /// Runs forward and backward. Returns the losses and adds to `grads` the gradients of the language loss's
-    /// sum times its scale, of the indexers' losses and of the routers' loss.
+    /// Runs forward and backward: [`pass::forward_backward`] without hooks.
     pub fn forward_backward(
         &self,
         grads: &mut Grads,
@@ -245,29 +243,16 @@ impl Model {
         recompute: Recompute,
         probe: Option<&mut dyn Probe>,
     ) -> Result<StepLoss> {
-        self.forward_backward_by_bucket(grads, batch, options, recompute, probe, &mut |_| ())
+        pass::forward_backward(&mut &*self, grads, batch, options, recompute, probe)
     }
 
-    /// Runs [`Model::forward_backward`] and hands every bucket of `grads` to `finished` as soon as backward
-    /// has completed it: head, layers from the last to the first, embedding. A tied head belongs to the
-    /// embedding.
-    pub fn forward_backward_by_bucket(
-        &self,
-        grads: &mut Grads,
-        batch: &Batch,
-        options: &LossOptions,
-        recompute: Recompute,
-        probe: Option<&mut dyn Probe>,
-        finished: &mut dyn FnMut(Bucket<'_>),
-    ) -> Result<StepLoss> {
-        match self.precision.activations {
-            Storage::F32 => {
-                self.forward_backward_in::<f32>(grads, batch, options, recompute, probe, finished)
-            }
-            Storage::Bf16 => {
-                self.forward_backward_in::<bf16>(grads, batch, options, recompute, probe, finished)
-            }
+    /// Bytes that forward keeps for backward, measured by running it.
+    pub fn measure_kept(&self, batch: &Batch, options: &LossOptions, recompute: Recompute) -> Result<usize> {
+        let mut run = LayerwiseRun::new(self, batch, Some(recompute), *options)?;
+        for part in Part::before_head(self.layers.len()) {
+            run.forward(self, part, None)?;
         }
+        run.kept(self)
     }
 
     /// Rotary tables for these positions.
@@ -285,45 +270,15 @@ impl Model {
         head.max(layers).max(self.norm.scratch(tokens)).max(per_layer_inputs).max(adapters)
     }
 
-    /// Runs `work` with the state that all layers share.
-    fn with_run<A: Element, R>(
-        &self,
-        batch: &Batch,
-        probe: Option<&mut dyn Probe>,
-        options: &LossOptions,
-        work: impl FnOnce(&Run<'_>) -> Result<R>,
-    ) -> Result<R> {
-        let tables = self.tables(&batch.positions);
-        let scratch = Scratch::new(self.scratch_len::<A>(batch.sequences()));
-        let probe = probe.map(|probe| probe as &mut dyn Probe);
-        work(&self.run_on(batch, &tables, &scratch, probe, options)?)
-    }
-
     /// State that all layers share.
     pub(crate) fn run_on<'a>(
         &'a self,
         batch: &'a Batch,
         tables: &'a [Table],
         scratch: &'a Scratch,
+        tally: &'a Tally,
         probe: Option<&'a mut dyn Probe>,
-        options: &LossOptions,
     ) -> Result<Run<'a>> {
-        batch.check(self.config.vocabulary)?;
-        if options.indexer.is_some() && !self.config.has_indexer() {
-            let problem = "the model has no indexer to train; remove the indexer loss";
-            return Err(Error::Input(problem.into()));
-        }
-        let experts = self.config.layers.iter().find_map(|layer| layer.experts);
-        let balance = match (options.balance, experts) {
-            (Some(_), None) => {
-                let problem = "the model has no experts to balance; remove the balance loss";
-                return Err(Error::Input(problem.into()));
-            }
-            (Some(coefficient), Some(experts)) if !options.is_warm_up() => {
-                Some(Balancing::new(coefficient, experts.count))
-            }
-            _ => None,
-        };
         Ok(Run {
             config: &self.config,
             parameters: Parameters::new(&self.specs, &self.params),
@@ -334,16 +289,7 @@ impl Model {
             scratch,
             ties: self.ties,
             probe: probe.map(RefCell::new),
-            indexer: options.indexer.map(|loss| IndexerTraining { loss, sum: Cell::new(0.0) }),
-            balance,
-        })
-    }
-
-    fn logits_in<A: Element>(&self, batch: &Batch, probe: Option<&mut dyn Probe>) -> Result<Vec<f32>> {
-        self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
-            let trail = self.forward::<A>(run, None)?;
-            let hidden: Vec<A> = self.last_norm(run, &trail.x)?;
-            self.project(run, &hidden)
+            tally,
         })
     }
 
@@ -358,19 +304,6 @@ impl Model {
         lower(&mut logits, self.precision.site(Site::Loss));
         run.see(None, "logits", &logits);
         Ok(logits)
-    }
-
-    fn loss_in<A: Element>(
-        &self,
-        batch: &Batch,
-        options: &LossOptions,
-        probe: Option<&mut dyn Probe>,
-    ) -> Result<Loss> {
-        self.with_run::<A, _>(batch, probe, &LossOptions::default(), |run| {
-            let trail = self.forward::<A>(run, None)?;
-            let hidden: Vec<A> = self.last_norm(run, &trail.x)?;
-            self.loss_of(run, &hidden, options)
-        })
     }
 
     /// Loss of the hidden states after the final norm.
@@ -405,20 +338,6 @@ impl Model {
         &self.layers
     }
 
-    /// Per-layer inputs, if the model has them; for decoding, which keeps nothing for backward.
-    pub(crate) fn per_layer_inputs<A: Element>(&self, run: &Run<'_>, x: &[f32]) -> Result<Vec<Vec<A>>> {
-        match &self.per_layer_inputs {
-            Some(inputs) => Ok(inputs.forward(run, &narrowed::<A>(x)?, Keep::Nothing)?.0),
-            None => Ok(Vec::new()),
-        }
-    }
-
-    pub(crate) fn last_norm<A: Element>(&self, run: &Run<'_>, x: &[f32]) -> Result<Vec<A>> {
-        let (hidden, _) = self.norm.forward(run, x)?;
-        run.see(None, "norm", &hidden);
-        Ok(hidden)
-    }
-
     /// Residual stream before the first layer.
     pub(crate) fn embed(&self, run: &Run<'_>) -> Result<Vec<f32>> {
         let hidden = self.config.hidden;
@@ -437,34 +356,6 @@ impl Model {
             Storage::F32 => self.config.embedding_scale,
             Storage::Bf16 => Rounding::Bf16.round(self.config.embedding_scale),
         }
-    }
-
-    fn forward_backward_in<A: Element>(
-        &self,
-        grads: &mut Grads,
-        batch: &Batch,
-        options: &LossOptions,
-        recompute: Recompute,
-        probe: Option<&mut dyn Probe>,
-        finished: &mut dyn FnMut(Bucket<'_>),
-    ) -> Result<StepLoss> {
-        self.with_run::<A, _>(batch, probe, options, |run| {
-            let mut trail = self.forward::<A>(run, Some(recompute))?;
-            let balance = match &run.balance {
-                Some(balance) => balance.complete(run.context.as_ref())?,
-                None => 0.0,
-            };
-            let language = self.loss_backward(run, grads, &mut trail, options)?;
-            grads.finish(Part::Head, finished);
-            for index in (0..self.layers.len()).rev() {
-                self.layer_backward(run, grads, &mut trail, index)?;
-                grads.finish(Part::Layer(index), finished);
-            }
-            self.embedding_backward(run, grads, trail)?;
-            grads.finish(Part::Embedding, finished);
-            let indexer = run.indexer.as_ref().map_or(0.0, |training| training.sum.get());
-            Ok(StepLoss { language, indexer, balance })
-        })
     }
 
     /// Loss and gradient of the hidden states; adds the gradient of the output head.
@@ -499,27 +390,6 @@ impl Model {
             )?
         });
         Ok((loss, dhidden))
-    }
-
-    /// Bytes that forward keeps for backward, measured by running it.
-    pub fn measure_kept(&self, batch: &Batch, options: &LossOptions, recompute: Recompute) -> Result<usize> {
-        match self.precision.activations {
-            Storage::F32 => self.measure_kept_in::<f32>(batch, options, recompute),
-            Storage::Bf16 => self.measure_kept_in::<bf16>(batch, options, recompute),
-        }
-    }
-
-    fn measure_kept_in<A: Element>(
-        &self,
-        batch: &Batch,
-        options: &LossOptions,
-        recompute: Recompute,
-    ) -> Result<usize> {
-        self.with_run::<A, _>(batch, None, options, |run| {
-            let mut trail = self.forward::<A>(run, Some(recompute))?;
-            self.keep_last_norm(run, &mut trail)?;
-            Ok(trail.bytes())
-        })
     }
 
     /// Bytes kept for per-layer inputs.

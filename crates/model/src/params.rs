@@ -179,6 +179,12 @@ pub struct Spec {
 }
 
 impl Spec {
+    /// Returns true if a [visit](crate::pass::Visit) to `part` reads the parameter: a tied head reads the
+    /// embedding's matrix.
+    pub fn is_read_by(&self, part: Part, tied: bool) -> bool {
+        self.part == part || tied && part == Part::Head && self.name == "embed_tokens.weight"
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         self.shape.iter().product()

@@ -8,11 +8,11 @@ use ballast_kernels::linear_cross_entropy::linear_cross_entropy_workspace;
 use half::bf16;
 use serde::Serialize;
 
-use crate::batch::{Part, Sequences};
+use crate::batch::{BatchPart, Sequences};
 use crate::config::{Config, Mixer};
 use crate::context::Sent;
 use crate::error::Result;
-use crate::layers::{Keep, Layer, Stream};
+use crate::layers::{Keep, Layer, Links, Stream};
 use crate::model::{LossOptions, Model, Recompute};
 use crate::params::Spec;
 use crate::precision::{Precision, Storage};
@@ -46,12 +46,12 @@ impl<'a> Step<'a> {
     }
 
     /// The part, and the cumulative lengths of its sequences.
-    fn local(&self) -> Result<(Option<Part>, Vec<usize>)> {
+    fn local(&self) -> Result<(Option<BatchPart>, Vec<usize>)> {
         let part = match self.part {
-            Some((index, of)) if of > 1 => Some(Part::new(self.cu_seqlens, 0, index, of)?),
+            Some((index, of)) if of > 1 => Some(BatchPart::new(self.cu_seqlens, 0, index, of)?),
             _ => None,
         };
-        let local = part.as_ref().map_or_else(|| self.cu_seqlens.to_vec(), Part::local);
+        let local = part.as_ref().map_or_else(|| self.cu_seqlens.to_vec(), BatchPart::local);
         Ok((part, local))
     }
 }
@@ -195,7 +195,8 @@ impl Model {
         let stage = loss.indexer.map(|loss| loss.stage);
         // Backward frees the last stream, and what the layers after a layer have kept.
         let mut freed = stream;
-        for (layer, shape) in self.layers().iter().zip(&self.config.layers).rev() {
+        let links = Links::<A>::new(&self.config);
+        for (index, (layer, shape)) in self.layers().iter().zip(&self.config.layers).enumerate().rev() {
             let saved = |keep| layer.saved_bytes::<A>(&self.config, self.precision(), sequences, keep, stage);
             let transient =
                 |keep| layer.transient::<A>(&self.config, self.precision(), sequences, keep, stage);
@@ -205,9 +206,12 @@ impl Model {
             };
             plan.transient = plan.transient.max(alive.saturating_sub(freed));
             freed += kept;
+            // What layers share stays to the end.
+            let linked =
+                if links.is_shared(index) { layer.linked_bytes::<A>(tokens, recompute.keep()) } else { 0 };
             match shape.mixer {
                 Mixer::Linear(_) => plan.linear_layers += kept,
-                Mixer::Softmax(_) => plan.softmax_layers += kept,
+                Mixer::Softmax(_) => plan.softmax_layers += kept + linked,
                 Mixer::Latent(_) => plan.latent_layers += kept,
             }
         }

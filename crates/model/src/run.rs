@@ -5,6 +5,7 @@ use std::collections::HashSet;
 
 use ballast_kernels::elementwise;
 use ballast_kernels::indexer::Ties;
+use ballast_kernels::linear_cross_entropy::Loss;
 use ballast_kernels::moe::{self, Balance, Routing};
 use ballast_kernels::rotary::Table;
 use ballast_kernels::{Element, Rounding, Scratch};
@@ -12,8 +13,8 @@ use ballast_kernels::{Element, Rounding, Scratch};
 use crate::batch::{Batch, Sequences};
 use crate::config::Config;
 use crate::context::Context;
-use crate::error::Result;
-use crate::model::IndexerLoss;
+use crate::error::{Error, Result};
+use crate::model::{IndexerLoss, LossOptions, StepLoss};
 use crate::params::{Adapter, Id, Params, Protected, Spec, Specs, Weight};
 use crate::precision::Precision;
 use crate::probe::Probe;
@@ -34,10 +35,7 @@ pub(crate) struct Run<'a> {
     /// Order of keys with equal indexer scores.
     pub(crate) ties: Ties,
     pub(crate) probe: Option<RefCell<&'a mut dyn Probe>>,
-    /// Loss of the indexers, if they are trained.
-    pub(crate) indexer: Option<IndexerTraining>,
-    /// Load-balancing loss of the routers, if they are trained with one.
-    pub(crate) balance: Option<Balancing>,
+    pub(crate) tally: &'a Tally,
 }
 
 /// Parameters of the model. Layers reach them only by [`Run::weight`] and [`Run::protected`], which show them
@@ -45,13 +43,54 @@ pub(crate) struct Run<'a> {
 pub(crate) struct Parameters<'a> {
     specs: &'a Specs,
     values: &'a Params,
-    /// Names of the parameters that were shown to the probe.
-    offered: RefCell<HashSet<&'a str>>,
 }
 
 impl<'a> Parameters<'a> {
     pub(crate) fn new(specs: &'a Specs, values: &'a Params) -> Parameters<'a> {
-        Parameters { specs, values, offered: RefCell::default() }
+        Parameters { specs, values }
+    }
+}
+
+/// Losses of a run, summed from part to part, and the parameters that its probe has seen.
+#[derive(Default)]
+pub(crate) struct Tally {
+    /// Names of the parameters that were shown to the probe.
+    offered: RefCell<HashSet<String>>,
+    /// The language loss, once it is computed.
+    pub(crate) language: Cell<Loss>,
+    /// Loss of the indexers, if they are trained.
+    pub(crate) indexer: Option<IndexerTraining>,
+    /// Load-balancing loss of the routers, if they are trained with one.
+    pub(crate) balance: Option<Balancing>,
+}
+
+impl Tally {
+    /// The losses beside the language loss. Fails if the model has nothing that they could train.
+    pub(crate) fn new(config: &Config, options: &LossOptions) -> Result<Tally> {
+        if options.indexer.is_some() && !config.has_indexer() {
+            let problem = "the model has no indexer to train; remove the indexer loss";
+            return Err(Error::Input(problem.into()));
+        }
+        let experts = config.layers.iter().find_map(|layer| layer.experts);
+        let balance = match (options.balance, experts) {
+            (Some(_), None) => {
+                let problem = "the model has no experts to balance; remove the balance loss";
+                return Err(Error::Input(problem.into()));
+            }
+            (Some(coefficient), Some(experts)) if !options.is_warm_up() => {
+                Some(Balancing::new(coefficient, experts.count))
+            }
+            _ => None,
+        };
+        let indexer = options.indexer.map(|loss| IndexerTraining { loss, sum: Cell::new(0.0) });
+        Ok(Tally { offered: RefCell::default(), language: Cell::default(), indexer, balance })
+    }
+
+    /// The losses so far.
+    pub(crate) fn losses(&self) -> StepLoss {
+        let indexer = self.indexer.as_ref().map_or(0.0, |training| training.sum.get());
+        let balance = self.balance.as_ref().map_or(0.0, Balancing::loss);
+        StepLoss { language: self.language.get(), indexer, balance }
     }
 }
 
@@ -66,36 +105,46 @@ pub(crate) struct IndexerTraining {
 pub(crate) struct Balancing {
     coefficient: f32,
     sums: RefCell<Balance>,
-    /// True if all layers have been added; a forward that backward recomputes then adds nothing.
-    complete: Cell<bool>,
+    /// The loss, once all layers have been added; a forward that backward recomputes then adds nothing.
+    loss: Cell<Option<f64>>,
 }
 
 impl Balancing {
     pub(crate) fn new(coefficient: f32, experts: usize) -> Balancing {
-        Balancing { coefficient, sums: RefCell::new(Balance::new(experts)), complete: Cell::new(false) }
+        Balancing { coefficient, sums: RefCell::new(Balance::new(experts)), loss: Cell::new(None) }
     }
 
     pub(crate) fn add(&self, logits: &[f32], routing: &Routing, dims: moe::Dims) -> Result {
-        if !self.complete.get() {
+        if self.loss.get().is_none() {
             self.sums.borrow_mut().add(logits, routing, dims)?;
         }
         Ok(())
     }
 
-    /// Ends the sum, over all ranks of the context; returns the loss, including the coefficient. With a
-    /// context it is the part of the loss that the rank's own tokens contribute.
-    pub(crate) fn complete(&self, context: Option<&Context<'_>>) -> Result<f64> {
-        self.complete.set(true);
+    /// Ends the sum, over all ranks of the context, and sets the loss.
+    pub(crate) fn complete(&self, context: Option<&Context<'_>>) -> Result {
         let mut sums = self.sums.borrow_mut();
-        let Some(context) = context else { return Ok(self.coefficient as f64 * sums.loss()) };
-        let own = sums.clone();
-        let mut all =
-            context.gather(&own.to_values())?.into_iter().map(|values| Balance::from_values(&values));
-        *sums = all.next().unwrap_or_else(|| Ok(own.clone()))?;
-        for other in all {
-            sums.merge(&other?)?;
-        }
-        Ok(self.coefficient as f64 * sums.loss_of(&own))
+        let loss = match context {
+            None => sums.loss(),
+            Some(context) => {
+                let own = sums.clone();
+                let mut all =
+                    context.gather(&own.to_values())?.into_iter().map(|values| Balance::from_values(&values));
+                *sums = all.next().unwrap_or_else(|| Ok(own.clone()))?;
+                for other in all {
+                    sums.merge(&other?)?;
+                }
+                sums.loss_of(&own)
+            }
+        };
+        self.loss.set(Some(self.coefficient as f64 * loss));
+        Ok(())
+    }
+
+    /// The loss, including the coefficient; 0 until the sum is complete. With a context it is the part of the
+    /// loss that the rank's own tokens contribute.
+    fn loss(&self) -> f64 {
+        self.loss.get().unwrap_or(0.0)
     }
 
     pub(crate) fn backward(&self, dlogits: &mut [f32], logits: &[f32]) -> Result {
@@ -151,8 +200,8 @@ impl<'a> Run<'a> {
         values
     }
 
-    fn offer<T: Element>(&self, spec: &'a Spec, values: &[T]) {
-        if self.parameters.offered.borrow_mut().insert(&spec.name) {
+    fn offer<T: Element>(&self, spec: &Spec, values: &[T]) {
+        if self.tally.offered.borrow_mut().insert(spec.name.clone()) {
             self.show("param.", None, &spec.name, values, &spec.shape);
         }
     }

@@ -3,18 +3,35 @@
 use std::collections::HashSet;
 
 use ballast_model::params::{Bucket, Grads, Kind, Part};
-use ballast_model::{LossOptions, Model, Recompute};
+use ballast_model::pass::{self, Hooks};
+use ballast_model::{Error, LossOptions, Model, Recompute};
 
 use crate::common::{MODELS, batch, load};
 
 type Seen = Vec<(Part, Kind, Vec<f32>)>;
 
+struct Observed<'m> {
+    model: &'m Model,
+    seen: Seen,
+}
+
+impl Hooks for Observed<'_> {
+    type Error = Error;
+
+    fn model(&self) -> &Model {
+        self.model
+    }
+
+    fn complete(&mut self, bucket: Bucket<'_>) {
+        self.seen.push((bucket.part, bucket.kind, bucket.values.to_vec()));
+    }
+}
+
 fn backward(model: &Model, name: &str, grads: &mut Grads, recompute: Recompute) -> Seen {
-    let mut seen = Seen::new();
-    let mut finished = |bucket: Bucket<'_>| seen.push((bucket.part, bucket.kind, bucket.values.to_vec()));
+    let mut observed = Observed { model, seen: Seen::new() };
     let options = LossOptions::default();
-    model.forward_backward_by_bucket(grads, &batch(name), &options, recompute, None, &mut finished).unwrap();
-    seen
+    pass::forward_backward(&mut observed, grads, &batch(name), &options, recompute, None).unwrap();
+    observed.seen
 }
 
 fn with_adapters(name: &str) -> Model {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use ballast_cluster::{Group, Kind, threads};
 use ballast_model::params::Weight;
+use ballast_model::pass::{Direction, Visit};
 use ballast_model::{
     Batch, IndexerLoss, IndexerStage, LayerwiseRun, LossOptions, Model, Plan, Recompute, Step, StepLoss,
 };
@@ -423,12 +424,13 @@ fn layer_by_layer_is_the_same_on_every_rank() {
             let expected = outcome(model, &part, &LossOptions::default(), Recompute::Full);
             let mut grads = model.grads();
             let recompute = Some(Recompute::Full);
-            let mut run = LayerwiseRun::begin(model, &part, recompute, LossOptions::default(), None).unwrap();
-            let layers = model.config.layers.len();
-            (0..layers).for_each(|index| run.forward(model, index, None).unwrap());
-            run.loss_backward(model, &mut grads, None).unwrap();
-            (0..layers).rev().for_each(|index| run.backward(model, &mut grads, index, None).unwrap());
-            run.embedding_backward(model, &mut grads, None).unwrap();
+            let mut run = LayerwiseRun::new(model, &part, recompute, LossOptions::default()).unwrap();
+            for Visit { part, direction } in Visit::forward_backward(model.config.layers.len()) {
+                match direction {
+                    Direction::Forward => run.forward(model, part, None).unwrap(),
+                    Direction::Backward => run.backward(model, &mut grads, part, None).unwrap(),
+                }
+            }
             let named = model.named_grads(&grads, None).unwrap();
             let named: Named = named.into_iter().map(|tensor| (tensor.name, tensor.values)).collect();
             assert!(named == expected.grads, "{name}");

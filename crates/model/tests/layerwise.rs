@@ -1,7 +1,7 @@
 //! A run that stops between layers, with one layer's parameters in memory, has the bits of a run in
 //! one call.
 
-use ballast_model::params::Spec;
+use ballast_model::params::{Part, Spec};
 use ballast_model::{LayerwiseRun, LazyCheckpoint, LossOptions, Model, Precision, Recompute};
 
 use crate::common::{MODELS, batch, folder};
@@ -26,25 +26,25 @@ fn check(name: &str, preset: &str) {
     let layers = stored.config.layers.len();
     let mut grads = model.grads();
     thin.hold(&stored.read(is_outside).unwrap());
-    let mut pass =
-        LayerwiseRun::begin(&thin, &batch, Some(Recompute::Full), LossOptions::default(), None).unwrap();
+    let mut pass = LayerwiseRun::new(&thin, &batch, Some(Recompute::Full), LossOptions::default()).unwrap();
+    pass.forward(&thin, Part::Embedding, None).unwrap();
     for layer in 0..layers {
         thin.hold(&stored.read(|spec| is_in_layer(spec, layer)).unwrap());
         assert!(thin.params.bytes() < model.params.bytes());
-        pass.forward(&thin, layer, None).unwrap();
+        pass.forward(&thin, Part::Layer(layer), None).unwrap();
     }
     thin.hold(&stored.read(is_outside).unwrap());
     let half = batch.tokens() / 2;
-    let mut logits = pass.logits(&thin, 0..half).unwrap();
-    logits.extend(pass.logits(&thin, half..batch.tokens()).unwrap());
+    let mut logits = pass.logits(&thin, 0..half, None).unwrap();
+    logits.extend(pass.logits(&thin, half..batch.tokens(), None).unwrap());
     assert!(logits.iter().zip(&expected_logits).all(|(a, b)| a.to_bits() == b.to_bits()), "{name} {preset}");
-    pass.loss_backward(&thin, &mut grads, None).unwrap();
+    pass.backward(&thin, &mut grads, Part::Head, None).unwrap();
     for layer in (0..layers).rev() {
         thin.hold(&stored.read(|spec| is_in_layer(spec, layer)).unwrap());
-        pass.backward(&thin, &mut grads, layer, None).unwrap();
+        pass.backward(&thin, &mut grads, Part::Layer(layer), None).unwrap();
     }
     thin.hold(&stored.read(is_outside).unwrap());
-    pass.embedding_backward(&thin, &mut grads, None).unwrap();
+    pass.backward(&thin, &mut grads, Part::Embedding, None).unwrap();
     let mut compared = 0;
     for (spec, (a, b)) in model.specs.all().zip(grads.all().zip(expected.all())) {
         assert!(a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "{name} {preset}: {}", spec.name);
@@ -73,9 +73,10 @@ fn a_pass_that_kept_nothing_cannot_go_back() {
     let (stored, batch) = (LazyCheckpoint::open(&folder("gemma2")).unwrap(), batch("gemma2"));
     let mut model = stored.model(Precision::f32()).unwrap();
     model.hold(&stored.read(|_| true).unwrap());
-    let mut pass = LayerwiseRun::begin(&model, &batch, None, LossOptions::default(), None).unwrap();
-    pass.forward(&model, 0, None).unwrap();
-    let problem = pass.backward(&model, &mut model.grads(), 0, None).unwrap_err().to_string();
+    let mut pass = LayerwiseRun::new(&model, &batch, None, LossOptions::default()).unwrap();
+    pass.forward(&model, Part::Embedding, None).unwrap();
+    pass.forward(&model, Part::Layer(0), None).unwrap();
+    let problem = pass.backward(&model, &mut model.grads(), Part::Layer(0), None).unwrap_err().to_string();
     assert!(problem.contains("no saved activations"), "{problem}");
 }
 

@@ -14,6 +14,7 @@ mod init;
 mod layerwise;
 mod oddities;
 mod peft;
+mod planned_memory;
 mod precision;
 mod probe;
 mod properties;

@@ -76,7 +76,7 @@ impl Trainer {
         let (mut engine, grads, optimizer, _) = self.split();
         let fault = sentinel::find(optimizer, grads, batches, stops_early, &mut |grads, batch, probe| {
             let options = options(batch);
-            engine.forward_backward(grads, &batch.batch, &options, Some(probe), &mut |_| ()).map(drop)
+            engine.forward_backward(grads, &batch.batch, &options, Some(probe)).map(drop)
         });
         let step = self.step + 1;
         let fault = fault?.map(|fault| {
@@ -121,9 +121,7 @@ impl Trainer {
         }
         let event = |what: &str, text: String| Event { step, what: what.into(), text };
         match self.config.sentinel.on_fault {
-            OnFault::Abort => {
-                Err(Error::Diverged(format!("{text}. The last checkpoint is intact{}", self.last_words())))
-            }
+            OnFault::Abort => Err(Error::Diverged(format!("{text}. {}", self.last_checkpoint()))),
             OnFault::Skip => {
                 self.sentinel.skipped += 1;
                 tell(event("skip", "the batch is skipped".into()));
@@ -156,10 +154,11 @@ impl Trainer {
         }
     }
 
-    pub(crate) fn last_words(&self) -> String {
+    /// Names the last checkpoint, for the error of an aborted run.
+    pub(crate) fn last_checkpoint(&self) -> String {
         match self.store.steps().last() {
-            Some(step) => format!(": {}", self.store.path(*step).display()),
-            None => " (none was due yet)".into(),
+            Some(step) => format!("The last checkpoint is intact: {}", self.store.path(*step).display()),
+            None => "No checkpoint exists yet".into(),
         }
     }
 

@@ -3,6 +3,7 @@
 use ballast_cluster::Kind;
 use ballast_kernels::adamw::block_squares;
 use ballast_model::LossOptions;
+use ballast_model::params::Bucket;
 
 use crate::cluster::{Ranks, Reducer};
 use crate::config::TrainConfig;
@@ -41,7 +42,7 @@ pub(crate) struct Totals {
 }
 
 impl Totals {
-    /// The tokens of the own micro-batches and those of the other ranks.
+    /// The tokens of this rank's micro-batches and those of the other ranks.
     pub(crate) fn of(batches: &[MicroBatch], ranks: &Ranks) -> Result<Totals> {
         let sum = |count: fn(&MicroBatch) -> usize| batches.iter().map(count).sum::<usize>() as f64;
         let own = [sum(|batch| batch.batch.tokens()), sum(|batch| batch.batch.counted())];
@@ -72,7 +73,7 @@ pub(crate) fn step_options(
 }
 
 impl Trainer {
-    /// Losses and gradient norms of a step; `batches` are the own micro-batches. Changes nothing but the
+    /// Losses and gradient norms of a step; `batches` are this rank's micro-batches. Changes nothing but the
     /// gradients.
     pub(crate) fn gradients(&mut self, batches: &[MicroBatch], totals: Totals) -> Result<(Losses, Norms)> {
         let options = step_options(&self.config, totals);
@@ -85,13 +86,10 @@ impl Trainer {
             self.grads.clear();
             for (index, batch) in group.iter().enumerate() {
                 let is_last = index + 1 == group.len() && !single;
+                let mut add = |bucket: Bucket<'_>| reducer.add(bucket);
                 let (mut engine, grads, ..) = self.split();
-                let loss =
-                    engine.forward_backward(grads, &batch.batch, &options(batch), None, &mut |bucket| {
-                        if is_last {
-                            reducer.add(bucket);
-                        }
-                    })?;
+                engine.complete = if is_last { Some(&mut add) } else { None };
+                let loss = engine.forward_backward(grads, &batch.batch, &options(batch), None)?;
                 let language = loss.language;
                 parts.extend([language.sum, loss.indexer, loss.balance, language.cross_entropy]);
             }

@@ -147,20 +147,23 @@ impl Ledger {
         occasion: &str,
         forward: &mut dyn FnMut(&Batch, &mut dyn Probe) -> Result,
     ) -> Result {
-        struct Reader(BTreeMap<String, (&'static str, u64)>);
-        impl Probe for Reader {
+        /// Type and checksum of the protected tensors that were read.
+        struct Reader<'a>(BTreeMap<&'a str, Option<(&'static str, u64)>>);
+        impl Probe for Reader<'_> {
             fn wants(&self, site: &str) -> bool {
-                site.starts_with("param.")
+                site.strip_prefix("param.").is_some_and(|name| self.0.contains_key(name))
             }
             fn see(&mut self, site: &str, dtype: &'static str, _: &[usize], values: &[f32]) {
-                self.0.insert(site.trim_start_matches("param.").into(), (dtype, checksum(values)));
+                if let Some(read) = self.0.get_mut(site.trim_start_matches("param.")) {
+                    *read = Some((dtype, checksum(values)));
+                }
             }
         }
-        let mut reader = Reader(BTreeMap::new());
+        let mut reader = Reader(protected.iter().map(|spec| (spec.name.as_str(), None)).collect());
         forward(&Batch::packed(vec![0, 0], vec![0, 2])?, &mut reader)?;
         for (entry, spec) in self.entries.iter_mut().zip(protected) {
-            match reader.0.get(&spec.name) {
-                Some(("F32", sum)) if *sum == entry.last => entry.live += 1,
+            match reader.0[spec.name.as_str()] {
+                Some(("F32", sum)) if sum == entry.last => entry.live += 1,
                 Some((dtype, sum)) => {
                     let problem = format!(
                         "forward read {dtype} with checksum {sum:016x}, expected F32 with {:016x}",

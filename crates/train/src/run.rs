@@ -59,7 +59,7 @@ pub struct Summary {
     pub peak_memory: u64,
 }
 
-/// Metrics and event files of a run. A failed write does not end the run; the watcher is told. Only the first
+/// Metrics and event files of a run. A failed write does not end the run and is reported to the watcher. Only the first
 /// rank has one; on the others it does nothing.
 struct Journal<'a> {
     metrics: Option<MetricsWriter>,

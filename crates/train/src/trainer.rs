@@ -68,7 +68,7 @@ pub struct Trainer {
     pub(crate) sample_documents: Vec<Document>,
     /// Start positions of steps that a rollback excludes, in the streams of all groups.
     pub(crate) left_out: Vec<Vec<Cursor>>,
-    /// Start of the current sequence of steps without trained tokens, in the own streams.
+    /// Start of the current sequence of steps without trained tokens, in this rank's streams.
     untrained_since: Option<Vec<Cursor>>,
     /// Checksum of the tokenizer files.
     tokenizer: u64,
@@ -78,7 +78,7 @@ pub struct Trainer {
     pub(crate) failed_saves: Vec<(u64, String)>,
     /// Memory of the process before the model was made, in bytes.
     pub(crate) program_bytes: u64,
-    /// Training data of the own groups.
+    /// Training data of this rank's groups.
     streams: Vec<Packer>,
     pub(crate) grads: Grads,
     /// The processes of the run.
@@ -196,27 +196,7 @@ impl Trainer {
     fn build(config: TrainConfig, store: Store, ranks: Ranks) -> Result<Trainer> {
         let program_bytes = memory::with_all_code().unwrap_or(0);
         let (rank, size, shard) = (ranks.world.rank(), ranks.size(), ranks.shard);
-        if !ranks.is_solo() {
-            // Before any rank of a machine takes memory that another has counted.
-            let outline = setup::outline(&config)?;
-            let precision = setup::precision(&config, &outline.config)?;
-            ranks.check_memory(
-                "this run",
-                MemoryPlan::needed_by(&config, &outline, &precision, rank, size)?,
-            )?;
-        }
-        let load = || {
-            setup::model_shares(&config, |config_of_model, specs| {
-                let shards = shards_of(&config, config_of_model, specs, rank, size);
-                let own = |weight| shards.own(weight);
-                shard.divides_weights().then(|| (0..specs.weights.len()).map(own).collect())
-            })
-        };
-        let mut model = load()?;
-        let shards = shards_of(&config, &model.config, &model.specs, rank, size);
-        if ranks.context.size() > 1 {
-            model.set_context(Some(ranks.context.clone()));
-        }
+        let (mut model, shards) = load_model(&config, &ranks)?;
         refuse_impossible(&model)?;
         let mut ledger = Ledger::new(&model, model.precision());
         ledger.check(&model, "build")?;
@@ -242,21 +222,7 @@ impl Trainer {
         memory::release_freed();
         ledger.cast(&model);
         ledger.check(&model, "cast")?;
-        ranks.on_first(|| setup::write_tokenizer(&config))?;
-        let encoder = Arc::new(setup::encoder(&config)?);
-        let documents = |split| setup::documents(&config, split, &encoder);
-        let Some(training) = documents(Split::Train)? else {
-            return Err(Error::Config("`data` has no documents to train on".into()));
-        };
-        let groups = config.batch.groups as u64;
-        let stream = |group: usize| setup::packer(&config, training.share(group as u64, groups));
-        let streams = ranks.own_groups().map(stream).collect();
-        let held_out = documents(Split::Validation)?;
-        let sample_documents = match &held_out {
-            Some(documents) => setup::first_documents(documents.share(0, 1), config.samples.count)?,
-            None => Vec::new(),
-        };
-        let validation = held_out.map(|documents| setup::packer(&config, documents));
+        let Data { encoder, streams, validation, sample_documents } = open_data(&config, &ranks)?;
         optimizer.check(&model)?;
         let mut trainer = Trainer {
             sidecars: setup::sidecars(&config)?,
@@ -323,6 +289,7 @@ impl Trainer {
             ranks,
             shards: ranks.shard.divides_weights().then_some(shards),
             recompute,
+            complete: None,
         };
         (engine, grads, optimizer, ledger)
     }
@@ -401,12 +368,12 @@ impl Trainer {
         })
     }
 
-    /// Positions in the own streams.
+    /// Positions in this rank's streams.
     fn cursors(&self) -> Vec<Cursor> {
         self.streams.iter().map(Packer::cursor).collect()
     }
 
-    /// Positions in the streams of all groups, from those in the own ones.
+    /// Positions in the streams of all groups, from those in this rank's.
     pub(crate) fn all_cursors(&self, own: Vec<Cursor>) -> Result<Vec<Cursor>> {
         if self.ranks.is_solo() {
             return Ok(own);
@@ -603,10 +570,10 @@ impl Trainer {
         let limit = self.config.sentinel.spike_limit;
         if self.sentinel.spikes > limit {
             return Err(Error::Diverged(format!(
-                "step {}: {text}; {limit} spikes in a row were skipped (sentinel.spike_limit). The last checkpoint is \
-                 intact{}; resume it with a lower optimizer.learning_rate, or with sentinel.on_spike = \"report\"",
+                "step {}: {text}; {limit} spikes in a row were skipped (sentinel.spike_limit). {}; \
+                 train with a lower optimizer.learning_rate, or with sentinel.on_spike = \"report\"",
                 self.step + 1,
-                self.last_words()
+                self.last_checkpoint()
             )));
         }
         Ok(Attempt::NotTaken)
@@ -637,6 +604,54 @@ pub(crate) fn shards_of(
     Shards::new(specs, divisible, rank, ranks)
 }
 
+/// Reads or draws the model, of whose weights a rank may have a share.
+fn load_model(config: &TrainConfig, ranks: &Ranks) -> Result<(Model, Shards)> {
+    let (rank, size) = (ranks.world.rank(), ranks.size());
+    if !ranks.is_solo() {
+        // Before any rank of a machine takes memory that another has counted.
+        let outline = setup::outline(config)?;
+        let precision = setup::precision(config, &outline.config)?;
+        ranks.check_memory("this run", MemoryPlan::needed_by(config, &outline, &precision, rank, size)?)?;
+    }
+    let mut model = setup::model_shares(config, |config_of_model, specs| {
+        let shards = shards_of(config, config_of_model, specs, rank, size);
+        let own = |weight| shards.own(weight);
+        ranks.shard.divides_weights().then(|| (0..specs.weights.len()).map(own).collect())
+    })?;
+    let shards = shards_of(config, &model.config, &model.specs, rank, size);
+    if ranks.context.size() > 1 {
+        model.set_context(Some(ranks.context.clone()));
+    }
+    Ok((model, shards))
+}
+
+/// Text of a run, as one rank reads it.
+struct Data {
+    encoder: Arc<TextEncoder>,
+    streams: Vec<Packer>,
+    validation: Option<Packer>,
+    sample_documents: Vec<Document>,
+}
+
+fn open_data(config: &TrainConfig, ranks: &Ranks) -> Result<Data> {
+    ranks.on_first(|| setup::write_tokenizer(config))?;
+    let encoder = Arc::new(setup::encoder(config)?);
+    let documents = |split| setup::documents(config, split, &encoder);
+    let Some(training) = documents(Split::Train)? else {
+        return Err(Error::Config("`data` has no documents to train on".into()));
+    };
+    let groups = config.batch.groups as u64;
+    let stream = |group: usize| setup::packer(config, training.share(group as u64, groups));
+    let streams = ranks.own_groups().map(stream).collect();
+    let held_out = documents(Split::Validation)?;
+    let sample_documents = match &held_out {
+        Some(documents) => setup::first_documents(documents.share(0, 1), config.samples.count)?,
+        None => Vec::new(),
+    };
+    let validation = held_out.map(|documents| setup::packer(config, documents));
+    Ok(Data { encoder, streams, validation, sample_documents })
+}
+
 /// Returns an error for a non-finite protected tensor. A decay rate of 0 or infinity is a dead head, and
 /// would show only as a NaN steps later.
 fn refuse_impossible(model: &Model) -> Result {
@@ -645,10 +660,9 @@ fn refuse_impossible(model: &Model) -> Result {
             let value = tensor.values()[at];
             let name = model.parameter_name(spec);
             let hint = if name.ends_with("A_log") {
-                "its head has no decay rate; `ballast repair` puts it back from the original checkpoint, or set it to a \
-                 finite logarithm such as 0.0"
+                "the head has no decay rate; restore it with `ballast repair --original`, or set it to a finite logarithm such as 0.0"
             } else {
-                "`ballast repair` puts it back from the original checkpoint"
+                "restore it with `ballast repair --original`"
             };
             let problem = format!("{name} is {value} at element {at}: {hint}");
             return Err(ballast_model::Error::Input(problem).into());

@@ -4,10 +4,10 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use ballast_model::LazyCheckpoint;
-use ballast_model::params::Params;
+use ballast_model::params::{Params, Part};
 
 use super::{Contestant, Setup, Shown, decays, read, sampled, scores};
-use crate::engine::{Engine, Gradient, Part, SiteTensor};
+use crate::engine::{Engine, Gradient, SiteTensor};
 use crate::error::{Error, Result};
 use crate::findings::{GradientError, Kind, LayerError, NotFinite, PositionError, Run, SiteError};
 use crate::measure::attention::{Roundings, Shape};

@@ -582,6 +582,12 @@ impl Attention {
             + kernel::saved_bytes(self.dims(), &self.options(precision), tokens)
     }
 
+    /// Returns the bytes of keys and values that later layers use and that the layer itself does not save.
+    pub(crate) fn linked_bytes<A>(&self, tokens: usize, keep: Keep) -> usize {
+        let saves = keep == Keep::Everything || keep.any() && !self.shape.qk_norm;
+        if saves { 0 } else { 2 * tokens * self.shape.kv_heads * self.shape.head_dim * size_of::<A>() }
+    }
+
     /// Returns the temporary bytes of backward: gradients of o, the gate, q, k and v, the kernel's buffer,
     /// recomputed activations, and the keys and values of earlier ranks.
     pub(crate) fn transient<A: Element>(&self, sequences: Sequences<'_>, keep: Keep) -> usize {

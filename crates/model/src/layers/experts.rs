@@ -141,7 +141,7 @@ impl Experts {
         let scale = self.per_expert_scale(run);
         let routing = route_forward(&logits, scale.as_deref(), &self.kernel_router(run), dims)?;
         run.see(layer, "mlp.router_weights", &routing.weights);
-        if let Some(balance) = &run.balance {
+        if let Some(balance) = &run.tally.balance {
             balance.add(&logits, &routing, dims)?;
         }
         let dispatch = Dispatch::new(&routing, dims)?;
@@ -226,7 +226,7 @@ impl Experts {
             &router,
             dims,
         )?;
-        if let Some(balance) = &run.balance {
+        if let Some(balance) = &run.tally.balance {
             balance.backward(&mut dlogits, logits)?;
         }
         run.see_gradient(Some(self.layer), "mlp.router", &dlogits);

@@ -148,7 +148,7 @@ impl<A: Element> Layout<'_, A> {
         Ok(())
     }
 
-    /// Receives the own share of all ranks' rows: by block, by tensor, the rows of the whole sequence.
+    /// Receives this rank's share of all ranks' rows: by block, by tensor, the rows of the whole sequence.
     fn receive(&self, context: &Context<'_>, crossing: &Crossing, dims: Dims) -> Result<Vec<Vec<Vec<A>>>> {
         let blocks = blocks(dims, crossing.own, crossing.ranks.len());
         let row: usize = blocks.iter().map(|block| self.len(block)).sum();

@@ -289,10 +289,11 @@ impl LatentAttention {
         q_resid: &[A],
         keep: Keep,
     ) -> Result<(Vec<u32>, indexer::Saved<A>)> {
-        let dense = run.indexer.as_ref().is_some_and(|training| training.loss.stage == IndexerStage::Dense);
+        let dense =
+            run.tally.indexer.as_ref().is_some_and(|training| training.loss.stage == IndexerStage::Dense);
         // All ranks of a context decide alike, because they exchange keys.
         let selects = !dense && self.selects(run.sequences().whole());
-        if !selects && run.indexer.is_none() && run.probe.is_none() {
+        if !selects && run.tally.indexer.is_none() && run.probe.is_none() {
             return Ok((Vec::new(), indexer::Saved::default()));
         }
         let indexer = self.indexer.forward(run, x, q_resid, true)?;
@@ -303,7 +304,7 @@ impl LatentAttention {
             self.indexer.see_scores(run, &indexer, &indexer.k)?;
             Vec::new()
         };
-        let kept = run.indexer.is_some() && keep.any();
+        let kept = run.tally.indexer.is_some() && keep.any();
         Ok((selected, if kept { indexer.kept(keep) } else { indexer::Saved::default() }))
     }
 
@@ -322,7 +323,7 @@ impl LatentAttention {
         visible: &Visible<'_, A>,
         kept: indexer::Saved<A>,
     ) -> Result {
-        let Some(training) = &run.indexer else { return Ok(()) };
+        let Some(training) = &run.tally.indexer else { return Ok(()) };
         let input = self.input(run, &saved.q, visible, &saved.selected);
         let options = self.options(run.precision);
         let target = Target { input: &input, saved: &saved.attention, dims: self.dims(), options: &options };

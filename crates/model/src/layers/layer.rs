@@ -6,6 +6,8 @@
 //! Gemma 4:  x = x + after(W_p (gelu(W_g x) * per-layer input)),  then  x = s x
 //! ```
 
+use std::sync::Arc;
+
 use ballast_cluster::Kind;
 use ballast_kernels::Element;
 use ballast_kernels::elementwise::{accumulate, accumulate_rounded, convert, round, scale};
@@ -142,6 +144,16 @@ impl<A: Element> Links<A> {
             kv: vec![None; layers],
             gradients: vec![None; layers],
         }
+    }
+
+    /// Bytes of the tensors that no layer saves.
+    pub(crate) fn bytes(&self) -> usize {
+        let tensors = self.kv.iter().flatten().flat_map(|kv| [&kv.k, &kv.v]);
+        let linked: usize = tensors
+            .filter(|tensor| Arc::strong_count(tensor) == 1)
+            .map(|tensor| size_of_val(&tensor[..]))
+            .sum();
+        self.per_layer_inputs.iter().map(|input| size_of_val(&input[..])).sum::<usize>() + linked
     }
 
     pub(crate) fn is_shared(&self, layer: usize) -> bool {
@@ -410,6 +422,14 @@ impl Layer {
             + mixer
             + per_layer_input
             + self.feed_forward.saved_bytes::<A>(tokens, config.hidden, self.feed_forward_keep(keep))
+    }
+
+    /// Returns the bytes of keys and values that later layers use and that the layer itself does not save.
+    pub(crate) fn linked_bytes<A>(&self, tokens: usize, keep: Keep) -> usize {
+        match &self.mixer {
+            Mixer::Softmax(mixer) => mixer.linked_bytes::<A>(tokens, keep),
+            Mixer::Linear(_) | Mixer::Latent(_) => 0,
+        }
     }
 
     /// Returns the temporary bytes of backward: the stream's gradient in f32, the gradient of the current

@@ -115,6 +115,35 @@ impl<A> State<A> {
     }
 }
 
+/// Decay gate and write strength [tokens, Hv], or their gradients.
+struct Gates {
+    g: Vec<f32>,
+    beta: Vec<f32>,
+}
+
+/// Inputs of the delta rule, for all tokens.
+#[derive(Clone, Copy)]
+struct RuleInputs<'a, A> {
+    /// [tokens, Hk, dk]
+    q: &'a [A],
+    /// [tokens, Hk, dk]
+    k: &'a [A],
+    /// [tokens, Hv, dv]
+    v: &'a [A],
+    gates: &'a Gates,
+}
+
+impl<'a, A> RuleInputs<'a, A> {
+    fn new(
+        mixed: &'a [Vec<A>; PARTS],
+        normalized: &'a Option<Normalized<A>>,
+        gates: &'a Gates,
+    ) -> RuleInputs<'a, A> {
+        let (q, k) = normalized.as_ref().map_or((&mixed[0], &mixed[1]), |both| (&both.q, &both.k));
+        RuleInputs { q, k, v: &mixed[2], gates }
+    }
+}
+
 /// q and k normalized and rounded before the delta rule, if the site `l2norm` is lowered.
 struct Normalized<A> {
     q: Vec<A>,
@@ -177,18 +206,18 @@ impl LinearAttention {
         lower(&mut b, run.precision.site(Site::GateProjections));
         let earlier = self.earlier(run, &unmixed)?;
         let mixed = self.convolve(run, &unmixed, &earlier, state.as_deref_mut())?;
-        let (g, beta) = self.gates(run, &a, &b)?;
+        let gates = self.gates(run, &a, &b)?;
         for (name, part) in ["q", "k", "v"].into_iter().zip(&mixed) {
             run.see(layer, &format!("linear_attn.{name}"), part);
         }
         run.see(layer, "linear_attn.z", &z);
         run.see(layer, "linear_attn.a", &a);
         run.see(layer, "linear_attn.b", &b);
-        run.see(layer, "linear_attn.g", &g);
-        run.see(layer, "linear_attn.beta", &beta);
+        run.see(layer, "linear_attn.g", &gates.g);
+        run.see(layer, "linear_attn.beta", &gates.beta);
         let mut o = zeros(z.len());
         let mut rule = Vec::new();
-        self.rule(run, &mut o, &mixed, &g, &beta, state, keep.any().then_some(&mut rule))?;
+        self.rule(run, &mut o, &mixed, &gates, state, keep.any().then_some(&mut rule))?;
         run.see(layer, "linear_attn.o", &o);
         let (mut normed, mut norm) = (zeros(o.len()), NormSaved::default());
         let weight = run.protected(self.norm);
@@ -202,8 +231,8 @@ impl LinearAttention {
             z: keep.always(z),
             a: keep.always(a),
             b: keep.always(b),
-            g: keep.unless_recomputed(g),
-            beta: keep.unless_recomputed(beta),
+            g: keep.unless_recomputed(gates.g),
+            beta: keep.unless_recomputed(gates.beta),
             rule,
             o: keep.always(o),
             norm,
@@ -223,8 +252,8 @@ impl LinearAttention {
         saved: Saved<A>,
     ) -> Result {
         let layer = Some(self.layer);
-        let Saved { unmixed, earlier, mut mixed, z, a, b, mut g, mut beta, rule, o, norm, mut normed } =
-            saved;
+        let Saved { unmixed, earlier, mut mixed, z, a, b, g, beta, rule, o, norm, mut normed } = saved;
+        let mut gates = Gates { g, beta };
         let weight = run.protected(self.norm);
         if normed.is_empty() {
             normed = zeros(o.len());
@@ -240,17 +269,15 @@ impl LinearAttention {
         run.see_gradient(layer, "linear_attn.o", &d_o);
         self.z.backward(run, grads, dx, &dz, x)?;
         drop((z, dz));
-        if g.is_empty() {
+        if gates.g.is_empty() {
             mixed = self.convolve(run, &unmixed, &earlier, None)?;
-            (g, beta) = self.gates(run, &a, &b)?;
+            gates = self.gates(run, &a, &b)?;
         }
-        let mut d_mixed = [0, 1, 2].map(|part| zeros::<A>(mixed[part].len()));
-        let (mut dg, mut dbeta) = (zeros(g.len()), zeros(beta.len()));
-        self.rule_backward(run, &mut d_mixed, &mut dg, &mut dbeta, &d_o, &mixed, &g, &beta, &rule)?;
+        let (d_mixed, d_gates) = self.rule_backward(run, &d_o, &mixed, &gates, &rule)?;
         drop((d_o, mixed, rule));
-        run.see_gradient(layer, "linear_attn.g", &dg);
-        run.see_gradient(layer, "linear_attn.beta", &dbeta);
-        self.gates_backward(run, grads, dx, &dg, &dbeta, &a, &b, x)?;
+        run.see_gradient(layer, "linear_attn.g", &d_gates.g);
+        run.see_gradient(layer, "linear_attn.beta", &d_gates.beta);
+        self.gates_backward(run, grads, dx, &d_gates, [&a, &b], x)?;
         self.convolve_backward(run, grads, dx, &d_mixed, &unmixed, &earlier, x)
     }
 
@@ -370,13 +397,13 @@ impl LinearAttention {
         Ok(())
     }
 
-    fn gates(&self, run: &Run<'_>, a: &[f32], b: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+    fn gates(&self, run: &Run<'_>, a: &[f32], b: &[f32]) -> Result<Gates> {
         let (mut g, mut beta) = (zeros(a.len()), zeros(b.len()));
         let (a_log, dt_bias) = (run.protected(self.a_log), run.protected(self.dt_bias));
         gdn::gates_forward(&mut g, &mut beta, a, b, a_log, dt_bias)?;
         lower(&mut g, run.precision.site(Site::DecayGate));
         lower(&mut beta, run.precision.site(Site::Beta));
-        Ok((g, beta))
+        Ok(Gates { g, beta })
     }
 
     fn gates_backward<A: Element>(
@@ -384,12 +411,11 @@ impl LinearAttention {
         run: &Run<'_>,
         grads: &mut Grads,
         dx: &mut [f32],
-        dg: &[f32],
-        dbeta: &[f32],
-        a: &[f32],
-        b: &[f32],
+        d_gates: &Gates,
+        [a, b]: [&[f32]; 2],
         x: &[A],
     ) -> Result {
+        let Gates { g: dg, beta: dbeta } = d_gates;
         let (mut da, mut db) = (vec![0.0; a.len()], vec![0.0; b.len()]);
         let (a_log, dt_bias) = (run.protected(self.a_log), run.protected(self.dt_bias));
         let (mut da_log, mut ddt_bias) = (vec![0.0; a_log.len()], vec![0.0; dt_bias.len()]);
@@ -429,22 +455,22 @@ impl LinearAttention {
         run: &Run<'_>,
         o: &mut [A],
         mixed: &[Vec<A>; PARTS],
-        g: &[f32],
-        beta: &[f32],
+        gates: &Gates,
         state: Option<&mut State<A>>,
         saved: Option<&mut Vec<gdn::Saved<A>>>,
     ) -> Result {
         let normalized = self.normalize(run, mixed)?;
-        let (q, k) = normalized.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
-        let (dims, options, v) = (self.dims(), self.options(run), &mixed[2]);
-        let gates = gdn::Gates::Given { g, beta };
+        let inputs = RuleInputs::new(mixed, &normalized, gates);
         let step = self.is_step(run, &state);
         let Some(state) = state else {
-            return self.rule_pieces(run, o, q, k, v, g, beta, saved);
+            return self.rule_pieces(run, o, inputs, saved);
         };
         if step {
-            self.steps(run, o, &mut state.state, q, k, v, g, beta, &options)?;
+            self.steps(run, o, &mut state.state, inputs)?;
         } else {
+            let (dims, options) = (self.dims(), self.options(run));
+            let RuleInputs { q, k, v, gates: Gates { g, beta } } = inputs;
+            let gates = gdn::Gates::Given { g, beta };
             let h0 = state.state.clone();
             let input = gdn::Input { q, k, v, gates, h0: Some(&h0), cu_seqlens: run.cu_seqlens() };
             let output = gdn::Output { o, ht: Some(&mut state.state) };
@@ -459,14 +485,10 @@ impl LinearAttention {
         run: &Run<'_>,
         o: &mut [A],
         states: &mut [f32],
-        q: &[A],
-        k: &[A],
-        v: &[A],
-        g: &[f32],
-        beta: &[f32],
-        options: &gdn::Options,
+        inputs: RuleInputs<'_, A>,
     ) -> Result {
-        let dims = self.dims();
+        let RuleInputs { q, k, v, gates: Gates { g, beta } } = inputs;
+        let (dims, options) = (self.dims(), self.options(run));
         let (kd, vd, hv) =
             (dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim, dims.value_heads);
         for (i, state) in states.chunks_mut(hv * dims.state_len()).enumerate() {
@@ -480,42 +502,41 @@ impl LinearAttention {
                 &g[heads.clone()],
                 &beta[heads],
                 dims,
-                options,
+                &options,
                 run.scratch,
             )?;
         }
         Ok(())
     }
 
+    /// Gradients of q, k and v after the convolution, and of the gates.
     fn rule_backward<A: Element>(
         &self,
         run: &Run<'_>,
-        d_mixed: &mut [Vec<A>; PARTS],
-        dg: &mut [f32],
-        dbeta: &mut [f32],
         d_o: &[A],
         mixed: &[Vec<A>; PARTS],
-        g: &[f32],
-        beta: &[f32],
+        gates: &Gates,
         saved: &[gdn::Saved<A>],
-    ) -> Result {
+    ) -> Result<([Vec<A>; PARTS], Gates)> {
+        let mut d_mixed = [0, 1, 2].map(|part| zeros::<A>(mixed[part].len()));
+        let mut d_gates = Gates { g: zeros(gates.g.len()), beta: zeros(gates.beta.len()) };
         let normalized = self.normalize(run, mixed)?;
-        let (q, k) = normalized.as_ref().map_or((&mixed[0], &mixed[1]), |n| (&n.q, &n.k));
+        let inputs = RuleInputs::new(mixed, &normalized, gates);
         let pieces = run.sequences().pieces();
         // The one that began earlier runs first, because the rank before waits for its gradient; the one that
-        // goes on waits itself.
+        // continues on the next rank waits itself.
         for number in order_of(&pieces, |piece| (piece.goes_on, !piece.began)) {
             let piece = &pieces[number];
             let (keys, values, heads) = (self.keys(piece), self.values(piece), self.heads(piece));
-            let [dq, dk, dv] = &mut *d_mixed;
+            let [dq, dk, dv] = &mut d_mixed;
             let to = PieceGrads {
                 dq: &mut dq[keys.clone()],
                 dk: &mut dk[keys],
                 dv: &mut dv[values.clone()],
-                dg: &mut dg[heads.clone()],
-                dbeta: &mut dbeta[heads],
+                dg: &mut d_gates.g[heads.clone()],
+                dbeta: &mut d_gates.beta[heads],
             };
-            let input = self.piece_input(piece, q, k, &mixed[2], g, beta);
+            let input = self.piece_input(piece, inputs);
             self.piece_backward(run, to, &d_o[values], &input, &saved[number], piece)?;
         }
         if let Some(normalized) = &normalized {
@@ -524,7 +545,7 @@ impl LinearAttention {
                 l2norm_backward(&mut d_mixed[part], &dy, &mixed[part], saved, self.shape.key_dim)?;
             }
         }
-        Ok(())
+        Ok((d_mixed, d_gates))
     }
 
     /// Returns the bytes that forward saves for these sequences.

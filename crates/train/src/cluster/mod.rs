@@ -51,7 +51,7 @@ pub struct Ranks {
     groups: usize,
     /// Division of tensors; none for one rank.
     pub(crate) shard: Shard,
-    /// Parts of the model whose messages are on their way at once.
+    /// Parts of the model whose messages may be in flight at once.
     pub(crate) window: usize,
     /// The others wait for this rank as long as it computes, reads or writes.
     _pulse: Arc<Pulse>,

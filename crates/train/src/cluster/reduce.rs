@@ -1,6 +1,6 @@
-//! Sums of gradients over groups and ranks, bucket by bucket while backward goes on.
+//! Sums of gradients over groups and ranks, bucket by bucket, overlapping backward.
 //!
-//! At most `cluster.window` buckets are on their way at once, which bounds the memory of their messages.
+//! At most `cluster.window` buckets are in flight at once, which bounds the memory of their messages.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -16,7 +16,7 @@ pub(crate) struct Reducer<'a> {
     ranks: &'a Ranks,
     /// By bucket and rank.
     parts: Vec<Vec<Range<usize>>>,
-    /// Sum over the rounds of the own part of each bucket.
+    /// Sum over the rounds of this rank's part of each bucket.
     sums: Vec<TreeSum>,
     under_way: VecDeque<(usize, ReduceScatter)>,
     failure: Option<Error>,
@@ -50,7 +50,7 @@ impl<'a> Reducer<'a> {
         }
     }
 
-    /// Waits until only `left` buckets are on their way.
+    /// Waits until only `left` buckets are in flight.
     fn wait_for_all_but(&mut self, left: usize) -> Result {
         while self.under_way.len() > left {
             let Some((bucket, started)) = self.under_way.pop_front() else { break };
@@ -68,7 +68,7 @@ impl<'a> Reducer<'a> {
         self.wait_for_all_but(0)
     }
 
-    /// Puts the sums into `grads`: the own range of divided buckets, the others whole.
+    /// Moves the sums into `grads`: this rank's range of divided buckets, the others whole.
     pub(crate) fn finish(self, grads: &mut Grads) -> Result {
         let Reducer { ranks, parts, sums, .. } = self;
         let kinds: Vec<Kind> = grads.layout().map(|(_, kind, _)| kind).collect();

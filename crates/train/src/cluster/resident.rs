@@ -11,11 +11,11 @@ use half::bf16;
 use super::{Ranks, Shards};
 use crate::error::Result;
 
-/// The weights that are whole at the moment, and those on their way. Between uses, the model holds the own
+/// The weights that are whole at the moment, and the gathers in flight. Between uses, the model holds this rank's
 /// range of each weight.
 #[derive(Default)]
 pub(crate) struct Resident {
-    /// Own ranges of the weights that are whole in the model.
+    /// This rank's ranges of the weights that are whole in the model.
     own: Vec<(usize, Weight)>,
     /// Gathers that were started, with their part.
     under_way: Vec<(Part, Gather)>,
@@ -66,7 +66,7 @@ fn assemble(model: &Model, shards: &Shards, weights: &[usize], all: &[Vec<u8>]) 
 }
 
 impl Resident {
-    /// Starts to gather a part, unless it is on its way.
+    /// Starts to gather a part, unless its gather is in flight.
     pub(crate) fn start(&mut self, model: &Model, part: Part, ranks: &Ranks, shards: &Shards) -> Result {
         if self.under_way.iter().any(|(other, _)| *other == part) {
             return Ok(());

@@ -444,7 +444,7 @@ fn slot_noise(seed: u64, update: u32, slot: usize, state: usize, begin: usize) -
     Noise::new(hash(seed, Purpose::Moments, counters)).starting_at(begin)
 }
 
-/// The elements that a slot updates in a weight of which the model holds `len` elements: all, or the own ones.
+/// The elements that a slot updates in a weight of which the model holds `len` elements: all, or this rank's.
 fn held(len: usize, slot: &Slot) -> Range<usize> {
     if len == slot.elements() { slot.range.clone() } else { 0..len }
 }

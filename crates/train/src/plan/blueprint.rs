@@ -91,8 +91,7 @@ impl<'a> Blueprint<'a> {
             buckets,
             owned: BTreeMap::new(),
         };
-        blueprint.owned =
-            blueprint.model_parts().into_iter().map(|part| (part, blueprint.count_owned(part))).collect();
+        blueprint.owned = blueprint.model_parts().map(|part| (part, blueprint.count_owned(part))).collect();
         Ok(blueprint)
     }
 
@@ -150,7 +149,7 @@ impl<'a> Blueprint<'a> {
         self.shard().divides_updates()
     }
 
-    /// Groups that a rank computes one after the other.
+    /// Number of groups that a rank computes in sequence.
     pub(super) fn rounds(&self) -> usize {
         self.config.batch.groups / self.data_ranks
     }
@@ -178,10 +177,14 @@ impl<'a> Blueprint<'a> {
         })
     }
 
+    /// Layers of the model.
+    pub(super) fn layers(&self) -> usize {
+        self.model.config.layers.len()
+    }
+
     /// The parts of the model, in the order of the forward.
-    pub(super) fn model_parts(&self) -> Vec<Part> {
-        let layers = (0..self.model.config.layers.len()).map(Part::Layer);
-        [Part::Embedding].into_iter().chain(layers).chain([Part::Head]).collect()
+    pub(super) fn model_parts(&self) -> impl Iterator<Item = Part> + use<> {
+        Part::all(self.layers())
     }
 
     /// The weights of a part, by their place in the specs.
@@ -227,7 +230,7 @@ impl<'a> Blueprint<'a> {
         buckets
     }
 
-    /// Returns true if a bucket ends as the own part on each rank; the others are gathered after the sum.
+    /// Returns true if a bucket ends divided over the ranks, a part on each; the others are gathered after the sum.
     pub(super) fn stays_divided(&self, bucket: &BucketShape) -> bool {
         bucket.kind == Kind::Weights && self.divides_updates()
     }

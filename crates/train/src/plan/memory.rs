@@ -3,6 +3,7 @@
 use ballast_cluster::TreeSum;
 use ballast_kernels::remainder::Remainders;
 use ballast_model::params::{Kind, Part, Spec};
+use ballast_model::pass::Visit;
 use ballast_model::precision::Storage;
 use ballast_model::{Model, Plan, Precision, memory};
 use serde::Serialize;
@@ -129,7 +130,7 @@ impl Blueprint<'_> {
         (held + whole.max(OptimizerBytes::of(self, rank).masters + plan.adapters)) as u64
     }
 
-    /// Bytes of the weights that a rank holds all the time.
+    /// Bytes of the weights that a rank holds throughout.
     fn held_weights(&self, rank: usize) -> usize {
         let held = |(weight, spec): (usize, &Spec)| match self.divides_weights() {
             true => self.shards.range(weight, rank).len(),
@@ -145,21 +146,12 @@ impl Blueprint<'_> {
 
     /// The parts that are in use at once, and the one that is gathered meanwhile, over a forward and backward.
     fn fetches(&self) -> Vec<(Vec<Part>, Option<Part>)> {
-        let parts = self.model_parts();
-        let mut fetches: Vec<(Vec<Part>, Option<Part>)> = Vec::new();
-        for pair in parts[..parts.len() - 1].windows(2) {
-            fetches.push((vec![pair[0]], Some(pair[1])));
-            fetches.push((vec![pair[1]], Some(pair[0])));
-        }
-        let last = parts[..parts.len() - 1].last().copied();
-        match self.model.config.tied {
-            true => fetches.push((vec![Part::Embedding, Part::Head], last)),
-            false => fetches.push((vec![Part::Head], last)),
-        }
-        if self.config.cluster.window == 0 {
-            fetches.iter_mut().for_each(|(_, next)| *next = None);
-        }
-        fetches
+        let ahead = self.config.cluster.window > 0;
+        let fetch = |visit: Visit| {
+            let next = visit.next(self.layers()).filter(|_| ahead);
+            (visit.reads(self.model.config.tied).collect(), next)
+        };
+        Visit::forward_backward(self.layers()).map(fetch).collect()
     }
 
     /// Bytes of whole weights at once, where they are divided.
@@ -192,11 +184,11 @@ impl Blueprint<'_> {
             (Part::Layer(_) | Part::Head, true) => of_weights(part) + of_weights(Part::Embedding),
             _ => of_weights(part),
         };
-        let largest = self.model_parts().into_iter().map(one).max().unwrap_or(0);
+        let largest = self.model_parts().map(one).max().unwrap_or(0);
         bytes(&|bucket| bucket.kind != Kind::Weights) + largest
     }
 
-    /// Bytes of the sums over the groups that a rank computes one after the other, beside the gradients that
+    /// Bytes of the sums over the groups that a rank computes in sequence, beside the gradients that
     /// backward writes. One process adds whole gradients, and the one that is written is the last term.
     fn gradient_sums(&self, rank: usize) -> usize {
         let kept = TreeSum::most_kept(self.rounds());
@@ -208,7 +200,7 @@ impl Blueprint<'_> {
         4 * elements
     }
 
-    /// Most bytes of messages that are on their way at once: copies that are being sent, and buffers to receive.
+    /// Most bytes of messages in flight at once: copies that are being sent, and buffers to receive.
     fn messages(&self, rank: usize) -> usize {
         if self.is_solo() {
             return 0;
@@ -233,7 +225,7 @@ impl Blueprint<'_> {
             .map(|bucket| gathered(&bucket.parts.iter().map(|part| 4 * part.len()).collect::<Vec<_>>()))
             .collect();
         let updates: Vec<usize> = match self.divides_updates() && !self.divides_weights() {
-            true => self.model_parts().into_iter().map(|part| gathered(self.owned_learned(part))).collect(),
+            true => self.model_parts().map(|part| gathered(self.owned_learned(part))).collect(),
             false => Vec::new(),
         };
         // The received bytes of a part exist beside the weights that are made of them; the next part's are counted

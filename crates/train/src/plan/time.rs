@@ -1,7 +1,7 @@
 //! Time of a step, as a timeline of one rank: all ranks do the same.
 //!
 //! The network carries one message after the other. A rank that computes does not wait for it, until it needs what
-//! is on its way: the weights of the next part, or the oldest of the gradient buckets under way.
+//! is in flight: the weights of the next part, or the oldest of the gradient buckets.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
@@ -9,11 +9,12 @@ use std::time::Instant;
 use ballast_kernels::linear::{Dims, linear_forward, linear_scratch};
 use ballast_kernels::{Element, Scratch};
 use ballast_model::params::Part;
+use ballast_model::pass::{Direction, Visit};
 use ballast_model::precision::Storage;
 use half::bf16;
 use serde::Serialize;
 
-use super::blueprint::Blueprint;
+use super::blueprint::{Blueprint, BucketShape};
 use super::work::Work;
 use crate::error::Result;
 
@@ -35,7 +36,7 @@ pub struct StepTime {
     pub flops: f64,
     /// Computing.
     pub compute: f64,
-    /// Messages under way.
+    /// Messages in flight.
     pub messages: f64,
     /// Waiting for messages: the part of `messages` that no computing hides.
     pub waiting: f64,
@@ -84,23 +85,22 @@ impl Timeline {
         self.wait_until(arrival);
     }
 
-    /// Messages of which some are under way at once, without computing.
+    /// Messages of which some are in flight at once, without computing.
     fn one_after_the_other(&mut self, seconds: impl IntoIterator<Item = f64>) {
         let arrivals: Vec<f64> = seconds.into_iter().map(|seconds| self.start(seconds)).collect();
         arrivals.into_iter().for_each(|arrival| self.wait_until(arrival));
     }
 }
 
-/// Costs that every micro-batch of a step has.
+/// Costs of a part of the model in every micro-batch of a step.
 struct Costs {
-    parts: Vec<Part>,
-    work: Vec<Work>,
-    /// Seconds to gather the weights of a part; empty if they are whole.
-    gathers: Vec<f64>,
-    /// Seconds to sum each bucket of a part.
-    buckets: Vec<Vec<f64>>,
+    work: Work,
+    /// Seconds to gather the weights; `None` if they are whole.
+    gather: Option<f64>,
+    /// Seconds to sum each bucket.
+    buckets: Vec<f64>,
     /// Seconds of the exchange within a sequence, forward and backward.
-    exchanges: Vec<[f64; 2]>,
+    exchange: [f64; 2],
 }
 
 impl Blueprint<'_> {
@@ -125,7 +125,7 @@ impl Blueprint<'_> {
                 }),
             );
             if self.divides_updates() && !self.divides_weights() {
-                let parts = self.model_parts().into_iter();
+                let parts = self.model_parts();
                 line.one_after_the_other(parts.map(|part| self.gather_time(self.owned_learned(part), rates)));
             }
             line.exchange(SMALL_GATHERS * rates.latency * (self.ranks - 1) as f64);
@@ -133,39 +133,33 @@ impl Blueprint<'_> {
         Ok(StepTime { total: line.now, ..line.time })
     }
 
-    fn costs(&self, rates: &Rates, exchanges: &[[usize; 2]]) -> Costs {
-        let parts = self.model_parts();
-        let exchange = |part: &Part| match part {
-            Part::Layer(index) if self.config.cluster.context > 1 => exchanges[*index].map(|bytes| {
+    fn costs(&self, rates: &Rates, exchanges: &[[usize; 2]]) -> BTreeMap<Part, Costs> {
+        let exchange = |part: Part| match part {
+            Part::Layer(index) if self.config.cluster.context > 1 => exchanges[index].map(|bytes| {
                 bytes as f64 / rates.bandwidth + rates.latency * self.config.cluster.context as f64
             }),
             _ => [0.0; 2],
         };
-        let buckets = |part: &Part| {
-            let of_part = self.in_backward_order().into_iter().filter(|bucket| bucket.part == *part);
-            of_part
-                .map(|bucket| {
-                    let own = bucket.parts.iter().map(|part| part.len());
-                    let most = own.map(|own| (bucket.len - own).max(own * (self.ranks - 1))).max();
-                    self.message_time(4 * most.unwrap_or(0), rates)
-                })
-                .collect()
+        let bucket = |bucket: &BucketShape| {
+            let own = bucket.parts.iter().map(|part| part.len());
+            let most = own.map(|own| (bucket.len - own).max(own * (self.ranks - 1))).max();
+            self.message_time(4 * most.unwrap_or(0), rates)
         };
-        let gathers = match self.divides_weights() {
-            true => parts.iter().map(|part| self.gather_time(self.owned(*part), rates)).collect(),
-            false => Vec::new(),
+        let buckets = |part: Part| match self.is_solo() {
+            true => Vec::new(),
+            false => {
+                let buckets = self.in_backward_order().into_iter();
+                buckets.filter(|bucket| bucket.part == part).map(bucket).collect()
+            }
         };
-        Costs {
-            work: parts.iter().map(|part| self.work(*part)).collect(),
-            gathers,
-            buckets: if self.is_solo() {
-                vec![Vec::new(); parts.len()]
-            } else {
-                parts.iter().map(buckets).collect()
-            },
-            exchanges: parts.iter().map(exchange).collect(),
-            parts,
-        }
+        let gather = |part: Part| self.gather_time(self.owned(part), rates);
+        let costs = |part: Part| Costs {
+            work: self.work(part),
+            gather: self.divides_weights().then(|| gather(part)),
+            buckets: buckets(part),
+            exchange: exchange(part),
+        };
+        self.model_parts().map(|part| (part, costs(part))).collect()
     }
 
     /// Seconds in which every rank gets the parts of all others, whose bytes these are.
@@ -183,43 +177,36 @@ impl Blueprint<'_> {
     fn micro_batch(
         &self,
         line: &mut Timeline,
-        costs: &Costs,
+        costs: &BTreeMap<Part, Costs>,
         mut under_way: Option<&mut VecDeque<f64>>,
         rates: &Rates,
     ) {
-        let (embedding, head) = (0, costs.parts.len() - 1);
         let mut arrivals = BTreeMap::new();
-        let mut fetch = |line: &mut Timeline, part: usize, next: Option<usize>| {
-            if costs.gathers.is_empty() {
-                return;
+        for visit in Visit::forward_backward(self.layers()) {
+            for (part, next) in visit.fetches(self.layers(), self.model.config.tied) {
+                let next = next.filter(|_| self.config.cluster.window > 0);
+                for part in [Some(part), next].into_iter().flatten() {
+                    if let Some(seconds) = costs[&part].gather {
+                        arrivals.entry(part).or_insert_with(|| line.start(seconds));
+                    }
+                }
+                if let Some(arrival) = arrivals.remove(&part) {
+                    line.wait_until(arrival);
+                }
             }
-            let next = next.filter(|_| self.config.cluster.window > 0);
-            for part in [Some(part), next].into_iter().flatten() {
-                arrivals.entry(part).or_insert_with(|| line.start(costs.gathers[part]));
+            let Costs { work, exchange, buckets, .. } = &costs[&visit.part];
+            if visit.direction == Direction::Forward {
+                line.exchange(exchange[0]);
+                line.compute(work.forward, rates);
+                continue;
             }
-            if let Some(arrival) = arrivals.remove(&part) {
-                line.wait_until(arrival);
+            if visit.part == Part::Head {
+                line.compute(work.forward, rates);
             }
-        };
-        for part in 0..head {
-            fetch(line, part, (part + 1 < head).then_some(part + 1));
-            line.exchange(costs.exchanges[part][0]);
-            line.compute(costs.work[part].forward, rates);
-        }
-        let last_layer = (head > 1).then_some(head - 1);
-        if self.model.config.tied {
-            fetch(line, embedding, Some(head));
-        }
-        fetch(line, head, last_layer);
-        line.compute(costs.work[head].forward, rates);
-        for part in (0..=head).rev() {
-            if part != head {
-                fetch(line, part, part.checked_sub(1));
-                line.exchange(costs.exchanges[part][1]);
-            }
-            line.compute(costs.work[part].backward, rates);
+            line.exchange(exchange[1]);
+            line.compute(work.backward, rates);
             let Some(under_way) = &mut under_way else { continue };
-            for seconds in &costs.buckets[part] {
+            for seconds in buckets {
                 under_way.push_back(line.start(*seconds));
                 while under_way.len() > self.config.cluster.window {
                     under_way.pop_front().into_iter().for_each(|arrival| line.wait_until(arrival));

@@ -69,7 +69,7 @@ impl Blueprint<'_> {
             (false, _) if self.divides_updates() => self.owned_learned(part)[rank],
             (false, _) => 0,
         };
-        self.model_parts().into_iter().map(bytes).sum()
+        self.model_parts().map(bytes).sum()
     }
 
     /// Bytes of scalars that go to each other rank: token counts, losses, norms of blocks, the flag of a bad update,

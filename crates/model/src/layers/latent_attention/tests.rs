@@ -12,7 +12,7 @@ use crate::batch::{Batch, Sequences};
 use crate::config::{Mixer, Router};
 use crate::model::{IndexerLoss, LossOptions, Model, Recompute};
 use crate::params::{Params, Protected, Weight};
-use crate::run::{IndexerTraining, Parameters};
+use crate::run::{Parameters, Tally};
 
 fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name)
@@ -135,6 +135,8 @@ impl Alone {
         let batch =
             Batch { ids: vec![0; tokens], targets: vec![-100; tokens], cu_seqlens, positions, part: None };
         let (tables, scratch) = (self.model.tables(&batch.positions), Scratch::new(0));
+        let indexer = stage.map(|stage| IndexerLoss { scale: 1.0, stage });
+        let options = LossOptions { indexer, ..LossOptions::default() };
         let run = Run {
             config: &self.model.config,
             parameters: Parameters::new(&self.specs, &self.params),
@@ -145,11 +147,7 @@ impl Alone {
             scratch: &scratch,
             ties: Default::default(),
             probe: None,
-            indexer: stage.map(|stage| IndexerTraining {
-                loss: IndexerLoss { scale: 1.0, stage },
-                sum: std::cell::Cell::new(0.0),
-            }),
-            balance: None,
+            tally: &Tally::new(&self.model.config, &options).unwrap(),
         };
         work(&self.layer, &run)
     }

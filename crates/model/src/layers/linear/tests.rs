@@ -8,7 +8,7 @@ use crate::model::Model;
 use crate::params::Params;
 use crate::precision::Precision;
 use crate::random::Rng;
-use crate::run::Parameters;
+use crate::run::{Parameters, Tally};
 
 const TOKENS: usize = 23;
 const INPUTS: usize = 20;
@@ -73,8 +73,7 @@ fn an_adapter_and_its_gradients_are_those_of_the_sum_also_on_some_rows() {
             scratch: &Scratch::new(0),
             ties: Default::default(),
             probe: None,
-            indexer: None,
-            balance: None,
+            tally: &Tally::default(),
         };
         let sum = whole(&w, &a, &b, first, rows);
         let y: Vec<f32> = linear.forward(&run, &x).unwrap();

@@ -6,7 +6,7 @@ use ballast_kernels::conv::{self, Grads as ConvGrads, conv_backward};
 use ballast_kernels::elementwise::convert;
 use ballast_kernels::gated_delta_rule as gdn;
 
-use super::{LinearAttention, PARTS};
+use super::{Gates, LinearAttention, PARTS, RuleInputs};
 use crate::batch::Piece;
 use crate::context::Neighbor;
 use crate::error::Result;
@@ -80,24 +80,20 @@ impl LinearAttention {
     }
 
     /// Runs the delta rule on whole sequences and on those that cross the boundaries of the part. The one
-    /// that goes on runs first, because the next rank waits for its state; the one that began earlier runs
-    /// last, because it waits itself.
+    /// that continues on the next rank runs first, because that rank waits for its state; the one that began
+    /// earlier runs last, because it waits itself.
     pub(super) fn rule_pieces<A: Element>(
         &self,
         run: &Run<'_>,
         o: &mut [A],
-        q: &[A],
-        k: &[A],
-        v: &[A],
-        g: &[f32],
-        beta: &[f32],
+        inputs: RuleInputs<'_, A>,
         saved: Option<&mut Vec<gdn::Saved<A>>>,
     ) -> Result {
         let pieces = run.sequences().pieces();
         let mut kept: Vec<gdn::Saved<A>> = vec![gdn::Saved::default(); pieces.len()];
         for number in order_of(&pieces, |piece| (piece.began, !piece.goes_on)) {
             let piece = &pieces[number];
-            let view = self.piece_input(piece, q, k, v, g, beta);
+            let view = self.piece_input(piece, inputs);
             let o = &mut o[self.values(piece)];
             let mut keep = saved.is_some().then_some(&mut kept[number]);
             let Some(context) = run.context.as_ref().filter(|_| piece.began || piece.goes_on) else {
@@ -145,12 +141,9 @@ impl LinearAttention {
     pub(super) fn piece_input<'a, A: Element>(
         &self,
         piece: &'a Piece,
-        q: &'a [A],
-        k: &'a [A],
-        v: &'a [A],
-        g: &'a [f32],
-        beta: &'a [f32],
+        inputs: RuleInputs<'a, A>,
     ) -> gdn::Input<'a, A> {
+        let RuleInputs { q, k, v, gates: Gates { g, beta } } = inputs;
         let (keys, heads) = (self.keys(piece), self.heads(piece));
         gdn::Input {
             q: &q[keys.clone()],
