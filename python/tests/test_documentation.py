@@ -45,5 +45,7 @@ def test_the_snippets_of_a_section_run_one_after_another(
             pytest.importorskip(package)
     exec(compile(code, f"docs/python.md, {section}", "exec"), {"__name__": "snippet"})
     output = capsys.readouterr().out
-    for printed in re.findall(r"^prints\n\n```text .*\n(.*?)^```", SECTIONS[section], re.MULTILINE | re.DOTALL):
-        assert printed in output
+    for printed in re.findall(
+        r"^prints\n\n```text [^\n]*\n(.*?)^```", SECTIONS[section], re.MULTILINE | re.DOTALL
+    ):
+        assert printed.strip() and printed in output

@@ -93,7 +93,7 @@ impl Room {
     }
 
     /// Runs a line of a shell in the room. Returns its exit code, and what it printed on both outputs.
-    pub(super) fn run(&self, line: &str) -> (i32, String) {
+    fn run(&self, line: &str) -> (i32, String) {
         self.run_in(&self.scratch.path(""), line)
     }
 
