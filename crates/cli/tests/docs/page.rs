@@ -46,7 +46,7 @@ impl Marks {
         let mut marks = Marks::default();
         for mark in text.split(", ").map(str::trim).filter(|mark| !mark.is_empty()) {
             match mark.split_once(' ') {
-                Some(("not", reason)) if reason.trim_start_matches("run:").len() > 3 => marks.not_run = true,
+                Some(("not", reason)) if reason.len() > "run: ".len() => marks.not_run = true,
                 Some(("exits", code)) => marks.exit_code = code.parse().expect(place),
                 Some(("with", arguments)) => marks.with = Some(arguments.into()),
                 Some(("any", words)) => marks.any = words.split(' ').map(String::from).collect(),
