@@ -1,5 +1,4 @@
-//! Exit codes: 0 success, 1 a check failed, 2 usage or configuration, 3 bad or missing input, 4 not enough
-//! memory or disk space, 5 NaN or infinity, 6 a rank failed or does not answer, 130 interrupted.
+//! Exit codes, and the code of each error.
 
 use std::io;
 use std::path::PathBuf;
@@ -14,6 +13,25 @@ use ballast_train::Error as TrainError;
 use crate::call::Failure;
 use crate::commands::Global;
 use crate::{launcher, output};
+
+/// Every exit code with its meaning: the list of `ballast --help`, with which a test compares the pages.
+pub(crate) const CODES: [(u8, &str); 8] = [
+    (0, "success"),
+    (1, "a check failed"),
+    (2, "usage or configuration"),
+    (3, "bad or missing input"),
+    (4, "not enough memory or disk space"),
+    (5, "NaN or infinity"),
+    (6, "a rank failed or does not answer"),
+    (130, "interrupted"),
+];
+
+/// Returns [`CODES`] as a section of `ballast --help`.
+pub(crate) fn codes_help() -> String {
+    CODES
+        .iter()
+        .fold("Exit codes:".into(), |text, (code, meaning)| text + &format!("\n  {code:3}  {meaning}"))
+}
 
 /// The end of a command that returned no error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -15,20 +15,28 @@ mod warnings;
 
 use std::ffi::OsString;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 
 pub use call::{Answer, Call, Failure, call};
+
+/// Returns the commands and options with their help, for whatever checks or describes a command line without
+/// running it.
+pub fn command() -> clap::Command {
+    commands::Cli::command()
+}
 
 /// Runs the program with its arguments, the first of which is its name. Returns its exit code.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     ballast_model::limits::become_errors();
     ballast_model::memory::keep_freed();
     progress::watch_waits();
-    match commands::Cli::try_parse_from(args) {
+    let code = match commands::Cli::try_parse_from(args) {
         Ok(cli) => cluster::has_nothing_to_do(cli.runs_on_all_ranks()).unwrap_or_else(|| {
             let (result, global) = cli.run();
             cluster::end(exit::code(result, &global))
         }),
         Err(usage) => exit::usage(&usage),
-    }
+    };
+    debug_assert!(exit::CODES.iter().any(|(known, _)| *known == code), "exit code {code} is not in the list");
+    code
 }

@@ -15,8 +15,10 @@ mod byte_order_mark;
 mod changing_disk;
 mod config_keys;
 mod data;
+mod docs;
 mod eval;
 mod generate;
+mod help;
 #[cfg(feature = "hub")]
 mod hub;
 mod lab;

@@ -53,10 +53,22 @@ pub struct Precision {
 /// Presets: name and description.
 pub const PRESETS: [(&str, &str); 6] = [
     ("f32", "everything in f32"),
-    ("bf16", "bf16 storage, strict contract, every site f32, the residual stream too"),
-    ("megatron", "bf16 storage; A_log and out_norm f32; a, b and the router's logits bf16"),
-    ("nemo", "bf16 storage; A_log and dt_bias f32; a, b and the router's logits bf16"),
-    ("maxtext-default", "bf16 storage, strict contract; qk product and attention logits bf16"),
+    ("bf16", "bf16 storage, strict contract, f32 arithmetic; two backward factors in bf16"),
+    (
+        "megatron",
+        "bf16 storage and residual stream; A_log and out_norm f32; a, b, the router's logits, attention's \
+         probabilities and two backward factors in bf16",
+    ),
+    (
+        "nemo",
+        "bf16 storage and residual stream; A_log and dt_bias f32; a, b, the router's logits, attention's \
+         probabilities and two backward factors in bf16",
+    ),
+    (
+        "maxtext-default",
+        "bf16 storage and residual stream, strict contract; qk product, attention logits, attention's \
+         probabilities and two backward factors in bf16",
+    ),
     ("hf-bf16", "a whole-model cast to bf16, as transformers runs it"),
 ];
 

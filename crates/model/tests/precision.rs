@@ -222,3 +222,25 @@ fn a_lowered_site_is_first_seen_where_it_is_said_to_be() {
         assert_eq!(Site::behind(site), [Site::Residual], "{site}");
     }
 }
+
+#[test]
+fn a_preset_says_what_it_computes_in_bf16() {
+    let phrases = [
+        (Site::GateProjections, "a, b"),
+        (Site::QkProduct, "qk product"),
+        (Site::Logits, "attention logits"),
+        (Site::Probabilities, "probabilities"),
+        (Site::Router, "router's logits"),
+        (Site::Residual, "residual stream"),
+        (Site::AttentionGradient, "two backward factors"),
+        (Site::LossGradient, "two backward factors"),
+    ];
+    let config = load("qwen3_5", "f32").config;
+    for (name, words) in PRESETS.into_iter().filter(|(name, _)| *name != "hf-bf16") {
+        let precision = Precision::preset(name, &config).unwrap();
+        for site in Site::ALL {
+            let said = phrases.iter().any(|(other, phrase)| *other == site && words.contains(phrase));
+            assert_eq!(said, precision.site(site) == Rounding::Bf16, "{name}: {}: {words}", site.name());
+        }
+    }
+}

@@ -12,6 +12,7 @@ use super::{Global, PolicyArg, remote_text};
 use crate::exit::Outcome;
 use crate::output::{self, bytes, clean, clean_lines, plural, table};
 
+/// Check a checkpoint's dtypes, index and values against the precision contract.
 #[derive(Args)]
 pub(crate) struct AuditArgs {
     /// Checkpoint: a folder, an index, a safetensors or GGUF file, hf://ORG/NAME[@REVISION] or a URL.

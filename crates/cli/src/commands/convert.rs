@@ -19,6 +19,7 @@ use super::{Global, PolicyArg, open_whole};
 use crate::exit::Outcome;
 use crate::output::{self, bytes, clean, count, patterns, plural, table};
 
+/// Convert a checkpoint's layout, dtype or shards; protected tensors stay or become F32.
 #[derive(Args)]
 pub(crate) struct ConvertArgs {
     /// Checkpoint: a folder, an index, a safetensors file, hf://ORG/NAME[@REVISION] or a URL; with --base, the

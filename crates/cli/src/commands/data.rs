@@ -21,6 +21,7 @@ use crate::exit::Outcome;
 use crate::output::{self, clean, clean_lines, count, plural, table};
 use crate::progress::Progress;
 
+/// Inspect training data: documents, tokens, and which of them are trained on.
 #[derive(Args)]
 pub(crate) struct DataArgs {
     #[command(subcommand)]

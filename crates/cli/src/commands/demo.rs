@@ -19,6 +19,7 @@ use super::{Global, audit as audit_command, convert, diff as diff_command, repai
 use crate::exit::Outcome;
 use crate::output;
 
+/// Break a small checkpoint with a cast to bf16, then find and repair the damage.
 #[derive(Args)]
 pub(crate) struct DemoArgs {
     /// Keep the four checkpoints in this new folder.

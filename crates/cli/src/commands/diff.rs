@@ -16,6 +16,7 @@ use crate::output::{self, clean, count, plural, table};
 /// Number of rows shown without `--all`.
 const SHOWN: usize = 20;
 
+/// Compare two checkpoints across layouts and dtypes.
 #[derive(Args)]
 pub(crate) struct DiffArgs {
     /// Checkpoint: a folder, an index, a safetensors file, hf://ORG/NAME[@REVISION] or a URL.

@@ -13,6 +13,7 @@ use super::{Global, PolicyArg, remote_text};
 use crate::exit::Outcome;
 use crate::output::{self, bytes, clean, count, table};
 
+/// Show a checkpoint's architecture, layout, files, dtypes and protected tensors.
 #[derive(Args)]
 pub(crate) struct InspectArgs {
     /// Checkpoint: a folder, an index, a safetensors or GGUF file, hf://ORG/NAME[@REVISION] or a URL.

@@ -33,7 +33,7 @@ use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
 use crate::call::Caller;
-use crate::exit::{Outcome, Usage};
+use crate::exit::{self, Outcome, Usage};
 use crate::launcher::{cores, launch};
 use crate::output;
 use crate::progress::Progress;
@@ -41,11 +41,8 @@ use crate::warnings::Warnings;
 
 /// Train, run, convert and check hybrid Gated-DeltaNet language models in mixed precision, with critical
 /// tensors in f32.
-///
-/// Exit codes: 0 success, 1 a check failed, 2 usage or configuration, 3 bad or missing input, 4 not enough
-/// memory or disk space, 5 NaN or infinity, 130 interrupted.
 #[derive(Parser)]
-#[command(name = "ballast", version, max_term_width = 100)]
+#[command(name = "ballast", version, max_term_width = 100, after_long_help = exit::codes_help())]
 pub(crate) struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -71,34 +68,23 @@ pub(crate) struct Global {
     pub(crate) caller: Option<Caller>,
 }
 
-// A command without a comment here has its help on its `Args`; one in both places would hide the long text.
+// The help of a command is on its `Args`: a comment here would hide the long text there.
 #[derive(Subcommand)]
 enum Command {
-    /// Break a small checkpoint with a cast to bf16, then find and repair the damage.
     Demo(demo::DemoArgs),
-    /// Show a checkpoint's architecture, layout, files, dtypes and protected tensors.
     Inspect(inspect::InspectArgs),
-    /// Check a checkpoint's dtypes, index and values against the precision contract.
     Audit(audit::AuditArgs),
-    /// Convert a checkpoint's layout, dtype or shards; protected tensors stay or become F32.
     Convert(convert::ConvertArgs),
-    /// Compare two checkpoints across layouts and dtypes.
     Diff(diff::DiffArgs),
-    /// Restore the f32 bits of rounded protected tensors from the original checkpoint.
     Repair(repair::RepairArgs),
     Train(train::TrainArgs),
     Report(report::ReportArgs),
     Merge(merge::MergeArgs),
     Generate(generate::GenerateArgs),
     Eval(eval::EvalArgs),
-    /// Inspect training data: documents, tokens, and which of them are trained on.
     Data(data::DataArgs),
-    /// Measure what each precision choice costs on a model, against f64; without arguments, on an embedded
     Lab(lab::LabArgs),
-    /// Run one kernel on given inputs and compare with expected results.
     Oracle(oracle::OracleArgs),
-    /// Run a model on given tokens and compare logits, loss, gradients and activations with another
-    /// framework's.
     Trace(trace::TraceArgs),
 }
 

@@ -10,6 +10,7 @@ use super::{Global, PolicyArg, open, open_whole, remote_text};
 use crate::exit::Outcome;
 use crate::output::{self, clean, count, plural, table};
 
+/// Restore the f32 bits of rounded protected tensors from the original checkpoint.
 #[derive(Args)]
 pub(crate) struct RepairArgs {
     /// Checkpoint whose protected tensors were rounded.

@@ -24,7 +24,8 @@ pub(crate) struct ReportArgs {
     /// The page [default: report.html in the folder].
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Replace an existing page; that of `ballast train` has more: samples, memory plan, configuration.
+    /// Replace an existing page (a page written by `ballast train` also has samples, memory plan and configuration,
+    /// which are lost).
     #[arg(long)]
     force: bool,
 }

@@ -18,6 +18,8 @@ use crate::compare::{Comparison, non_finite_text};
 use crate::exit::Outcome;
 use crate::output;
 
+/// Run a model on given tokens and compare logits, loss, gradients and activations with another
+/// framework's.
 #[derive(Args)]
 pub(crate) struct TraceArgs {
     /// The checkpoint, in any layout, with its config.json; or hf://ORG/NAME.

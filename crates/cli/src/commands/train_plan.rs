@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::Global;
 use crate::exit::{Outcome, Usage};
-use crate::output::{self, bytes, count, table};
+use crate::output::{self, bytes, count, plural, table};
 
 /// Most ranks of a plan.
 const MOST_RANKS: usize = 1 << 16;
@@ -102,9 +102,10 @@ pub(super) fn run(
         return Ok(Outcome::Ok);
     }
     let mut text = format!(
-        "{}: {} parameters, {ranks} ranks, {} tokens per step\n\n",
+        "{}: {} parameters, {}, {} tokens per step\n\n",
         model.config.model_type,
         count(parameters as u64),
+        plural(ranks, "rank"),
         count(plan.tokens)
     );
     text += &format!("{}\n\n", memory_table(&plan));

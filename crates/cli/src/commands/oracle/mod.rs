@@ -15,6 +15,7 @@ use super::{Global, sequences};
 use crate::compare::Comparison;
 use crate::exit::Outcome;
 
+/// Run one kernel on given inputs and compare with expected results.
 #[derive(Args)]
 pub(crate) struct OracleArgs {
     #[command(subcommand)]
