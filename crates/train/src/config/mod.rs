@@ -26,7 +26,7 @@ pub use keys::{
     ScheduleConfig, SentinelConfig, TrainConfig,
 };
 pub use resume::OnResume;
-pub(crate) use resume::{changes, check_resume};
+pub(crate) use resume::{Change, changes, check_resume};
 pub(crate) use settings::check_value;
 use settings::{apply, check_names, check_values};
 

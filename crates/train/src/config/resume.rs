@@ -35,23 +35,26 @@ impl fmt::Display for OnResume {
     }
 }
 
-/// The keys that differ between two configurations, with both values.
-pub(crate) fn changes(
-    before: &TrainConfig,
-    after: &TrainConfig,
-) -> Result<Vec<(&'static Key, Option<Value>, Option<Value>)>> {
+/// A key that differs between two configurations; a value is `None` where the key is not set.
+pub(crate) struct Change {
+    pub key: &'static Key,
+    pub old: Option<Value>,
+    pub new: Option<Value>,
+}
+
+/// The keys that differ, in the order of [`KEYS`].
+pub(crate) fn changes(before: &TrainConfig, after: &TrainConfig) -> Result<Vec<Change>> {
     let (before, after) = (before.to_table()?, after.to_table()?);
-    let values = KEYS
-        .iter()
-        .map(|key| (key, value_of(&before, key.name).cloned(), value_of(&after, key.name).cloned()));
-    Ok(values.filter(|(_, before, after)| before != after).collect())
+    let value = |table, key: &Key| value_of(table, key.name).cloned();
+    let pairs = KEYS.iter().map(|key| Change { key, old: value(&before, key), new: value(&after, key) });
+    Ok(pairs.filter(|change| change.old != change.new).collect())
 }
 
 /// Returns an error for changes between a saved configuration and the new one that are not allowed; else true
 /// if held-out losses are still comparable.
 pub(crate) fn check_resume(saved: &TrainConfig, new: &TrainConfig) -> Result<bool> {
     let mut comparable = true;
-    for (key, old, new) in changes(saved, new)? {
+    for Change { key, old, new } in changes(saved, new)? {
         let reason = match key.on_resume {
             Refused(reason) => reason,
             // Without the file, the held-out documents come from the training files.

@@ -11,12 +11,11 @@
 
 use ballast_model::{Model, Precision, Recompute, memory};
 use serde::Serialize;
-use toml::Value;
 
 use super::blueprint::Blueprint;
 use super::cluster::Fullest;
 use super::time::Rates;
-use crate::config::{Key, MomentStorage, Shard, TrainConfig, changes};
+use crate::config::{Change, MomentStorage, Shard, TrainConfig, changes};
 use crate::error::Result;
 use crate::setup;
 
@@ -205,10 +204,10 @@ fn adapt_groups(config: &mut TrainConfig, ranks: usize) {
 
 /// The settings of `other` that differ from `config`.
 fn differences(config: &TrainConfig, other: &TrainConfig) -> Result<Vec<String>> {
-    let setting = |(key, _, value): (&Key, _, Option<Value>)| {
+    let setting = |change: Change| {
         // A bare word is a string for --set.
-        let value = value.map(|value| value.as_str().map_or(value.to_string(), String::from));
-        format!("{}={}", key.name, value.unwrap_or_default())
+        let value = change.new.map(|value| value.as_str().map_or(value.to_string(), String::from));
+        format!("{}={}", change.key.name, value.unwrap_or_default())
     };
     Ok(changes(config, other)?.into_iter().map(setting).collect())
 }
