@@ -23,6 +23,7 @@
 use std::ops::Range;
 
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
 use crate::Element;
 use crate::adamw::global_norm;
@@ -40,13 +41,15 @@ const TASKS: usize = 16;
 /// Most Newton-Schulz steps.
 const MOST_STEPS: usize = 99;
 
-/// Factor of the learning rate by the shape of a matrix.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// Factor of the learning rate by the shape of a matrix. serde has the names of torch.optim.Muon.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum AdjustLr {
     /// sqrt(max(1, rows / columns)), the rule of the first implementation of Muon.
     Original,
     /// 0.2 sqrt(max(rows, columns)): updates get the RMS of AdamW's, so that its learning rates can be used.
     #[default]
+    #[serde(rename = "match_rms_adamw")]
     MatchRmsAdamW,
     /// sqrt(rows / columns).
     SpectralUnclamped,

@@ -13,6 +13,7 @@ use ballast_kernels::linear_cross_entropy::{
 use ballast_kernels::rotary::{Rotary, Table};
 use ballast_kernels::simd;
 use ballast_kernels::{Element, Rounding, Scratch};
+use serde::{Deserialize, Serialize};
 
 use crate::batch::{Batch, IGNORED, Sequences};
 use crate::config::{Config, Mixer, Rope};
@@ -31,7 +32,8 @@ use crate::with_weight;
 
 /// Activation recomputation: which activations backward recomputes instead of keeping them; the bits are the
 /// same.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Recompute {
     /// Keeps all activations.
     #[default]
@@ -101,7 +103,8 @@ pub struct IndexerLoss {
 }
 
 /// Stage of the indexers' training.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum IndexerStage {
     /// Warm-up: attention and the loss cover all keys; nothing else is trained, whatever the scale of the
     /// language loss.

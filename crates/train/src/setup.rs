@@ -9,11 +9,11 @@ use ballast_checkpoint::look_at;
 use ballast_checkpoint::regular::{read_regular, read_regular_text};
 use ballast_contract::pattern::wildcard_matches as matches;
 use ballast_model::params::{Grads, Specs};
-use ballast_model::{Config, Model, Precision};
+use ballast_model::{Config, IndexerStage, Model, Precision};
 use serde_json::Value;
 
 use crate::checksum::Content;
-use crate::config::{Stage, TimeSteps, TrainConfig};
+use crate::config::{TimeSteps, TrainConfig};
 use crate::data::{Document, Documents, Files, Packer, Split, TextEncoder};
 use crate::error::{Error, Result};
 use crate::task::{self, Task};
@@ -106,8 +106,8 @@ pub fn is_learned(config: &TrainConfig, name: &str) -> bool {
     let is_indexer = name.contains(".indexer.");
     let has_gradient = match (config.loss.indexer_scale > 0.0, config.loss.indexer_stage) {
         (false, _) => !is_indexer,
-        (true, Stage::Dense) => is_indexer,
-        (true, Stage::Sparse) => true,
+        (true, IndexerStage::Dense) => is_indexer,
+        (true, IndexerStage::Sparse) => true,
     };
     config.lora.is_none() && has_gradient && !config.model.freeze.iter().any(|pattern| matches(pattern, name))
 }

@@ -118,9 +118,9 @@ impl Trainer {
     }
 
     /// Resumes the run in `out` from its last checkpoint. `settings` change its configuration where
-    /// [`on_resume`] allows it.
+    /// [`OnResume`] allows it.
     ///
-    /// [`on_resume`]: crate::config::on_resume
+    /// [`OnResume`]: crate::config::OnResume
     pub fn resume(out: &Path, settings: &[String]) -> Result<Trainer> {
         Trainer::resume_on(out, settings, Group::solo())
     }
@@ -393,7 +393,7 @@ impl Trainer {
     }
 
     pub(crate) fn recompute(&self) -> Recompute {
-        self.config.precision.recompute.into()
+        self.config.precision.recompute
     }
 
     /// Start positions and own micro-batches of the next step, group by group.

@@ -9,6 +9,7 @@ use ballast_train::Trainer;
 use ballast_train::metrics::MetricsEntry;
 use ballast_train::optimizer::Place;
 use ballast_train::state::weights_checksum;
+use serde::Deserialize;
 
 use crate::common::{self, Listener, config, run};
 
@@ -43,12 +44,7 @@ fn steps_have_the_results_of_torch() {
             eps: number("eps"),
             ns_steps: number("ns_steps") as usize,
             ns_coefficients: coefficients.try_into().unwrap(),
-            adjust_lr: match settings["adjust_lr_fn"].as_str().unwrap() {
-                "original" => AdjustLr::Original,
-                "match_rms_adamw" => AdjustLr::MatchRmsAdamW,
-                "spectral_unclamped" => AdjustLr::SpectralUnclamped,
-                other => panic!("{other}"),
-            },
+            adjust_lr: AdjustLr::deserialize(&settings["adjust_lr_fn"]).unwrap(),
         };
         let start = tensor("start");
         let [rows, columns] = start.shape[..] else { panic!("{name}: {:?}", start.shape) };

@@ -5,6 +5,7 @@ mod common;
 
 mod alternatives;
 mod architectures;
+mod configuration;
 mod data;
 mod faults;
 mod lora;

@@ -78,7 +78,7 @@ pub(crate) struct TrainArgs {
     /// Print the resolved configuration and exit.
     #[arg(long, conflicts_with = "resume")]
     print_config: bool,
-    /// Print every configuration key with its meaning and exit.
+    /// Print every configuration key with its values, default and meaning, and exit.
     #[arg(long)]
     keys: bool,
 }
@@ -230,12 +230,12 @@ pub(super) fn free_name(out: &Path) -> PathBuf {
 fn print_keys(global: &Global) {
     if global.json {
         let keys: serde_json::Map<String, serde_json::Value> =
-            KEYS.iter().map(|(key, meaning)| (key.to_string(), json!(meaning))).collect();
+            KEYS.iter().map(|key| (key.name.into(), json!(key.help()))).collect();
         return global.print_json("train-keys", &keys);
     }
-    let mut rows = table(&["key", "meaning"]);
-    for (key, meaning) in KEYS {
-        rows.add_row([*key, *meaning]);
+    let mut rows = table(&["key", "values", "default", "meaning"]);
+    for key in KEYS {
+        rows.add_row([key.name, &key.values(), &key.default().unwrap_or_default(), key.help()]);
     }
     output::print(&format!("{rows}\n"));
     let presets: Vec<String> = PRESETS.iter().map(|(name, what, _)| format!("  {name:11} {what}")).collect();
@@ -256,7 +256,7 @@ fn introduce(trainer: &Trainer) -> anyhow::Result<()> {
         ranks => format!(
             "{ranks} ranks of {}, shard {}, context {}\n",
             output::plural(rayon::current_num_threads(), "thread"),
-            format!("{:?}", config.cluster.shard).to_lowercase(),
+            config.cluster.shard,
             config.cluster.context
         ),
     };

@@ -26,11 +26,7 @@ impl Fingerprint {
         // Where a system does not show the program's file, the version has to do.
         all.add("program file", program.map_or(String::new(), |sum| format!("checksum {sum:016x}")));
         all.add("instruction set (BALLAST_SIMD)", format!("{:?}", simd::level()));
-        let table: toml::Table = config
-            .to_toml()?
-            .parse()
-            .map_err(|error| Error::Config(format!("the configuration as TOML: {error}")))?;
-        all.add_table(&table, "");
+        all.add_table(&config.to_table()?, "");
         Ok(all)
     }
 

@@ -4,54 +4,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::config::DataConfig;
+use crate::config::check_value;
 use crate::error::{Error, Result};
-
-/// Files, held-out documents, and packing into sequences.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct DataConfig {
-    /// An embedded task instead of files.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub task: Option<String>,
-    /// Training files: `.jsonl` with `text`, `messages` or `prompt` and `completion` per line, or plain text.
-    pub files: Vec<DataFile>,
-    /// File of held-out documents.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub validation: Option<PathBuf>,
-    /// Fraction of every training file's documents that is held out without such a file; 0: none.
-    pub validation_fraction: f64,
-    /// Most tokens of a sequence.
-    pub sequence_length: usize,
-    /// Packing of documents into sequences.
-    pub packing: Packing,
-    /// Roles of a conversation whose messages are trained on.
-    pub train_roles: Vec<String>,
-    /// True to shuffle the documents in each epoch; else they come in file order.
-    pub shuffle: bool,
-    /// True to end texts and completions with the end-of-text token. Conversations end as their template
-    /// says.
-    pub add_eos: bool,
-    /// Line that separates the documents of a plain-text file. Without it, a file is one document.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub document_separator: Option<String>,
-}
-
-impl Default for DataConfig {
-    fn default() -> DataConfig {
-        DataConfig {
-            task: None,
-            files: Vec::new(),
-            validation: None,
-            validation_fraction: 0.05,
-            sequence_length: 2048,
-            packing: Packing::Packed,
-            train_roles: vec!["assistant".into()],
-            shuffle: true,
-            add_eos: true,
-            document_separator: None,
-        }
-    }
-}
 
 /// A training file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -69,12 +24,11 @@ fn one() -> f64 {
 }
 
 /// Packing of documents into sequences.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Packing {
     /// Documents are concatenated, each as a sequence of its own: state, convolution and attention are reset
     /// between them. A document that does not fit continues in the next sequence.
-    #[default]
     Packed,
     /// One document per sequence; tokens beyond the sequence length are dropped.
     Padded,
@@ -93,33 +47,28 @@ impl DataConfig {
 
     /// Returns an error for invalid or contradictory settings.
     pub fn check(&self) -> Result {
+        check_value("data.validation_fraction", self.validation_fraction)?;
+        check_value("data.sequence_length", self.sequence_length)?;
         let bad = |problem: String| Err(Error::Config(problem));
         if self.files.is_empty() {
-            return bad("data.files: there are none; name at least one training file".into());
+            return bad("`data.files` is empty; name at least one training file".into());
         }
         let weights = || self.files.iter().map(|file| file.weight);
         if let Some(file) = self.files.iter().find(|file| !file.weight.is_finite() || file.weight < 0.0) {
             let path = file.path.display();
             return bad(format!(
-                "data.files: the weight of {path} is {}, expected a finite number of at least 0",
+                "`data.files`: the weight of {path} must be finite and at least 0, got {}",
                 file.weight
             ));
         }
         if weights().all(|weight| weight == 0.0) {
-            return bad("data.files: all weights are 0; at least one must be positive".into());
+            return bad("`data.files`: all weights are 0; at least one must be above 0".into());
         }
         if !weights().sum::<f64>().is_finite() {
-            return bad("data.files: the weights add up to infinity; use smaller ones".into());
+            return bad("`data.files`: the weights add up to infinity; use smaller ones".into());
         }
-        if !(0.0..1.0).contains(&self.validation_fraction) {
-            let fraction = self.validation_fraction;
-            return bad(format!("data.validation_fraction is {fraction}, expected 0 to below 1"));
-        }
-        if self.sequence_length < 2 {
-            return bad(format!("data.sequence_length is {}, expected at least 2", self.sequence_length));
-        }
-        if self.document_separator.as_ref().is_some_and(|line| line.contains(['\n', '\r'])) {
-            return bad("data.document_separator must be one line, got several".into());
+        if let Some(line) = self.document_separator.as_ref().filter(|line| line.contains(['\n', '\r'])) {
+            return bad(format!("`data.document_separator` must be one line, got {line:?}"));
         }
         self.check_validation()
     }
@@ -131,7 +80,7 @@ impl DataConfig {
         match self.files.iter().find(|file| file.path.canonicalize().is_ok_and(|other| other == place)) {
             None => Ok(()),
             Some(file) => Err(Error::Config(format!(
-                "data.validation: {} is a training file too; name another file, or set data.validation_fraction instead",
+                "`data.validation`: {} is a training file too; name another file, or set `data.validation_fraction` instead",
                 file.path.display()
             ))),
         }
@@ -171,16 +120,26 @@ mod tests {
 
     #[test]
     fn settings_without_sense_are_refused_by_name() {
-        assert!(refused("").contains("data.files: there are none"));
-        assert!(refused("files = [{ path = 'a', weight = -1 }]").contains("weight of a is -1"));
-        assert!(refused("files = [{ path = 'a', weight = nan }]").contains("weight of a is NaN"));
+        assert!(refused("").contains("`data.files` is empty"));
+        assert!(
+            refused("files = [{ path = 'a', weight = -1 }]")
+                .contains("weight of a must be finite and at least 0, got -1")
+        );
+        assert!(
+            refused("files = [{ path = 'a', weight = nan }]")
+                .contains("weight of a must be finite and at least 0, got NaN")
+        );
         assert!(refused("files = [{ path = 'a', weight = 0 }]").contains("all weights are 0"));
         let huge = "files = [{ path = 'a', weight = 1e308 }, { path = 'b', weight = 1e308 }]";
         assert!(refused(huge).contains("add up to infinity"));
         assert!(
-            refused("files = [{ path = 'a' }]\nvalidation_fraction = 1").contains("validation_fraction is 1")
+            refused("files = [{ path = 'a' }]\nvalidation_fraction = 1")
+                .contains("`data.validation_fraction` must be at least 0 and below 1, got 1")
         );
-        assert!(refused("files = [{ path = 'a' }]\nsequence_length = 1").contains("sequence_length is 1"));
+        assert!(
+            refused("files = [{ path = 'a' }]\nsequence_length = 1")
+                .contains("`data.sequence_length` must be at least 2, got 1")
+        );
         assert!(refused("files = [{ path = 'a' }]\ndocument_separator = \"a\\nb\"").contains("one line"));
     }
 

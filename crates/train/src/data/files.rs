@@ -7,6 +7,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use ballast_report::format::plural;
+
 use super::index::{Form, Index, Passage};
 use super::record::Record;
 use super::shuffle::{Permutation, Purpose, hash, unit};
@@ -239,8 +241,8 @@ impl Documents for Files {
         let files = if is_start { &start } else { &cursor.files };
         if files.len() != self.sources.len() {
             return Err(Error::Config(format!(
-                "data.files: {} of them where the run was saved with {}; resume with the same files",
-                self.sources.len(),
+                "`data.files` has {}; the saved run had {}",
+                plural(self.sources.len(), "file"),
                 files.len()
             )));
         }

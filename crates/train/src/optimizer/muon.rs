@@ -20,7 +20,7 @@
 use std::ops::Range;
 
 use ballast_kernels::Rounding;
-use ballast_kernels::muon::{AdjustLr, Options, Parts, muon_fault, muon_step, muon_step_workspace};
+use ballast_kernels::muon::{Options, Parts, muon_fault, muon_step, muon_step_workspace};
 use ballast_model::Config;
 use ballast_model::config::Mixer;
 use ballast_model::params::Spec;
@@ -28,7 +28,7 @@ use ballast_model::precision::Storage;
 use half::bf16;
 
 use super::rule::{BadElement, StateKind, Step, UpdateRule};
-use crate::config::{LrAdjustment, MuonConfig};
+use crate::config::MuonConfig;
 use crate::error::Result;
 
 /// Parts of the names of matrices that AdamW updates.
@@ -65,13 +65,16 @@ impl Muon {
     /// The configured Muon for a weight, or nothing if AdamW updates it.
     pub(super) fn new(config: &MuonConfig, model: &Config, spec: &Spec) -> Option<Muon> {
         let parts = matrices(model, spec)?;
-        let MuonConfig { lr_ratio, momentum, nesterov, weight_decay, eps, ns_steps, ns_coefficients, .. } =
-            *config;
-        let adjust_lr = match config.adjust_lr {
-            LrAdjustment::Original => AdjustLr::Original,
-            LrAdjustment::MatchRmsAdamW => AdjustLr::MatchRmsAdamW,
-            LrAdjustment::SpectralUnclamped => AdjustLr::SpectralUnclamped,
-        };
+        let MuonConfig {
+            lr_ratio,
+            adjust_lr,
+            momentum,
+            nesterov,
+            weight_decay,
+            eps,
+            ns_steps,
+            ns_coefficients,
+        } = *config;
         let options =
             Options { lr: 0.0, momentum, nesterov, weight_decay, eps, ns_steps, ns_coefficients, adjust_lr };
         Some(Muon { parts, lr_ratio, options })

@@ -9,13 +9,13 @@
 //! changed freely   division of tensors and messages under way: they cost time alone, which is counted
 //! ```
 
-use ballast_model::{Model, Precision, memory};
+use ballast_model::{Model, Precision, Recompute, memory};
 use serde::Serialize;
 
 use super::blueprint::Blueprint;
 use super::cluster::Fullest;
 use super::time::Rates;
-use crate::config::{MomentStorage, RecomputeLevel, Shard, TrainConfig};
+use crate::config::{Change, MomentStorage, Shard, TrainConfig, changes};
 use crate::error::Result;
 use crate::setup;
 
@@ -27,7 +27,7 @@ const MOST_MORE_RANKS: usize = 256;
 
 const SHARDS: [Shard; 4] = [Shard::None, Shard::Optimizer, Shard::Gradients, Shard::Weights];
 
-const LEVELS: [RecomputeLevel; 3] = [RecomputeLevel::None, RecomputeLevel::Selective, RecomputeLevel::Full];
+const LEVELS: [Recompute; 3] = [Recompute::None, Recompute::Selective, Recompute::Full];
 
 /// From the most bytes to the fewest.
 const MOMENTS: [MomentStorage; 3] = [MomentStorage::F32, MomentStorage::Bf16, MomentStorage::Bits8];
@@ -83,7 +83,7 @@ impl Alternative {
             let fitting = best(search.on(ranks)?);
             counts += usize::from(!fitting.is_empty());
             for Candidate { config: other, bytes, seconds } in fitting {
-                found.push(Alternative { ranks, settings: differences(config, &other), bytes, seconds });
+                found.push(Alternative { ranks, settings: differences(config, &other)?, bytes, seconds });
             }
             if counts == RANK_COUNTS {
                 break;
@@ -101,7 +101,7 @@ impl Candidate {
     }
 
     /// Costs of the settings other than time.
-    fn price(&self) -> (Option<usize>, usize, RecomputeLevel) {
+    fn price(&self) -> (Option<usize>, usize, Recompute) {
         let moments = MOMENTS.iter().position(|known| *known == self.config.optimizer.moments);
         (moments, self.config.cluster.context, self.config.precision.recompute)
     }
@@ -203,20 +203,11 @@ fn adapt_groups(config: &mut TrainConfig, ranks: usize) {
 }
 
 /// The settings of `other` that differ from `config`.
-fn differences(config: &TrainConfig, other: &TrainConfig) -> Vec<String> {
-    let name = |shard: Shard| format!("{shard:?}").to_lowercase();
-    let level = |level: RecomputeLevel| format!("{level:?}").to_lowercase();
-    let settings = |config: &TrainConfig| {
-        [
-            format!("cluster.shard={}", name(config.cluster.shard)),
-            format!("cluster.window={}", config.cluster.window),
-            format!("precision.recompute={}", level(config.precision.recompute)),
-            format!("optimizer.moments={}", config.optimizer.moments.name()),
-            format!("cluster.context={}", config.cluster.context),
-            format!("batch.groups={}", config.batch.groups),
-            format!("batch.accumulation={}", config.batch.accumulation),
-        ]
+fn differences(config: &TrainConfig, other: &TrainConfig) -> Result<Vec<String>> {
+    let setting = |change: Change| {
+        // A bare word is a string for --set.
+        let value = change.new.map(|value| value.as_str().map_or(value.to_string(), String::from));
+        format!("{}={}", change.key.name, value.unwrap_or_default())
     };
-    let (before, after) = (settings(config), settings(other));
-    after.into_iter().zip(before).filter(|(after, before)| after != before).map(|(after, _)| after).collect()
+    Ok(changes(config, other)?.into_iter().map(setting).collect())
 }

@@ -173,7 +173,7 @@ impl<'a> Blueprint<'a> {
             part: Some((part, config.cluster.context)),
             loss: config.loss.options(),
             adapters: config.lora.as_ref().map(|lora| (lora.rank, &targets as &dyn Fn(&str) -> bool)),
-            ..Step::new(&ends, config.precision.recompute.into())
+            ..Step::new(&ends, config.precision.recompute)
         })
     }
 

@@ -310,7 +310,7 @@ impl OptimizerBytes {
             false => rule.state().len() * Stored::bytes_of(moments, own),
         };
         let share = if divided { ", own share" } else { "" };
-        let name = format!("{}, {}{share}", rule.state_name(), moments.name());
+        let name = format!("{}, {}{share}", rule.state_name(), moments);
         match self.states.iter_mut().find(|(known, _)| *known == name) {
             Some((_, all)) => *all += bytes,
             None => self.states.push((name, bytes)),

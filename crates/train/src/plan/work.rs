@@ -46,7 +46,7 @@ impl Blueprint<'_> {
                 let mixer = self.mixer_work(&self.model.config.layers[index]);
                 (work.forward, work.backward) =
                     (work.forward + mixer, work.backward + MIXER_BACKWARD * mixer);
-                if Recompute::from(self.config.precision.recompute) == Recompute::Full {
+                if self.config.precision.recompute == Recompute::Full {
                     work.backward += work.forward;
                 }
             }

@@ -121,7 +121,7 @@ fn a_cursor_of_other_data_is_refused() {
     let error = seek(&Data::numbered("a.jsonl", 6), &["a.jsonl"]);
     assert!(error.contains("when the run was saved; resume with the same data"), "{error}");
     let error = seek(&data, &["a.jsonl", "a.jsonl"]);
-    assert!(error.contains("2 of them where the run was saved with 1"), "{error}");
+    assert!(error.contains("`data.files` has 2 files; the saved run had 1"), "{error}");
     let inside = Cursor { offset: 100, ..cursor };
     let mut packer = Packer::new(Box::new(files), Packing::Packed, 8, 1);
     let error = packer.seek(&inside).unwrap_err().to_string();
