@@ -5,8 +5,8 @@
 
 use std::path::Path;
 
-use ballast_checkpoint::gguf::header::Header;
-use ballast_checkpoint::header::elements;
+use ballast_gguf::header::Header;
+use ballast_files::header::elements;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|file: &[u8]| {

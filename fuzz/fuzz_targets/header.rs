@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use ballast_checkpoint::header::{Header, TensorInfo, elements, json_bytes};
+use ballast_files::header::{Header, TensorInfo, elements, json_bytes};
 use libfuzzer_sys::fuzz_target;
 
 fn parse(file: &[u8]) -> Option<(Header, u64)> {

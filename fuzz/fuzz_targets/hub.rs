@@ -5,8 +5,8 @@
 
 use std::path::{Component, Path};
 
-use ballast_checkpoint::hub::address::{Address, Url};
-use ballast_checkpoint::hub::range::ContentRange;
+use ballast_hub::address::{Address, Url};
+use ballast_hub::range::ContentRange;
 use libfuzzer_sys::fuzz_target;
 
 fn is_inside(path: &str) -> bool {

@@ -5,7 +5,7 @@
 
 use std::path::{Component, Path};
 
-use ballast_checkpoint::index::Index;
+use ballast_files::index::Index;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &[u8]| {

@@ -4,7 +4,7 @@
 
 use std::path::{Component, Path};
 
-use ballast_checkpoint::hub::parse_listing;
+use ballast_hub::parse_listing;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &[u8]| {

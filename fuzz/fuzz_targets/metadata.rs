@@ -3,7 +3,7 @@
 
 #![no_main]
 
-use ballast_checkpoint::torch::list_distributed;
+use ballast_torch::list_distributed;
 use libfuzzer_sys::fuzz_target;
 
 const SEPARATOR: &[u8] = b"\n---\n";

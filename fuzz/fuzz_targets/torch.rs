@@ -5,9 +5,9 @@
 
 use std::path::Path;
 
-use ballast_checkpoint::header::elements;
-use ballast_checkpoint::torch::list;
-use ballast_checkpoint::torch::pickle::{Node, Pickle};
+use ballast_files::header::elements;
+use ballast_torch::list;
+use ballast_torch::pickle::{Node, Pickle};
 use libfuzzer_sys::fuzz_target;
 
 /// Magic number, protocol and system of a file from before torch 1.6.

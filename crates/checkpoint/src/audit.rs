@@ -9,24 +9,23 @@ use std::ops::Range;
 use ballast_contract::holder::strip_fp32_holder_key;
 use ballast_contract::rounded::{Fit, Narrow};
 use ballast_contract::{Architecture, Dtype, Policy, Registry, Rule};
+use ballast_files::jobs::{self, CHUNK_BYTES, Observer};
+use ballast_files::{Result, cast, left_out};
+use ballast_hub::RemoteSummary;
 use serde::Serialize;
 
-use crate::cast;
-use crate::error::Result;
 use crate::fp8::{self, ScaleOf};
-use crate::gguf;
-use crate::hub::{self, RemoteSummary};
-use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::layout::{Layout, Naming, metadata};
-use crate::left_out;
 use crate::masters;
 use crate::open::{Checkpoint, StoredTensor};
+use crate::remote::with_readers;
 use crate::tied;
 
 /// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum Severity {
     Violation,
     Warning,
@@ -34,6 +33,7 @@ pub enum Severity {
 
 /// A finding: one kind of problem and the tensors that have it.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct Finding {
     /// Stable name of the kind.
     pub kind: &'static str,
@@ -55,6 +55,7 @@ pub struct Finding {
 
 /// The cost of storing A_log in bf16: the relative error of the decay rate exp(A_log).
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct DecayCost {
     /// `would` for tensors with full f32 precision, `has` for those already rounded.
     pub tense: &'static str,
@@ -80,6 +81,7 @@ pub enum Values {
 
 /// The result of an audit.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct AuditReport {
     /// Architecture.
     pub architecture: Architecture,
@@ -162,11 +164,11 @@ pub fn audit_values(
         let unread = checkpoint.tensors.len() - read().count();
         notes.push(format!(
             "the values of {unread} tensors that are not protected were not read ({}); --full reads them",
-            ballast_report::format::bytes(checkpoint.tensor_bytes() - bytes)
+            ballast_format::bytes(checkpoint.tensor_bytes() - bytes)
         ));
     }
     let work = || scan_values(checkpoint, &rules, &is_read, observer);
-    let scans = hub::with_readers(&[checkpoint], work)?;
+    let scans = with_readers(&[checkpoint], work)?;
     let decay = value_findings(checkpoint, &rules, &scans, &mut findings);
     notes.extend(master_findings(checkpoint, &policy, observer, &mut findings)?);
     if architecture.families.is_empty() {
@@ -556,7 +558,7 @@ fn value_findings(
     scans: &[Scan],
     findings: &mut Findings,
 ) -> Vec<DecayCost> {
-    let is_gguf = checkpoint.metadata_value(gguf::ARCHITECTURE).is_some();
+    let is_gguf = checkpoint.metadata_value(ballast_gguf::ARCHITECTURE).is_some();
     let mut costs: HashMap<&'static str, (usize, DecaySum)> = HashMap::new();
     for ((t, rule), scan) in checkpoint.tensors.iter().zip(rules).zip(scans) {
         if is_a_log(&t.name) && scan.negative_infinite > 0 {

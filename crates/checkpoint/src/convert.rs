@@ -8,18 +8,16 @@ use std::sync::Arc;
 
 use ballast_contract::holder::strip_fp32_holder_key;
 use ballast_contract::{Dtype, Policy, Role};
+use ballast_files::jobs::Observer;
+use ballast_files::staging::Staging;
+use ballast_files::{Error, Result, left_out, look_at};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::error::{Error, Result};
-use crate::folder::look_at;
 use crate::gguf::{self, GgufFile};
-use crate::hub;
-use crate::jobs::Observer;
 use crate::layout::{Form, Layout, LayoutRequest, Naming, Ranks, is_carried, metadata, relayout};
-use crate::left_out;
 use crate::open::Checkpoint;
-use crate::staging::Staging;
+use crate::remote::with_readers;
 use crate::torch::{self, FileFormat};
 use crate::transfer::{Prepare, write_verified};
 use crate::verify::{self, Verification};
@@ -66,6 +64,7 @@ impl ConvertOptions {
 
 /// Tensors with the same change of dtype for the same reason.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct DtypeChange {
     /// dtype in the source.
     pub from: Dtype,
@@ -81,6 +80,7 @@ pub struct DtypeChange {
 
 /// The plan of a conversion.
 #[derive(Serialize)]
+#[non_exhaustive]
 pub struct ConvertPlan {
     /// Layout of the source.
     pub from: Layout,
@@ -131,6 +131,7 @@ impl ConvertPlan {
 
 /// The result of a conversion.
 #[derive(Serialize)]
+#[non_exhaustive]
 pub struct ConvertReport {
     /// Plan of the conversion.
     #[serde(flatten)]
@@ -359,7 +360,7 @@ pub fn execute(
                 limit,
             )
         }
-        format => torch::plan_files(format, staging.folder(), outputs, plan.to.ranks, source, limit),
+        format => torch::plan(format, staging.folder(), outputs, plan.to.ranks, source, limit),
     }
     .map_err(|e| e.of(&source.root))?;
     let more_bytes: u64 = options.files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
@@ -373,7 +374,7 @@ pub fn execute(
     let prepare = if plan.to.ranks.count() == 1 { Prepare::Early } else { Prepare::Late };
     let pairs = || verify::pairs_with_source(source, &plan.from, &staging.staged(), &plan.to);
     let work = || write_verified(&files, prepare, pairs, observer);
-    let verification = hub::with_readers(&[source], work).map_err(|e| e.of(&source.root))?;
+    let verification = with_readers(&[source], work).map_err(|e| e.of(&source.root))?;
     for file in &source.files {
         file.check_unchanged()?;
     }

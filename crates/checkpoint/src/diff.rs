@@ -5,14 +5,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ballast_contract::{Dtype, Role};
+use ballast_files::jobs::{self, CHUNK_BYTES, Observer};
+use ballast_files::{Result, cast};
+use ballast_hub::RemoteSummary;
 use serde::Serialize;
 
-use crate::cast;
-use crate::error::Result;
-use crate::hub::{self, RemoteSummary};
-use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::layout::{Form, Layout, Naming, Ranks, relayout};
 use crate::open::Checkpoint;
+use crate::remote::with_readers;
 use crate::view::View;
 
 /// The result of comparing a tensor of A with its counterpart in B.
@@ -37,6 +37,7 @@ pub enum Verdict {
 
 /// The difference between two tensors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Measure {
     /// Number of elements that differ.
     pub differing: u64,
@@ -50,6 +51,7 @@ pub struct Measure {
 
 /// One tensor of a comparison.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct TensorDiff {
     /// Name in the layout of the comparison.
     pub tensor: String,
@@ -68,6 +70,7 @@ pub struct TensorDiff {
 
 /// The result of a comparison.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct DiffReport {
     /// Layout of A.
     pub a: Layout,
@@ -126,7 +129,7 @@ pub fn diff(a: &Arc<Checkpoint>, b: &Arc<Checkpoint>, observer: &dyn Observer) -
         let role = Role::of(&tensor);
         rows.push(TensorDiff { tensor, rank, role, a: None, b: Some(view.dtype), verdict: Verdict::OnlyInB });
     }
-    let tallies = hub::with_readers(&[a, b], || compare(&pairs, observer))?;
+    let tallies = with_readers(&[a, b], || compare(&pairs, observer))?;
     let mut elements = 0;
     for ((row, view_a, view_b), tally) in pairs.iter().zip(tallies) {
         elements += view_a.elements();

@@ -13,14 +13,13 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use ballast_contract::{Dtype, Policy, Role};
+use ballast_files::cast::{self, Buffer};
+use ballast_files::jobs::{CHUNK_BYTES, pieces};
+use ballast_files::{Error, Result, ShardFile, Source};
 use serde_json::{Value, json};
 
-use crate::cast::{self, Buffer};
-use crate::error::{Error, Result};
-use crate::jobs::{CHUNK_BYTES, pieces};
 use crate::layout::{Layout, Naming};
 use crate::open::{Checkpoint, StoredTensor};
-use crate::shard_file::ShardFile;
 use crate::view::View;
 
 /// Rows and columns of a block where config.json does not state them, and of the blocks that are written.
@@ -161,7 +160,7 @@ impl Blocks {
 
 /// A tensor that is computed while it is read.
 #[derive(Debug)]
-pub(crate) enum Computed {
+enum Computed {
     /// F32 values of FP8 weights and their scales.
     Dequantized(Box<Dequantizer>),
     /// F8_E4M3 codes of the weights.
@@ -172,7 +171,7 @@ pub(crate) enum Computed {
 
 /// FP8 weights and their scales.
 #[derive(Debug)]
-pub(crate) struct Dequantizer {
+struct Dequantizer {
     weight: View,
     scales: View,
     blocks: Blocks,
@@ -180,7 +179,7 @@ pub(crate) struct Dequantizer {
 
 /// Weights that are divided into blocks and quantized. The scales need all weights, and are found once.
 #[derive(Debug)]
-pub(crate) struct Quantizer {
+struct Quantizer {
     weight: View,
     blocks: Blocks,
     largest: OnceLock<Vec<f32>>,
@@ -195,8 +194,18 @@ impl Computed {
         }
     }
 
-    /// Fills `buffer` from byte `at` of the tensor.
-    pub(crate) fn read_at(&self, buffer: &mut [u8], at: u64) -> Result<()> {
+    /// The files that it is computed from.
+    fn path(&self) -> &Path {
+        let view = match self {
+            Computed::Dequantized(dequantizer) => &dequantizer.weight,
+            Computed::Codes(quantizer) | Computed::Scales(quantizer) => &quantizer.weight,
+        };
+        view.source_files().first().copied().unwrap_or(Path::new(""))
+    }
+}
+
+impl Source for Computed {
+    fn read_at(&self, buffer: &mut [u8], at: u64) -> Result<()> {
         let width = self.width();
         let end = at + buffer.len() as u64;
         let elements = at / width..end.div_ceil(width);
@@ -223,15 +232,6 @@ impl Computed {
         let skipped = (at - elements.start * width) as usize;
         buffer.copy_from_slice(&values.as_ref()[skipped..skipped + buffer.len()]);
         Ok(())
-    }
-
-    /// The files that it is computed from.
-    fn path(&self) -> &Path {
-        let view = match self {
-            Computed::Dequantized(dequantizer) => &dequantizer.weight,
-            Computed::Codes(quantizer) | Computed::Scales(quantizer) => &quantizer.weight,
-        };
-        view.source_files().first().copied().unwrap_or(Path::new(""))
     }
 }
 
@@ -567,6 +567,6 @@ impl Checkpoint {
         let bytes = dtype.bytes_for(stored.elements()).expect("checked by the caller");
         let path = computed.path().to_path_buf();
         *stored = StoredTensor { dtype, bytes, begin: 0, file: self.files.len(), ..stored.clone() };
-        self.files.push(Arc::new(ShardFile::computed(&path, bytes, computed)));
+        self.files.push(Arc::new(ShardFile::from_source(&path, bytes, computed)));
     }
 }

@@ -3,16 +3,17 @@
 use std::collections::{BTreeMap, HashMap};
 
 use ballast_contract::{Architecture, Dtype, Policy, Registry, Role};
+use ballast_files::Result;
+use ballast_files::left_out::LeftOut;
+use ballast_hub::RemoteSummary;
 use serde::Serialize;
 
-use crate::error::Result;
-use crate::hub::RemoteSummary;
 use crate::layout::Layout;
-use crate::left_out::LeftOut;
 use crate::open::Checkpoint;
 
 /// Number of tensors, parameters and bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Amount {
     /// Number of tensors.
     pub tensors: u64,
@@ -24,6 +25,7 @@ pub struct Amount {
 
 /// One safetensors file.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct FileSummary {
     /// Path relative to the checkpoint.
     pub file: String,
@@ -35,6 +37,7 @@ pub struct FileSummary {
 
 /// One tensor.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct TensorSummary {
     /// Name.
     pub name: String,
@@ -54,6 +57,7 @@ pub struct TensorSummary {
 
 /// Tensors that one rule protects.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct ProtectedSummary {
     /// The rule.
     pub rule: String,
@@ -65,6 +69,7 @@ pub struct ProtectedSummary {
 
 /// The summary of a checkpoint.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct InspectReport {
     /// Architecture.
     pub architecture: Architecture,

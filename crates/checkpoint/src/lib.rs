@@ -3,44 +3,32 @@
 
 #![forbid(unsafe_code)]
 
-mod assembly;
 pub mod audit;
-pub mod cast;
 pub mod convert;
 pub mod diff;
-pub mod encoding;
-pub mod error;
-mod folder;
 pub mod fp8;
 pub mod gguf;
-pub mod header;
-pub mod hub;
-pub mod index;
 pub mod inspect;
-pub mod jobs;
 pub mod layout;
-pub mod left_out;
 mod masters;
-pub mod open;
-mod ranks;
-pub mod regular;
+mod open;
+mod remote;
 pub mod repair;
-mod shard_file;
 mod shards;
-pub mod staging;
 pub mod synthetic;
 pub mod tensor_file;
 pub mod tied;
-pub mod torch;
+mod torch;
 mod transfer;
-pub mod verify;
-pub mod view;
-pub mod write;
+mod verify;
+mod view;
+mod write;
 
-pub use error::{Error, ErrorKind, Result};
-pub use folder::look_at;
-pub use open::Checkpoint;
+pub use open::{Checkpoint, MemoryTensor, StoredTensor};
+pub use torch::FileFormat;
+pub use verify::{MovedValues, Verification};
 pub use view::View;
+pub use write::DEFAULT_SHARD_BYTES;
 
 /// The examples of README.md, run as tests.
 #[cfg(doctest)]

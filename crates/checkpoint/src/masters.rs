@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use ballast_contract::rounded::{Fit, Narrow};
 use ballast_contract::{Dtype, Policy};
+use ballast_files::Result;
+use ballast_files::jobs::{self, CHUNK_BYTES, Observer};
 
-use crate::error::Result;
-use crate::jobs::{self, CHUNK_BYTES, Observer};
 use crate::open::{Checkpoint, StoredTensor};
 
 /// A tensor's values compared with those of its master.
@@ -126,8 +126,9 @@ pub(crate) fn in_place(
 
 #[cfg(test)]
 mod tests {
+    use ballast_files::cast;
+
     use super::*;
-    use crate::cast;
 
     #[test]
     fn masters_are_known_by_megatrons_names_alone() {

@@ -1,6 +1,6 @@
 //! A checkpoint on disk: one safetensors file, a folder with or without an index, a folder of tensor-parallel
-//! ranks, one of torch's formats ([`crate::torch`]), or a GGUF file ([`crate::gguf`]); or a checkpoint on a
-//! server ([`crate::hub`]).
+//! ranks, one of torch's formats ([`ballast_torch`]), or a GGUF file ([`ballast_gguf`]); or a checkpoint on a
+//! server ([`ballast_hub`]).
 //!
 //! Tensors are read by position, not memory-mapped: a mapped file that shrinks kills the process with a
 //! signal, a positional read returns an error. A checkpoint is never loaded into memory as a whole.
@@ -13,24 +13,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_contract::{Architecture, Dtype, Registry};
+use ballast_files::assembly::Assembly;
+use ballast_files::cast::{self, Buffer};
+use ballast_files::encoding::without_mark;
+use ballast_files::header::{self, Header, TensorInfo};
+use ballast_files::index::{INDEX_SUFFIX, Index, IndexIssue};
+use ballast_files::left_out::LeftOut;
+use ballast_files::ranks::RankFolders;
+use ballast_files::regular::read_regular;
+use ballast_files::{Disk, Error, Folder, Result, ShardFile, is_sidecar, look_at, open_shard};
+use ballast_hub::{Location, Remote, is_address};
 use serde_json::Value;
 
-use crate::assembly::Assembly;
-use crate::cast::{self, Buffer};
-use crate::encoding::without_mark;
-use crate::error::{Error, Result};
-use crate::folder::{Disk, Folder, look_at};
-use crate::gguf;
-use crate::header::{self, Header, TensorInfo};
-use crate::hub::{self, Remote};
-use crate::index::{INDEX_SUFFIX, Index, IndexIssue};
-use crate::left_out::LeftOut;
-use crate::ranks::RankFolders;
-use crate::regular::read_regular;
-pub use crate::shard_file::ShardFile;
-use crate::shard_file::open_shard;
 use crate::shards::{missing_file, missing_layer};
-use crate::torch;
 
 /// A tensor in memory that is treated like one in a file.
 #[derive(Clone, Debug)]
@@ -107,15 +102,16 @@ impl Checkpoint {
     /// Opens `path` and validates every header. Disagreements between index and shards are not an error; they
     /// are in [`Checkpoint::issues`].
     pub fn open(path: &Path) -> Result<Checkpoint> {
-        if hub::is_address(path) {
-            return hub::open(path);
+        if is_address(path) {
+            let (location, remote) = ballast_hub::locate(path)?;
+            return Checkpoint::open_remote(location, remote);
         }
         let kind = fs::metadata(path).map_err(Error::io(path, "open"))?;
-        if let Some(folder) = torch::iteration(path)? {
+        if let Some(folder) = ballast_torch::iteration(path)? {
             return Checkpoint::open(&folder);
         }
         let mut checkpoint = Checkpoint::empty(path);
-        if kind.is_file() && gguf::header::is_gguf(path)? {
+        if kind.is_file() && ballast_gguf::header::is_gguf(path)? {
             checkpoint.add_gguf(path)?;
             return Ok(checkpoint);
         }
@@ -125,13 +121,13 @@ impl Checkpoint {
             _ => path,
         };
         checkpoint.config = read_config(&folder.join("config.json"))?;
-        if let Some(format) = torch::format_of(path) {
+        if let Some(format) = ballast_torch::format_of(path) {
             if kind.is_dir() {
                 checkpoint.sidecars = sidecars(&Disk(folder))?;
                 // It states the format of Megatron's files, which the tensors may leave.
                 checkpoint.sidecars.retain(|name| name != Path::new("metadata.json"));
             }
-            checkpoint.add_torch(torch::read(format)?)?;
+            checkpoint.add_torch(ballast_torch::read(format)?)?;
             return Ok(checkpoint);
         }
         if kind.is_file() && !path.to_string_lossy().ends_with(INDEX_SUFFIX) {
@@ -155,9 +151,17 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Opens a folder on a server, or a file in it.
-    #[cfg(feature = "hub")]
-    pub(crate) fn open_in(folder: &dyn Folder, file: Option<&Path>) -> Result<Checkpoint> {
+    /// Opens what an address leads to, and reads its config, index and headers.
+    pub fn open_remote(location: Location, remote: Remote) -> Result<Checkpoint> {
+        let mut checkpoint = match location {
+            Location::Cached(path) => Checkpoint::open(&path)?,
+            Location::Server { folder, file } => Checkpoint::open_in(folder.as_ref(), file.as_deref())?,
+        };
+        checkpoint.remote = Some(remote);
+        Ok(checkpoint)
+    }
+
+    fn open_in(folder: &dyn Folder, file: Option<&Path>) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint::empty(folder.path());
         let config = Path::new("config.json");
         if folder.has(config)? {
@@ -204,42 +208,18 @@ impl Checkpoint {
     /// for a new model.
     pub fn blank(config: Value) -> Checkpoint {
         Checkpoint {
-            root: PathBuf::new(),
-            files: Vec::new(),
-            tensors: Vec::new(),
-            state: Vec::new(),
             metadata: vec![("format".into(), "pt".into())],
             config: Some(config),
             sidecars: vec!["config.json".into()],
-            ignored: Vec::new(),
-            left_out: Vec::new(),
-            ranks: 1,
-            expert_ranks: 1,
-            issues: Vec::new(),
-            remote: None,
             in_memory: true,
+            ..Checkpoint::empty(Path::new(""))
         }
     }
 
     /// Creates a checkpoint of tensors in memory that takes config, metadata and other files from `like`, and
     /// those of its tensors that `carried` names.
     pub fn in_memory(like: &Checkpoint, tensors: Vec<MemoryTensor>, carried: &[&str]) -> Result<Checkpoint> {
-        let mut checkpoint = Checkpoint {
-            root: like.root.clone(),
-            files: Vec::new(),
-            tensors: Vec::new(),
-            state: Vec::new(),
-            metadata: like.metadata.clone(),
-            config: like.config.clone(),
-            sidecars: like.sidecars.clone(),
-            ignored: Vec::new(),
-            left_out: Vec::new(),
-            ranks: 1,
-            expert_ranks: 1,
-            issues: Vec::new(),
-            remote: None,
-            in_memory: true,
-        };
+        let mut checkpoint = like.without_tensors();
         for tensor in tensors {
             let MemoryTensor { name, dtype, shape, data } = tensor;
             let expected = header::elements(&shape).and_then(|elements| dtype.bytes_for(elements));
@@ -268,23 +248,26 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// A checkpoint with the same tensors, of which some are then replaced by computed ones.
-    pub(crate) fn derived(&self) -> Checkpoint {
+    /// A checkpoint in memory with the same config, metadata and other files.
+    fn without_tensors(&self) -> Checkpoint {
         Checkpoint {
-            root: self.root.clone(),
-            files: self.files.clone(),
-            tensors: self.tensors.clone(),
-            state: Vec::new(),
             metadata: self.metadata.clone(),
             config: self.config.clone(),
             sidecars: self.sidecars.clone(),
-            ignored: Vec::new(),
-            left_out: Vec::new(),
+            in_memory: true,
+            ..Checkpoint::empty(&self.root)
+        }
+    }
+
+    /// A checkpoint with the same tensors, of which some are then replaced by computed ones.
+    pub(crate) fn derived(&self) -> Checkpoint {
+        Checkpoint {
+            files: self.files.clone(),
+            tensors: self.tensors.clone(),
             ranks: self.ranks,
             expert_ranks: self.expert_ranks,
-            issues: Vec::new(),
-            in_memory: true,
             remote: self.remote.clone(),
+            ..self.without_tensors()
         }
     }
 
@@ -331,13 +314,13 @@ impl Checkpoint {
 
     /// Returns true if the checkpoint is not that of a folder; [`Checkpoint::config`] then takes precedence
     /// over config.json on disk.
-    pub fn is_in_memory(&self) -> bool {
+    pub(crate) fn is_in_memory(&self) -> bool {
         self.in_memory
     }
 
     /// Returns the root and every file on disk; a file may be a link to elsewhere.
     pub fn paths(&self) -> Vec<PathBuf> {
-        if self.root.as_os_str().is_empty() || hub::is_address(&self.root) {
+        if self.root.as_os_str().is_empty() || is_address(&self.root) {
             return Vec::new();
         }
         // A config.json by Megatron's arguments is not on disk.
@@ -353,7 +336,7 @@ impl Checkpoint {
     }
 
     /// Returns the number of bytes of the other files.
-    pub fn sidecar_bytes(&self) -> Result<u64> {
+    pub(crate) fn sidecar_bytes(&self) -> Result<u64> {
         let found = self.sidecars.iter().map(|name| look_at(&self.root.join(name)));
         found.map(|found| Ok(found?.map_or(0, |file| file.len()))).sum()
     }
@@ -363,8 +346,8 @@ impl Checkpoint {
         let Some(config) = &self.config else {
             let names = self.tensors.iter().map(|t| t.name.as_str());
             let mut found = Architecture::from_names(names, &registry.families);
-            if let Some(name) = self.metadata_value(gguf::ARCHITECTURE) {
-                (found.name, found.source) = (Some(name.into()), gguf::ARCHITECTURE);
+            if let Some(name) = self.metadata_value(ballast_gguf::ARCHITECTURE) {
+                (found.name, found.source) = (Some(name.into()), ballast_gguf::ARCHITECTURE);
             }
             return Ok(found);
         };
@@ -392,7 +375,7 @@ impl Checkpoint {
 
     fn add_gguf(&mut self, path: &Path) -> Result<()> {
         let file = ShardFile::open(path)?;
-        let header = gguf::header::Header::read(&file)?;
+        let header = ballast_gguf::header::Header::read(&file)?;
         self.files.push(Arc::new(file));
         self.metadata = header.entries.iter().map(|(key, value)| (key.clone(), value.to_string())).collect();
         for TensorInfo { name, dtype, shape, begin, bytes } in header.tensors {
@@ -401,7 +384,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    fn add_torch(&mut self, found: torch::TorchCheckpoint) -> Result<()> {
+    fn add_torch(&mut self, found: ballast_torch::TorchCheckpoint) -> Result<()> {
         (self.ranks, self.expert_ranks) = (found.ranks.len(), found.expert_ranks);
         if self.config.is_none() && found.config.is_some() {
             self.config = found.config;
@@ -426,8 +409,8 @@ impl Checkpoint {
 
     /// Returns a tensor by its place in one of the first `opened` files; one that is in several places becomes a file
     /// of its own.
-    fn store(&mut self, tensor: torch::Found, rank: usize, opened: usize) -> Result<StoredTensor> {
-        let torch::Found { name, dtype, shape, parts } = tensor;
+    fn store(&mut self, tensor: ballast_torch::Found, rank: usize, opened: usize) -> Result<StoredTensor> {
+        let ballast_torch::Found { name, dtype, shape, parts } = tensor;
         let width = dtype.bytes().unwrap_or(1);
         let assembly = Assembly::new(&name, &shape, width, parts)?;
         let bytes = assembly.bytes();
@@ -438,7 +421,7 @@ impl Checkpoint {
         });
         let (file, begin) = plain.unwrap_or_else(|| {
             let path = assembly.paths().next().cloned().unwrap_or_default();
-            self.files.push(Arc::new(ShardFile::assembled(&path, assembly)));
+            self.files.push(Arc::new(ShardFile::from_source(&path, bytes, assembly)));
             (self.files.len() - 1, 0)
         });
         Ok(StoredTensor { name, dtype, shape, file, begin, bytes, rank })
@@ -567,24 +550,6 @@ impl Checkpoint {
 fn sidecars(folder: &dyn Folder) -> Result<Vec<PathBuf>> {
     let named = |name: &PathBuf| is_sidecar(&name.to_string_lossy());
     Ok(folder.names()?.into_iter().filter(named).collect())
-}
-
-/// Returns true for the name of a file that is copied with the weights.
-pub(crate) fn is_sidecar(name: &str) -> bool {
-    const WEIGHTS: [&str; 11] = [
-        ".safetensors",
-        INDEX_SUFFIX,
-        ".bin",
-        ".bin.index.json",
-        ".ckpt",
-        ".distcp",
-        ".pt",
-        ".pth",
-        ".gguf",
-        ".h5",
-        ".msgpack",
-    ];
-    !name.starts_with('.') && !WEIGHTS.iter().any(|suffix| name.ends_with(suffix))
 }
 
 fn read_config(path: &Path) -> Result<Option<Value>> {

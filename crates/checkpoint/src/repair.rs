@@ -13,17 +13,17 @@ use std::sync::Arc;
 use ballast_contract::holder::strip_fp32_holder_key;
 use ballast_contract::rounded::{Fit, Narrow};
 use ballast_contract::{Dtype, Policy};
+use ballast_files::cast::Buffer;
+use ballast_files::jobs::Observer;
+use ballast_files::staging::Staging;
+use ballast_files::{Error, Result};
+use ballast_hub::RemoteSummary;
 use serde::Serialize;
 
-use crate::cast::Buffer;
 use crate::convert::copy_sidecars;
-use crate::error::{Error, Result};
-use crate::hub::RemoteSummary;
-use crate::jobs::Observer;
 use crate::layout::{Layout, relayout, stored_views};
 use crate::masters;
 use crate::open::Checkpoint;
-use crate::staging::Staging;
 use crate::transfer::{Prepare, write_verified};
 use crate::verify::{self, Verification};
 use crate::view::View;
@@ -47,6 +47,7 @@ pub enum Outcome {
 
 /// One protected tensor.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct RepairedTensor {
     /// Name in the checkpoint.
     pub tensor: String,
@@ -62,6 +63,7 @@ pub struct RepairedTensor {
 
 /// The result of a repair.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct RepairReport {
     /// Protected tensors.
     pub tensors: Vec<RepairedTensor>,

@@ -10,12 +10,10 @@ use std::io::{BufWriter, Seek, Write};
 use std::path::Path;
 
 use ballast_contract::Dtype;
+use ballast_files::header::{Header, TensorInfo, elements};
+use ballast_files::index::Index;
+use ballast_files::{Error, Result, cast};
 use serde_json::json;
-
-use crate::cast;
-use crate::error::{Error, Result};
-use crate::header::{Header, TensorInfo, elements};
-use crate::index::Index;
 
 /// The shape of a synthetic hybrid.
 #[derive(Clone, Debug)]

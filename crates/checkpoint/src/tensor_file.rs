@@ -7,13 +7,13 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use ballast_contract::Dtype;
+use ballast_files::cast::{self, Buffer};
+use ballast_files::header::{self, Header, TensorInfo};
+use ballast_files::jobs::Silent;
+use ballast_files::staging::{Staging, check_space};
+use ballast_files::{Error, Place, Result};
 
-use crate::cast::{self, Buffer};
-use crate::error::{Error, Place, Result};
-use crate::header::{self, Header, TensorInfo};
-use crate::jobs::Silent;
 use crate::open::{Checkpoint, StoredTensor};
-use crate::staging::{Staging, check_space};
 
 /// An opened file.
 #[derive(Debug)]

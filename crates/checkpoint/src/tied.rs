@@ -5,11 +5,11 @@
 //! model.
 
 use ballast_contract::Dtype;
+use ballast_files::Result;
+use ballast_files::cast::{self, Buffer};
+use ballast_files::jobs::{CHUNK_BYTES, pieces};
 use serde_json::Value;
 
-use crate::cast::{self, Buffer};
-use crate::error::Result;
-use crate::jobs::{CHUNK_BYTES, pieces};
 use crate::layout::is_carried;
 use crate::open::{Checkpoint, StoredTensor};
 
@@ -25,7 +25,7 @@ pub struct StoredHead {
 }
 
 /// Returns true if a config.json ties the output head to the embedding. This is the default of Gemma.
-pub fn is_tied(config: &Value) -> bool {
+pub(crate) fn is_tied(config: &Value) -> bool {
     let text = config.get("text_config").filter(|text| text.is_object()).unwrap_or(config);
     let said = |config: &Value| config.get("tie_word_embeddings").and_then(Value::as_bool);
     let model_type = || text.get("model_type").or(config.get("model_type")).and_then(Value::as_str);

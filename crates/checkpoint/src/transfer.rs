@@ -6,8 +6,9 @@
 use std::fs::File;
 use std::path::Path;
 
-use crate::error::{Error, Result};
-use crate::jobs::{self, Observer};
+use ballast_files::jobs::{self, Observer};
+use ballast_files::{Error, Result};
+
 use crate::verify::{Chunk, Moved, Pair, Verification, Verifier};
 use crate::write::{Job, WritePlan};
 

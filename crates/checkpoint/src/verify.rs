@@ -9,17 +9,18 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ballast_contract::Dtype;
+use ballast_files::cast::{self, Buffer};
+use ballast_files::jobs::{self, CHUNK_BYTES, Workspace};
+use ballast_files::{Error, Result};
 use serde::Serialize;
 
-use crate::cast::{self, Buffer};
-use crate::error::{Error, Result};
-use crate::jobs::{self, CHUNK_BYTES, Workspace};
 use crate::layout::{Layout, Naming, is_extra_state, relayout, stored_by_name, usual_name};
 use crate::open::Checkpoint;
 use crate::view::View;
 
 /// The result of a verification; any other difference is an error.
 #[derive(Clone, Debug, Default, Serialize)]
+#[non_exhaustive]
 pub struct Verification {
     /// Number of source tensors with the same bits.
     pub same_bits: usize,
@@ -33,6 +34,7 @@ pub struct Verification {
 
 /// Values that the shift to zero-centered gamma changed.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct MovedValues {
     /// Tensor.
     pub tensor: String,

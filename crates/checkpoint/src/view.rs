@@ -13,10 +13,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ballast_contract::Dtype;
+use ballast_files::cast::{self, Buffer};
+use ballast_files::header::elements;
+use ballast_files::{Error, Result};
 
-use crate::cast::{self, Buffer};
-use crate::error::{Error, Result};
-use crate::header::elements;
 use crate::open::{Checkpoint, StoredTensor};
 
 #[derive(Clone, Debug)]
@@ -114,7 +114,7 @@ impl View {
 
     /// Reorders the columns of the last dimension: `groups` x `size` blocks of `width` become `size` x `groups`
     /// blocks.
-    pub fn regrouped(self, groups: u64, size: u64, width: u64) -> Result<View> {
+    pub(crate) fn regrouped(self, groups: u64, size: u64, width: u64) -> Result<View> {
         let columns = groups.checked_mul(size).and_then(|blocks| blocks.checked_mul(width));
         let fits = columns.is_some() && self.shape.last().copied() == columns;
         if !fits || self.transform != Transform::None || self.dtype.bytes().is_none() {

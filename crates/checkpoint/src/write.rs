@@ -12,16 +12,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_contract::Dtype;
+use ballast_files::cast::{self, Buffer};
+use ballast_files::frame::{Checksum, Frame};
+use ballast_files::header::{Header, TensorInfo, check_name};
+use ballast_files::index::Index;
+use ballast_files::jobs::{self, CHUNK_BYTES, Workspace};
+use ballast_files::ranks::rank_folder;
+use ballast_files::{Error, Result, ShardFile};
 use rayon::prelude::*;
 
-use crate::cast::{self, Buffer};
-use crate::error::{Error, Result};
-use crate::header::{Header, TensorInfo, check_name};
-use crate::index::Index;
-use crate::jobs::{self, CHUNK_BYTES, Workspace};
 use crate::open::Checkpoint;
-use crate::ranks::rank_folder;
-use crate::shard_file::ShardFile;
 use crate::view::View;
 
 /// Default size of a shard in bytes.
@@ -48,40 +48,19 @@ impl Output {
             self.dtype.bytes_for(self.view.elements()).expect("a cast is between whole-byte types")
         }
     }
+
+    /// Returns the description of the tensor in a file whose data has it from byte `begin` on.
+    pub(crate) fn info(&self, begin: u64) -> TensorInfo {
+        let (name, shape) = (self.view.name.clone(), self.view.shape.clone());
+        TensorInfo { name, dtype: self.dtype, shape, begin, bytes: self.bytes() }
+    }
 }
 
 /// One file to write.
 pub(crate) struct Shard {
     pub(crate) path: PathBuf,
-    /// Bytes beside the tensors, by position.
-    pub(crate) literals: Vec<(u64, Vec<u8>)>,
+    pub(crate) frame: Frame,
     pub(crate) outputs: Vec<Output>,
-    /// First byte of every output.
-    pub(crate) positions: Vec<u64>,
-    /// Size of the file.
-    pub(crate) bytes: u64,
-    /// Checksums that are written after the data.
-    pub(crate) checksums: Vec<Checksum>,
-}
-
-/// A checksum (CRC-32) of a range of a file.
-pub(crate) struct Checksum {
-    pub(crate) data: Range<u64>,
-    /// Bytes at which it is written.
-    pub(crate) places: [u64; 2],
-}
-
-impl Shard {
-    /// A header, and after it tensors that start at multiples of `alignment`.
-    fn aligned(path: PathBuf, header: Vec<u8>, outputs: Vec<Output>, alignment: u64) -> Shard {
-        let mut bytes = header.len() as u64;
-        let mut positions = Vec::with_capacity(outputs.len());
-        for output in &outputs {
-            positions.push(bytes);
-            bytes = (bytes + output.bytes()).next_multiple_of(alignment);
-        }
-        Shard { path, literals: vec![(0, header)], outputs, positions, bytes, checksums: Vec::new() }
-    }
 }
 
 /// The plan of a write: the position of every byte.
@@ -146,7 +125,8 @@ impl WritePlan {
     /// Plans one file with a given header, after which every tensor starts at a multiple of `alignment`.
     pub(crate) fn single(path: PathBuf, header: Vec<u8>, outputs: Vec<Output>, alignment: u64) -> WritePlan {
         let tensor_bytes = outputs.iter().map(Output::bytes).sum();
-        let shards = vec![Shard::aligned(path, header, outputs, alignment)];
+        let frame = Frame::aligned(header, outputs.iter().map(Output::bytes), alignment);
+        let shards = vec![Shard { path, frame, outputs }];
         WritePlan { shards, files: Vec::new(), tensor_bytes }
     }
 
@@ -163,7 +143,7 @@ impl WritePlan {
 
     /// Returns the number of bytes of all files, with headers and indexes.
     pub fn file_bytes(&self) -> u64 {
-        let shards: u64 = self.shards.iter().map(|shard| shard.bytes).sum();
+        let shards: u64 = self.shards.iter().map(|shard| shard.frame.bytes).sum();
         shards + self.files.iter().map(|(_, content)| content.len() as u64).sum::<u64>()
     }
 
@@ -178,8 +158,8 @@ impl WritePlan {
                 .create_new(true)
                 .open(&shard.path)
                 .map_err(Error::io(&shard.path, "create"))?;
-            file.set_len(shard.bytes).map_err(Error::io(&shard.path, "size"))?;
-            for (at, bytes) in &shard.literals {
+            file.set_len(shard.frame.bytes).map_err(Error::io(&shard.path, "size"))?;
+            for (at, bytes) in &shard.frame.literals {
                 file.write_all_at(bytes, *at).map_err(Error::io(&shard.path, "write"))?;
             }
             Ok(file)
@@ -194,8 +174,8 @@ impl WritePlan {
 
     /// Writes the checksums of a shard, whose data is written.
     pub(crate) fn seal(&self, shard: usize, file: &File) -> Result<()> {
-        let Shard { path, checksums, .. } = &self.shards[shard];
-        checksums.par_iter().try_for_each(|Checksum { data, places }| {
+        let Shard { path, frame, .. } = &self.shards[shard];
+        frame.checksums.par_iter().try_for_each(|Checksum { data, places }| {
             let mut hasher = crc32fast::Hasher::new();
             let mut buffer = Buffer::default();
             for piece in jobs::pieces(data.end - data.start, 1, CHUNK_BYTES) {
@@ -251,7 +231,7 @@ impl WritePlan {
         let mut jobs: Vec<Job> = Vec::new();
         let mut copies: Vec<Job> = Vec::new();
         for ((number, output), mut at) in
-            shard.outputs.iter().enumerate().zip(shard.positions.iter().copied())
+            shard.outputs.iter().enumerate().zip(shard.frame.positions.iter().copied())
         {
             let runs = if output.dtype == output.view.dtype { output.view.plain_runs() } else { None };
             if let Some(runs) = runs {
@@ -303,12 +283,11 @@ fn shard(path: PathBuf, mut outputs: Vec<Output>, metadata: &[(String, String)])
     let mut begin = 0;
     let mut header = Header { metadata: metadata.to_vec(), tensors: Vec::new() };
     for output in &outputs {
-        let bytes = output.bytes();
-        let (name, shape) = (output.view.name.clone(), output.view.shape.clone());
-        header.tensors.push(TensorInfo { name, dtype: output.dtype, shape, begin, bytes });
-        begin += bytes;
+        header.tensors.push(output.info(begin));
+        begin += output.bytes();
     }
-    Ok(Shard::aligned(path, header.to_bytes(), outputs, 1))
+    let frame = Frame::aligned(header.to_bytes(), outputs.iter().map(Output::bytes), 1);
+    Ok(Shard { path, frame, outputs })
 }
 
 /// A piece of a shard's data.

@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ballast_checkpoint::audit::audit;
-use ballast_checkpoint::cast::{self, Buffer};
 use ballast_checkpoint::convert::{ConvertOptions, execute, plan};
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::{Checkpoint, View, fp8};
 use ballast_contract::{Dtype, Registry};
+use ballast_files::cast::{self, Buffer};
+use ballast_files::jobs::Silent;
 use proptest::prelude::*;
 use safetensors::tensor::Dtype as FileDtype;
 

@@ -7,13 +7,13 @@ use std::sync::Arc;
 
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::audit::audit;
-use ballast_checkpoint::cast::{self, Buffer};
-use ballast_checkpoint::gguf::header::{Header, Value};
-use ballast_checkpoint::gguf::q8_0;
 use ballast_checkpoint::gguf::{AdapterOptions, convert_adapter};
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{Form, LayoutRequest, Naming};
 use ballast_contract::{Dtype, Registry};
+use ballast_files::cast::{self, Buffer};
+use ballast_files::jobs::Silent;
+use ballast_files::q8_0;
+use ballast_gguf::header::{Header, Value};
 use serde_json::{Value as Json, json};
 
 use crate::common::*;
@@ -23,7 +23,7 @@ type Array = (Vec<u64>, Vec<f32>);
 
 /// Reads all tensors of a checkpoint as f32.
 fn arrays(checkpoint: &Checkpoint) -> BTreeMap<String, Array> {
-    let read = |t: &ballast_checkpoint::open::StoredTensor| {
+    let read = |t: &ballast_checkpoint::StoredTensor| {
         let mut stored = Buffer::default();
         checkpoint.files[t.file].read_at(stored.resize(t.bytes as usize), t.begin).unwrap();
         let mut wide = vec![0f32; t.elements() as usize];
@@ -53,7 +53,7 @@ impl Model {
         for (key, value) in fields.as_object().unwrap() {
             config[key] = value.clone();
         }
-        let shaped = |t: &ballast_checkpoint::open::StoredTensor| {
+        let shaped = |t: &ballast_checkpoint::StoredTensor| {
             (t.name.clone(), t.shape.iter().map(|dim| *dim as usize).collect())
         };
         Model { config, tensors: source.tensors.iter().map(shaped).collect() }
@@ -369,7 +369,7 @@ fn every_architecture_reads_back_through_the_inverse_transforms_in_every_dtype()
                     assert!((x - y).abs() <= limit, "{architecture} {dtype} {name}[{i}]: {x} {y}");
                 }
             }
-            let f32_only = |t: &&ballast_checkpoint::open::StoredTensor| {
+            let f32_only = |t: &&ballast_checkpoint::StoredTensor| {
                 t.shape.len() < 2
                     || ["ssm_conv1d", "ffn_gate_inp.", "indexer.proj"].iter().any(|n| t.name.contains(n))
             };
@@ -394,7 +394,7 @@ fn the_audit_passes_what_is_written_and_finds_a_vector_in_bf16() {
     let report = run(&path);
     assert!(report.passed && report.protected > 8, "{:?}", report.findings);
     // The same file with two tensors in BF16.
-    let tensor = |name: &str, begin| ballast_checkpoint::header::TensorInfo {
+    let tensor = |name: &str, begin| ballast_files::header::TensorInfo {
         name: name.into(),
         dtype: Dtype::Bf16,
         shape: vec![4],

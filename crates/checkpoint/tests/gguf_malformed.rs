@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use ballast_checkpoint::gguf::header::{Header, Value};
-use ballast_checkpoint::header::TensorInfo;
 use ballast_contract::Dtype;
+use ballast_files::header::TensorInfo;
+use ballast_gguf::header::{Header, Value};
 use proptest::prelude::*;
 
 fn tensor(name: &str, dtype: Dtype, shape: &[u64], begin: u64) -> TensorInfo {

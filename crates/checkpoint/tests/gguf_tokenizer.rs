@@ -4,8 +4,8 @@
 use std::path::Path;
 
 use ballast_checkpoint::convert::{ConvertPlan, plan};
-use ballast_checkpoint::gguf::header::{Header, Value};
 use ballast_checkpoint::layout::Naming;
+use ballast_gguf::header::{Header, Value};
 use serde_json::{Value as Json, json};
 
 use crate::common::*;

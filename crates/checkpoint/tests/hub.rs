@@ -5,18 +5,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::audit::{Values, audit, audit_values};
 use ballast_checkpoint::diff::diff;
-use ballast_checkpoint::hub::{Hub, Part, Settings};
 use ballast_checkpoint::inspect::inspect;
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::repair::{Outcome, repair};
 use ballast_checkpoint::synthetic::SyntheticModel;
-use ballast_checkpoint::{Checkpoint, Error};
 use ballast_contract::{Dtype, Registry};
+use ballast_files::Error;
+use ballast_files::jobs::Silent;
+use ballast_hub::{Hub, Part, Settings};
 
 use crate::common::server::{COMMIT, REPO, Request, Response, Server};
-use crate::common::stage::{ADDRESS, Stage, TOKEN, assert_says, is_shard, settings};
+use crate::common::stage::{ADDRESS, Open, Stage, TOKEN, assert_says, is_shard, settings};
 use crate::common::{self, convert, options, policy};
 
 // Reading

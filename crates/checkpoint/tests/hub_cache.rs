@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ballast_checkpoint::diff::diff;
-use ballast_checkpoint::error::ErrorKind;
-use ballast_checkpoint::hub::{Hub, Part, Settings};
-use ballast_checkpoint::jobs::{Observer, Silent};
 use ballast_checkpoint::synthetic::SyntheticModel;
+use ballast_files::ErrorKind;
+use ballast_files::jobs::{Observer, Silent};
+use ballast_hub::{Hub, Part, Settings};
 
 use crate::common;
 use crate::common::server::{COMMIT, Request, Response};
-use crate::common::stage::{ADDRESS, Stage, assert_says, files_below, is_shard, settings};
+use crate::common::stage::{ADDRESS, Open, Stage, assert_says, files_below, is_shard, settings};
 
 fn sha256_etag(path: &Path) -> String {
     let digest = ring::digest::digest(&ring::digest::SHA256, &std::fs::read(path).unwrap());

@@ -5,9 +5,9 @@ use std::path::Path;
 
 use ballast_checkpoint::convert::{execute, plan};
 use ballast_checkpoint::diff::{Verdict, diff};
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{Form, Layout, LayoutRequest, Naming};
 use ballast_contract::Dtype;
+use ballast_files::jobs::Silent;
 use serde_json::json;
 
 use crate::common::{self, *};

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::audit::{AuditReport, Severity, audit};
 use ballast_checkpoint::convert::ConvertOptions;
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_checkpoint::repair::{Outcome, RepairReport, repair};
 use ballast_contract::Registry;
+use ballast_files::jobs::Silent;
 use safetensors::tensor::Dtype;
 
 use crate::common::*;

@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::audit::{AuditReport, Severity, audit};
-use ballast_checkpoint::cast::bf16_round;
 use ballast_checkpoint::diff::{Verdict, diff};
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_checkpoint::repair::{Outcome, repair};
 use ballast_contract::rounded::Narrow;
 use ballast_contract::{Dtype, Registry};
+use ballast_files::cast::bf16_round;
+use ballast_files::jobs::Silent;
 use safetensors::Dtype as FileDtype;
 
 use crate::common::*;
@@ -138,7 +138,7 @@ fn no_policy_rounds_what_it_is_asked_to_and_the_audit_sees_every_tensor_not_only
 }
 
 fn half_bits(x: f32) -> u16 {
-    ballast_checkpoint::cast::bf16_bits(x.to_bits())
+    ballast_files::cast::bf16_bits(x.to_bits())
 }
 
 #[test]

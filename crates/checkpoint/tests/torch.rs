@@ -7,9 +7,9 @@ use std::sync::Arc;
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::diff::{Verdict, diff};
 use ballast_checkpoint::inspect::inspect;
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_contract::{Dtype, Registry};
+use ballast_files::jobs::Silent;
 
 use crate::common::*;
 

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_checkpoint::Checkpoint;
+use ballast_checkpoint::FileFormat;
 use ballast_checkpoint::convert::{ConvertOptions, execute, plan};
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
-use ballast_checkpoint::torch::FileFormat;
 use ballast_contract::Dtype;
+use ballast_files::jobs::Silent;
 
 use crate::common::{convert, fixture, open, options, read_folder};
 

@@ -8,9 +8,9 @@ use ballast_checkpoint::audit::audit;
 use ballast_checkpoint::convert::plan;
 use ballast_checkpoint::diff::{Verdict, diff};
 use ballast_checkpoint::inspect::inspect;
-use ballast_checkpoint::jobs::Silent;
-use ballast_checkpoint::left_out;
 use ballast_contract::Registry;
+use ballast_files::jobs::Silent;
+use ballast_files::left_out;
 
 use crate::common::*;
 

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use ballast_checkpoint::cast::Buffer;
 use ballast_checkpoint::{Checkpoint, View};
+use ballast_files::cast::Buffer;
 use proptest::prelude::*;
 
 use crate::common::{f32_tensor, f32_values, open, write_file};

@@ -5,8 +5,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use ballast_checkpoint::jobs::Observer;
 use ballast_contract::{Policy, Registry};
+use ballast_files::jobs::Observer;
 use clap::Parser;
 
 use crate::commands::Cli;
@@ -92,7 +92,7 @@ fn usage(error: &clap::Error) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_checkpoint::jobs::Silent;
+    use ballast_files::jobs::Silent;
 
     fn run(args: &[&str]) -> Result<Answer, Failure> {
         let args = args.iter().map(OsString::from).collect();

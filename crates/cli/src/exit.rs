@@ -1,14 +1,11 @@
 //! Exit codes, and the code of each error.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use ballast_checkpoint::error::is_full;
-use ballast_checkpoint::{Error, ErrorKind};
+use ballast_contract::ErrorKind;
 use ballast_contract::rules::PolicyError;
-use ballast_lab::Error as LabError;
-use ballast_model::Error as ModelError;
-use ballast_train::Error as TrainError;
+use ballast_files::{Place, is_full};
 
 use crate::call::Failure;
 use crate::commands::Global;
@@ -94,7 +91,7 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> u8 {
         Ok(outcome) => return ended(outcome, output::finish()),
         Err(error) => error,
     };
-    let code = code_of(&error);
+    let code = code_of(known(&error).kind);
     if !crate::cluster::reports() {
         return code;
     }
@@ -105,18 +102,7 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> u8 {
     let message = format!("{error:#}");
     // Errors of policy files quote a line, and tensors that do not match a model are listed; all others are
     // one line.
-    let lists = |error: &ModelError| matches!(error, ModelError::Tensors { .. });
-    let in_training = |error: &TrainError| matches!(error, TrainError::Model(error) if lists(error));
-    let in_lab = |error: &LabError| match error {
-        LabError::Model(error) => lists(error),
-        LabError::Train(error) => in_training(error),
-        LabError::Choice(_) => true,
-        LabError::Input(_) => false,
-    };
-    let lines = error.downcast_ref::<PolicyError>().is_some()
-        || error.downcast_ref::<LabError>().is_some_and(in_lab)
-        || error.downcast_ref::<ModelError>().is_some_and(lists)
-        || error.downcast_ref::<TrainError>().is_some_and(in_training);
+    let lines = known(&error).is_list;
     let message = if lines { output::clean_lines(&message) } else { output::clean(&message) };
     output::error(&message);
     // A failure to print is less important than the error of the command.
@@ -126,104 +112,51 @@ pub(crate) fn code(result: anyhow::Result<Outcome>, global: &Global) -> u8 {
 
 /// Returns the error of a command as data.
 pub(crate) fn failure(error: &anyhow::Error) -> Failure {
-    let mut failure = Failure { message: format!("{error:#}"), code: code_of(error), ..Failure::default() };
-    if let Some(error) = checkpoint_error(error) {
-        let place = error.place();
-        failure.file = error.file().map(PathBuf::from);
-        (failure.tensor, failure.byte) = (place.tensor, place.byte);
+    let Known { kind, file, place, .. } = known(error);
+    let (message, code) = (format!("{error:#}"), code_of(kind));
+    Failure { message, code, file: file.map(PathBuf::from), tensor: place.tensor, byte: place.byte }
+}
+
+/// The facts about an error that do not depend on the crate it is from.
+struct Known<'a> {
+    kind: ErrorKind,
+    file: Option<&'a Path>,
+    place: Place,
+    /// True if the message has several lines.
+    is_list: bool,
+}
+
+fn known(error: &anyhow::Error) -> Known<'_> {
+    macro_rules! known {
+        ($($of:ty),*) => {$(
+            if let Some(error) = error.downcast_ref::<$of>() {
+                let (kind, file, place) = (error.kind(), error.file(), error.place());
+                return Known { kind, file, place, is_list: error.is_list() };
+            }
+        )*};
+    }
+    known!(ballast_files::Error, ballast_model::Error, ballast_train::Error, ballast_lab::Error);
+    let (kind, is_list) = if let Some(error) = error.downcast_ref::<PolicyError>() {
+        (error.kind(), true)
+    } else if error.is::<Usage>() {
+        (ErrorKind::Usage, false)
+    } else if error.downcast_ref::<io::Error>().is_some_and(is_full) {
+        (ErrorKind::Space, false)
     } else {
-        failure.file = file_of(error);
-    }
-    failure
+        (ErrorKind::Input, false)
+    };
+    Known { kind, file: None, place: Place::default(), is_list }
 }
 
-/// Returns the training error in an error, on its own or in a study.
-fn train_error(error: &anyhow::Error) -> Option<&TrainError> {
-    match error.downcast_ref() {
-        Some(LabError::Train(error)) => Some(error),
-        _ => error.downcast_ref(),
-    }
-}
-
-fn model_error(error: &anyhow::Error) -> Option<&ModelError> {
-    match (error.downcast_ref(), train_error(error)) {
-        (Some(LabError::Model(error)), _) | (_, Some(TrainError::Model(error))) => Some(error),
-        _ => error.downcast_ref(),
-    }
-}
-
-fn checkpoint_error(error: &anyhow::Error) -> Option<&Error> {
-    match model_error(error) {
-        Some(ModelError::Checkpoint(error)) => Some(error),
-        _ => error.downcast_ref(),
-    }
-}
-
-fn file_of(error: &anyhow::Error) -> Option<PathBuf> {
-    match (model_error(error), train_error(error)) {
-        (Some(ModelError::Config { file, .. } | ModelError::Text { file, .. }), _)
-        | (Some(ModelError::Tensors { root: file, .. }), _)
-        | (_, Some(TrainError::Data { file, .. }))
-        | (_, Some(TrainError::Resume { path: file, .. } | TrainError::Io { path: file, .. })) => {
-            Some(file.clone())
-        }
-        _ => None,
-    }
-}
-
-fn code_of(error: &anyhow::Error) -> u8 {
-    if let Some(error) = error.downcast_ref::<Error>() {
-        return code_of_kind(error.kind());
-    }
-    if let Some(error) = error.downcast_ref::<ModelError>() {
-        return code_of_model(error);
-    }
-    if let Some(error) = error.downcast_ref::<TrainError>() {
-        return code_of_training(error);
-    }
-    if let Some(error) = error.downcast_ref::<LabError>() {
-        return match error {
-            LabError::Choice(_) => 2,
-            LabError::Input(_) => 3,
-            LabError::Model(error) => code_of_model(error),
-            LabError::Train(error) => code_of_training(error),
-        };
-    }
-    if error.downcast_ref::<io::Error>().is_some_and(is_full) {
-        return 4;
-    }
-    let usage = error.downcast_ref::<PolicyError>().is_some() || error.downcast_ref::<Usage>().is_some();
-    if usage { 2 } else { 3 }
-}
-
-/// Returns the exit code of a training error.
-pub(crate) fn code_of_training(error: &TrainError) -> u8 {
-    match error {
-        TrainError::Config(_) => 2,
-        TrainError::Io { cause, .. } if is_full(cause) => 4,
-        TrainError::Data { .. } | TrainError::Resume { .. } | TrainError::Io { .. } => 3,
-        TrainError::Diverged(_) => 5,
-        TrainError::Cluster(_) => 6,
-        TrainError::Model(error) => code_of_model(error),
-    }
-}
-
-fn code_of_model(error: &ModelError) -> u8 {
-    match error {
-        ModelError::Checkpoint(error) => code_of_kind(error.kind()),
-        ModelError::Precision(_) => 2,
-        ModelError::Memory { .. } => 4,
-        ModelError::NotFinite(_) => 5,
-        _ => 3,
-    }
-}
-
-fn code_of_kind(kind: ErrorKind) -> u8 {
+/// Returns the exit code of a kind of errors.
+pub(crate) fn code_of(kind: ErrorKind) -> u8 {
     match kind {
         ErrorKind::Check => 1,
         ErrorKind::Usage => 2,
         ErrorKind::Input => 3,
         ErrorKind::Space => 4,
+        ErrorKind::Diverged => 5,
+        ErrorKind::Rank => 6,
         ErrorKind::Interrupted => 130,
     }
 }

@@ -1,5 +1,17 @@
 //! The `ballast` command as a library: [`run`] is the whole program, [`call`] runs one command inside another
 //! program, such as Python.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use ballast_files::jobs::Silent;
+//! use ballast_ml::{Call, call};
+//!
+//! let args = vec!["audit".into(), "--rules".into()];
+//! let answer = call(Call { args, policy: None, observer: Arc::new(Silent) }).map_err(|failure| failure.message)?;
+//! assert!(answer.passed && answer.document.contains("A_log"));
+//! # Ok::<(), String>(())
+//! ```
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)] // They panic on a closed pipe; see output.rs.
 

@@ -8,8 +8,8 @@ use std::collections::HashMap;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::sync::Mutex;
 
-use ballast_report::format;
-pub(crate) use ballast_report::format::{bytes, count, plural};
+use ballast_format as format;
+pub(crate) use ballast_format::{bytes, count, plural};
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
 use serde::Serialize;
 

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ballast_checkpoint::jobs::Observer;
-use ballast_report::format::estimate;
+use ballast_files::jobs::Observer;
+use ballast_format::estimate;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output;
@@ -39,10 +39,7 @@ pub(crate) fn interrupted() -> bool {
 /// Says when a request to a server waits, and ends the wait after a signal.
 pub(crate) fn watch_waits() {
     #[cfg(feature = "hub")]
-    ballast_checkpoint::hub::set_waiting(ballast_checkpoint::hub::Waiting {
-        announce: output::note,
-        cancelled: interrupted,
-    });
+    ballast_hub::set_waiting(ballast_hub::Waiting { announce: output::note, cancelled: interrupted });
 }
 
 struct Phase {

@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::audit::audit;
 use ballast_checkpoint::convert::{ConvertOptions, execute, plan};
 use ballast_checkpoint::diff::diff;
-use ballast_checkpoint::jobs::{Observer, Silent};
 use ballast_checkpoint::synthetic::SyntheticModel;
-use ballast_checkpoint::{Checkpoint, Error, ErrorKind};
 use ballast_contract::{Dtype, Registry};
+use ballast_files::jobs::{Observer, Silent};
+use ballast_files::{Error, ErrorKind};
 
 use crate::common::{Scratch, ballast, on_small_disk, run, snapshot};
 

@@ -5,12 +5,13 @@ use std::path::Path;
 use std::process::Stdio;
 use std::sync::Arc;
 
+use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::convert::{ConvertOptions, execute, plan};
-use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::repair::repair;
 use ballast_checkpoint::synthetic::SyntheticModel;
-use ballast_checkpoint::{Checkpoint, ErrorKind};
 use ballast_contract::Registry;
+use ballast_files::ErrorKind;
+use ballast_files::jobs::Observer;
 
 use crate::common::{Scratch, ballast, on_small_disk, run, snapshot};
 

@@ -17,8 +17,8 @@ use std::collections::{BTreeMap, HashSet};
 use half::{bf16, f16};
 use serde_json::Value;
 
-use crate::Dtype;
 use crate::family::architectures;
+use crate::{Dtype, ErrorKind};
 
 /// Parameters in the holder.
 pub const FP32_GDN_PARAM_NAMES: [&str; 2] = ["A_log", "dt_bias"];
@@ -112,6 +112,7 @@ pub struct StateTensor<'a> {
 
 /// The reason why a tracked tensor cannot become F32.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum UpcastError {
     /// F64 would lose bits.
     #[error("{key} is F64: a cast to F32 would lose bits and must be requested explicitly")]
@@ -127,6 +128,13 @@ pub enum UpcastError {
         /// Its dtype.
         dtype: Dtype,
     },
+}
+
+impl UpcastError {
+    /// Returns the kind of this error.
+    pub fn kind(&self) -> ErrorKind {
+        ErrorKind::Input
+    }
 }
 
 /// Casts a tracked float tensor to F32. F32 tensors, integers and all other keys are returned unchanged, without a

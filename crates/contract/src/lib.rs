@@ -15,6 +15,7 @@
 pub mod dtype;
 pub mod family;
 pub mod holder;
+mod kind;
 pub mod pattern;
 pub mod role;
 pub mod rounded;
@@ -22,6 +23,7 @@ pub mod rules;
 
 pub use dtype::Dtype;
 pub use family::{Architecture, Family};
+pub use kind::ErrorKind;
 pub use role::Role;
 pub use rules::{Policy, Registry, Rule};
 

@@ -21,6 +21,7 @@ use std::sync::OnceLock;
 use serde::{Deserialize, Serialize};
 
 use crate::holder::strip_fp32_holder_key;
+use crate::kind::ErrorKind;
 use crate::{Architecture, Dtype, Family, pattern};
 
 /// A rule: tensors that must be stored in `dtype`.
@@ -122,6 +123,7 @@ impl Policy {
 
 /// An error in a policy or its name.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum PolicyError {
     /// No built-in policy of that name.
     #[error("unknown policy `{0}`; use one of {1}, or a policy file (.toml)")]
@@ -133,6 +135,13 @@ pub enum PolicyError {
     /// The file is valid TOML with a contradiction.
     #[error("{0}")]
     Meaning(String),
+}
+
+impl PolicyError {
+    /// Returns the kind of this error.
+    pub fn kind(&self) -> ErrorKind {
+        ErrorKind::Usage
+    }
 }
 
 impl From<toml::de::Error> for PolicyError {

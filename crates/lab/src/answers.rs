@@ -3,10 +3,8 @@
 //! A choice "matters" relative to two runs: `bf16` (bf16 storage with the contract kept), whose cost is
 //! accepted already, and `f32`, the floor.
 
+use ballast_format::{bytes, capitalized, exact_percent, name_pattern, number, percent, plural, signed};
 use ballast_model::Site;
-use ballast_report::format::{
-    bytes, capitalized, exact_percent, name_pattern, number, percent, plural, signed,
-};
 
 use crate::findings::{Answer, DecayError, Findings, ProtectedTensor, Run};
 

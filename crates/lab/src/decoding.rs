@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use ballast_checkpoint::jobs::Observer;
+use ballast_files::jobs::Observer;
 use ballast_model::batch::IGNORED;
 use ballast_model::{Batch, Model, Precision, memory};
 
@@ -48,7 +48,7 @@ impl Decoding<'_> {
             let mut sessions = [exact.session(1), model.session(1)];
             for token in &self.batch.ids[ends[0]..ends[1]] {
                 if self.observer.cancelled() {
-                    return Err(ballast_checkpoint::Error::Interrupted.into());
+                    return Err(ballast_files::Error::Interrupted.into());
                 }
                 let mut step = |i: usize| -> Result<Vec<f64>> {
                     let logits = sessions[i].advance_all(&[&[*token]], None)?;

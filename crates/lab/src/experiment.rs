@@ -9,7 +9,7 @@ mod runner;
 
 use std::collections::HashMap;
 
-use ballast_checkpoint::jobs::Observer;
+use ballast_files::jobs::Observer;
 use ballast_model::config::{Layer, Mixer};
 use ballast_model::params::{Params, Part};
 use ballast_model::pass::Visit;
@@ -150,7 +150,7 @@ impl<'a> Experiment<'a> {
     fn step(&self) -> Result {
         self.setup.observer.advance(1);
         if self.setup.observer.cancelled() {
-            return Err(ballast_checkpoint::Error::Interrupted.into());
+            return Err(ballast_files::Error::Interrupted.into());
         }
         Ok(())
     }

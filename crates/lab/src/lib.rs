@@ -2,6 +2,17 @@
 //! several policies, and outputs, inner tensors and gradients are compared.
 //!
 //! [`Study`] runs a comparison and returns [`Findings`], the results as plain data.
+//!
+//! ```
+//! use ballast_lab::{Choice, embedded};
+//! use ballast_model::LazyCheckpoint;
+//!
+//! let folder = embedded::write(tempfile::tempdir()?)?;
+//! let model = LazyCheckpoint::open(folder.path())?;
+//! let choices = Choice::defaults(&model.config, &model.specs)?;
+//! assert!(choices.iter().any(|choice| choice.name == "bf16"));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 #![forbid(unsafe_code)]
 // Arguments in the order of the kernels: outputs, inputs, sizes.

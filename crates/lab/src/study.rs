@@ -4,9 +4,9 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::time::Instant;
 
-use ballast_checkpoint::jobs::Observer;
+use ballast_files::jobs::Observer;
+use ballast_format::plural;
 use ballast_model::{Batch, Config, LazyCheckpoint, Ties, memory};
-use ballast_report::format::plural;
 
 use crate::answers::answers;
 use crate::choices::Choice;

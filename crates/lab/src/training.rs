@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use ballast_checkpoint::jobs::Observer;
+use ballast_files::jobs::Observer;
 use ballast_model::{Batch, LossOptions, Model, Plan, Precision, Recompute, Step, memory};
 use ballast_train::config::OptimizerConfig;
 use ballast_train::optimizer::{Optimizer, Place};
@@ -64,7 +64,7 @@ impl Steps<'_> {
         let (mut losses, mut not_finite) = (Vec::new(), None);
         for number in 0..self.steps {
             if self.observer.cancelled() {
-                return Err(ballast_checkpoint::Error::Interrupted.into());
+                return Err(ballast_files::Error::Interrupted.into());
             }
             grads.clear();
             let loss = model.forward_backward(&mut grads, self.batch, &loss, Recompute::None, None)?;

@@ -159,7 +159,7 @@ fn two_checkpoints_part_where_they_differ() {
         ballast_model::params::Weight::F32(values) => values[0] += 0.01,
         ballast_model::params::Weight::Bf16(_) => unreachable!("it was loaded in f32"),
     }
-    model.save(&changed, false, &ballast_checkpoint::jobs::Silent).unwrap();
+    model.save(&changed, false, &ballast_files::jobs::Silent).unwrap();
     study(name, Arithmetic::F64, true, |study| {
         let same = study.compare("itself", &LazyCheckpoint::open(&folder(name)).unwrap()).unwrap();
         assert_eq!((same.runs[0].first_difference.as_deref(), same.runs[0].kl.max), (None, 0.0));
@@ -277,7 +277,7 @@ fn a_dump_without_a_single_known_tensor_is_refused() {
 #[test]
 fn a_run_can_be_stopped() {
     struct Stopped;
-    impl ballast_checkpoint::jobs::Observer for Stopped {
+    impl ballast_files::jobs::Observer for Stopped {
         fn cancelled(&self) -> bool {
             true
         }

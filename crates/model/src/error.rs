@@ -1,15 +1,18 @@
 //! Error type of this crate.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use ballast_contract::ErrorKind;
+use ballast_files::Place;
+use ballast_format::shortage;
 use ballast_kernels::KernelError;
-use ballast_report::format::shortage;
 
 /// Result type of this crate.
 pub type Result<T = (), E = Error> = std::result::Result<T, E>;
 
 /// Error of this crate; the message says what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// A field of config.json is invalid or unsupported.
     #[error("{}: `{field}` {problem}", file.display())]
@@ -23,7 +26,7 @@ pub enum Error {
     },
     /// The checkpoint cannot be read or written.
     #[error(transparent)]
-    Checkpoint(#[from] ballast_checkpoint::Error),
+    Checkpoint(#[from] ballast_files::Error),
     /// The checkpoint's tensors do not match its configuration.
     #[error("{}: tensors do not match config.json\n{problems}", root.display())]
     Tensors {
@@ -65,6 +68,45 @@ pub enum Error {
         /// Bytes available.
         available: u64,
     },
+}
+
+impl Error {
+    /// Returns the kind of this error.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Error::Checkpoint(error) => error.kind(),
+            Error::Precision(_) => ErrorKind::Usage,
+            Error::Memory { .. } => ErrorKind::Space,
+            Error::NotFinite(_) => ErrorKind::Diverged,
+            Error::Cluster(_) => ErrorKind::Rank,
+            Error::Config { .. } | Error::Tensors { .. } | Error::Text { .. } => ErrorKind::Input,
+            Error::Input(_) | Error::Kernel(_) => ErrorKind::Input,
+        }
+    }
+
+    /// Returns the file or folder that the error is about.
+    pub fn file(&self) -> Option<&Path> {
+        match self {
+            Error::Checkpoint(error) => error.file(),
+            Error::Config { file, .. } | Error::Text { file, .. } | Error::Tensors { root: file, .. } => {
+                Some(file)
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the tensor and the byte of the file that the error is about.
+    pub fn place(&self) -> Place {
+        match self {
+            Error::Checkpoint(error) => error.place(),
+            _ => Place::default(),
+        }
+    }
+
+    /// Returns true if the message has several lines.
+    pub fn is_list(&self) -> bool {
+        matches!(self, Error::Tensors { .. })
+    }
 }
 
 /// Differences between a checkpoint's tensors and those of a configuration.

@@ -3,11 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ballast_checkpoint::encoding::text_without_mark;
 use ballast_checkpoint::layout::{self, Layout};
-use ballast_checkpoint::regular::read_regular_text;
-use ballast_checkpoint::{Checkpoint, View, look_at};
+use ballast_checkpoint::{Checkpoint, View};
 use ballast_contract::Dtype;
+use ballast_files::encoding::text_without_mark;
+use ballast_files::look_at;
+use ballast_files::regular::read_regular_text;
 use rayon::prelude::*;
 
 use crate::config::Config;

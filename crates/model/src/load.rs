@@ -7,11 +7,11 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use ballast_checkpoint::cast::{self, Buffer};
 use ballast_checkpoint::layout::{self, Form, Layout, Naming, Ranks, is_carried};
 use ballast_checkpoint::tied::{self, StoredHead};
 use ballast_checkpoint::{Checkpoint, View, fp8};
 use ballast_contract::Dtype;
+use ballast_files::cast::{self, Buffer};
 use half::bf16;
 use rayon::prelude::*;
 
@@ -278,7 +278,7 @@ fn read(view: &View) -> Result<Buffer> {
 /// Reads a view as f32; an error unless f32 holds its type exactly.
 pub(crate) fn read_f32(view: &View) -> Result<Vec<f32>> {
     if !view.dtype.widens_exactly_to(Dtype::F32) {
-        return Err(Error::Checkpoint(ballast_checkpoint::Error::Tensor {
+        return Err(Error::Checkpoint(ballast_files::Error::Tensor {
             checkpoint: None,
             tensor: view.name.clone(),
             problem: format!(

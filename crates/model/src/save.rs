@@ -6,12 +6,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use ballast_checkpoint::MemoryTensor;
 use ballast_checkpoint::convert::{self, ConvertOptions, ConvertReport, config_with_dtype};
-use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::layout::{self, Form, Layout, LayoutRequest, Naming, Ranks};
-use ballast_checkpoint::open::MemoryTensor;
 use ballast_checkpoint::{Checkpoint, View};
 use ballast_contract::Dtype;
+use ballast_files::jobs::Observer;
 use serde_json::Value;
 
 use crate::config::Config;

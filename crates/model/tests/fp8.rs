@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ballast_checkpoint::convert::{ConvertOptions, execute, plan};
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::{Checkpoint, fp8};
 use ballast_contract::{Dtype, Registry};
+use ballast_files::jobs::Silent;
 use ballast_model::{Model, Precision};
 
 use crate::common::{folder, ids};

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 
 use ballast_checkpoint::Checkpoint;
-use ballast_checkpoint::jobs::Silent;
+use ballast_files::jobs::Silent;
 use ballast_model::params::{Init, Spec};
 use ballast_model::precision::Storage;
 use ballast_model::{Model, Precision, SaveOptions};

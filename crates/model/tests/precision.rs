@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::convert::{self, ConvertOptions};
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::layout::{LayoutRequest, Naming};
 use ballast_contract::{Architecture, Dtype, Registry};
+use ballast_files::jobs::Silent;
 use ballast_kernels::Rounding;
 use ballast_model::precision::{PRESETS, Storage};
 use ballast_model::probe::Recorder;

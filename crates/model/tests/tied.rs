@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::tensor_file::{Array, Named, TensorFile, write_f32};
+use ballast_files::jobs::Silent;
 use ballast_model::{LazyCheckpoint, Model, Precision};
 use serde_json::{Value, json};
 

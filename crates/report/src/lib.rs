@@ -1,6 +1,6 @@
-//! Self-contained HTML reports: plots as inline SVG, a page without scripts, and formatters for numbers.
+//! Self-contained HTML reports: plots as inline SVG, and a page without scripts.
 //!
-//! The crate has no dependencies and knows nothing about what it draws. Every plot is a struct of plain data
+//! The crate knows nothing about what it draws. Every plot is a struct of plain data
 //! with an `html` method; the same data always gives the same bytes.
 //!
 //! ```
@@ -23,6 +23,5 @@
 //! ```
 #![forbid(unsafe_code)]
 
-pub mod format;
 pub mod page;
 pub mod plot;

@@ -2,11 +2,15 @@
 
 use std::path::{Path, PathBuf};
 
+use ballast_contract::ErrorKind;
+use ballast_files::{Place, is_full};
+
 /// Shorthand for results of this crate.
 pub type Result<T = (), E = Error> = std::result::Result<T, E>;
 
 /// An error of a training run: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// Invalid configuration.
     #[error("{0}")]
@@ -56,10 +60,46 @@ impl Error {
         let path = path.to_path_buf();
         move |cause| Error::Io { path, action, cause }
     }
+
+    /// Returns the kind of this error.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Error::Config(_) => ErrorKind::Usage,
+            Error::Io { cause, .. } if is_full(cause) => ErrorKind::Space,
+            Error::Data { .. } | Error::Resume { .. } | Error::Io { .. } => ErrorKind::Input,
+            Error::Diverged(_) => ErrorKind::Diverged,
+            Error::Cluster(_) => ErrorKind::Rank,
+            Error::Model(error) => error.kind(),
+        }
+    }
+
+    /// Returns the file or folder that the error is about.
+    pub fn file(&self) -> Option<&Path> {
+        match self {
+            Error::Data { file, .. } | Error::Resume { path: file, .. } | Error::Io { path: file, .. } => {
+                Some(file)
+            }
+            Error::Model(error) => error.file(),
+            Error::Config(_) | Error::Diverged(_) | Error::Cluster(_) => None,
+        }
+    }
+
+    /// Returns the tensor and the byte of the file that the error is about.
+    pub fn place(&self) -> Place {
+        match self {
+            Error::Model(error) => error.place(),
+            _ => Place::default(),
+        }
+    }
+
+    /// Returns true if the message has several lines.
+    pub fn is_list(&self) -> bool {
+        matches!(self, Error::Model(error) if error.is_list())
+    }
 }
 
-impl From<ballast_checkpoint::Error> for Error {
-    fn from(error: ballast_checkpoint::Error) -> Error {
+impl From<ballast_files::Error> for Error {
+    fn from(error: ballast_files::Error) -> Error {
         Error::Model(error.into())
     }
 }

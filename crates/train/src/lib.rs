@@ -1,5 +1,12 @@
 //! Training in mixed precision: data, optimizers, the protected-tensor check, fault detection, checkpoints
 //! and resume.
+//!
+//! ```
+//! let config = ballast_train::TrainConfig::embedded(&["batch.accumulation=4".into()])?;
+//! assert_eq!(config.batch.accumulation, 4);
+//! assert!(config.to_toml()?.contains("[batch]"));
+//! # Ok::<(), ballast_train::Error>(())
+//! ```
 
 #![forbid(unsafe_code)]
 // Arguments follow the kernels' order: outputs, inputs, sizes.

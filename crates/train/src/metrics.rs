@@ -11,7 +11,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use ballast_checkpoint::regular::open_regular;
+use ballast_files::regular::open_regular;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};

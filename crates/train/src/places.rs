@@ -7,7 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use ballast_checkpoint::Checkpoint;
-use ballast_checkpoint::staging::Staging;
+use ballast_files::staging::Staging;
 
 use crate::config::TrainConfig;
 use crate::error::{Error, Result};

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use ballast_checkpoint::jobs::Observer;
+use ballast_files::jobs::Observer;
+use ballast_format::count;
 use ballast_model::{SaveOptions, memory};
-use ballast_report::format::count;
 
 use crate::error::{Error, Result};
 use crate::metrics::{self, Evaluation, Event, MetricsEntry, MetricsWriter, ROLLBACK, RankUse};
@@ -444,7 +444,7 @@ fn is_better(loss: f64, best: Option<(u64, f64)>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use ballast_checkpoint::jobs::Silent;
+    use ballast_files::jobs::Silent;
 
     use super::*;
     use crate::config::TrainConfig;

@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ballast_checkpoint::encoding::text_without_mark;
-use ballast_checkpoint::look_at;
-use ballast_checkpoint::regular::{read_regular, read_regular_text};
 use ballast_contract::pattern::wildcard_matches as matches;
+use ballast_files::encoding::text_without_mark;
+use ballast_files::look_at;
+use ballast_files::regular::{read_regular, read_regular_text};
 use ballast_model::params::{Grads, Specs};
 use ballast_model::{Config, IndexerStage, Model, Precision};
 use serde_json::Value;

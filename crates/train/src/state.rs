@@ -18,11 +18,11 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use ballast_checkpoint::jobs::{Observer, Silent};
-use ballast_checkpoint::look_at;
-use ballast_checkpoint::regular::read_regular_text;
-use ballast_checkpoint::staging::{Staging, create_folders, sync_folder};
 use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_files::jobs::{Observer, Silent};
+use ballast_files::look_at;
+use ballast_files::regular::read_regular_text;
+use ballast_files::staging::{Staging, create_folders, sync_folder};
 use ballast_kernels::Rounding;
 use ballast_model::{Config, Model, Precision, SaveOptions, Site};
 use serde::{Deserialize, Serialize};

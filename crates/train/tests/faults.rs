@@ -175,7 +175,7 @@ fn a_decay_rate_that_is_none_is_refused_at_load_with_the_fix() {
     let at = trainer.model.specs.protected.iter().position(|spec| spec.name.ends_with("A_log")).unwrap();
     trainer.model.params.protected_mut()[at].values_mut()[1] = f32::NEG_INFINITY;
     let broken = folder.path().join("broken");
-    trainer.model.save(&broken, false, &ballast_checkpoint::jobs::Silent).unwrap();
+    trainer.model.save(&broken, false, &ballast_files::jobs::Silent).unwrap();
     let checkpoint = format!("model.checkpoint={:?}", broken.display().to_string());
     let tokenizer = format!("model.tokenizer={:?}", folder.path().join("a/model").display().to_string());
     let error = Trainer::new(config(&folder.path().join("b"), &[&checkpoint, &tokenizer]))

@@ -9,20 +9,19 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ballast_contract::Dtype;
+use ballast_files::jobs::Observer;
+use ballast_files::{Error, Result};
 use serde::Serialize;
 
-use super::family::{Config, Family};
-use super::header::Value;
 use super::model::{GgufFile, write};
-use super::names;
 use super::tensors::{Shapes, bare_name, no_place};
-use crate::error::{Error, Result};
-use crate::jobs::Observer;
 use crate::layout::{Layout, Naming, Ranks, relayout};
 use crate::open::Checkpoint;
 use crate::verify::Verification;
 use crate::view::View;
 use crate::write::Output;
+use ballast_gguf::header::Value;
+use ballast_gguf::{Config, Family, names};
 
 /// Prefix of PEFT's names.
 const PREFIX: &str = "base_model.model.";
@@ -42,6 +41,7 @@ pub struct AdapterOptions {
 
 /// The result of an adapter's conversion.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct AdapterReport {
     /// Architecture in llama.cpp.
     pub architecture: &'static str,
@@ -61,7 +61,7 @@ pub fn convert_adapter(
     destination: &Path,
     observer: &dyn Observer,
 ) -> Result<AdapterReport> {
-    let config = Config::of(base)?;
+    let config = Config::new(base.config.as_ref(), base.config_path())?;
     let family = Family::of(&config)?;
     if options.scale == 0.0 || !options.scale.is_finite() {
         let problem = format!("the adapter's scale is {}: llama.cpp would take 1 instead", options.scale);

@@ -4,17 +4,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ballast_contract::Dtype;
+use ballast_files::jobs::Observer;
+use ballast_files::staging::Staging;
+use ballast_files::{Error, Result};
 
-use super::family::{Config, Family};
-use super::header::{Entry, Header, MAX_NAME_BYTES, Value};
-use super::{ALIGNMENT, EXTENSION, parameters, tensors, tokenizer};
+use ballast_gguf::header::{Entry, Header, MAX_NAME_BYTES, Value};
+use ballast_gguf::{ALIGNMENT, Config, EXTENSION, Family, parameters, tokenizer};
+
+use super::tensors;
 use crate::convert::{ConvertOptions, ConvertPlan, note_changes};
-use crate::error::{Error, Result};
-use crate::header::TensorInfo;
-use crate::jobs::Observer;
 use crate::layout::{Layout, Naming, Ranks};
 use crate::open::Checkpoint;
-use crate::staging::Staging;
 use crate::tied;
 use crate::transfer::{Prepare, write_verified};
 use crate::verify::{Verification, pairs_with_planned};
@@ -34,7 +34,7 @@ pub(super) fn is_gguf(path: &Path) -> bool {
 
 /// Plans the file of a model.
 pub(crate) fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result<ConvertPlan> {
-    let config = Config::of(source)?;
+    let config = Config::new(source.config.as_ref(), source.config_path())?;
     let family = Family::of(&config)?;
     let found = tensors::tensors(source, family, &config).map_err(|e| e.of(&source.root))?;
     let is_tied = source.config.as_ref().is_some_and(tied::is_tied);
@@ -71,7 +71,7 @@ pub(crate) fn plan(source: &Arc<Checkpoint>, options: &ConvertOptions) -> Result
     entries.push(entry("general.file_type", Value::U32(file_type(&outputs))));
     entries.push(entry("general.quantization_version", Value::U32(2)));
     entries.extend(parameters::parameters(family, &config, found.predictors)?.list);
-    let (tokens, notes) = tokenizer::entries(source, family, &config)?;
+    let (tokens, notes) = tokenizer::entries(family, &config)?;
     entries.extend(tokens);
     plan.tensors = outputs.len();
     plan.notes.extend(notes);
@@ -158,10 +158,8 @@ impl GgufFile {
         let mut header = Header { entries: self.entries, tensors: Vec::new() };
         let mut begin = 0u64;
         for output in &self.outputs {
-            let bytes = output.bytes();
-            let (name, shape) = (output.view.name.clone(), output.view.shape.clone());
-            header.tensors.push(TensorInfo { name, dtype: output.dtype, shape, begin, bytes });
-            begin = (begin + bytes).next_multiple_of(ALIGNMENT);
+            header.tensors.push(output.info(begin));
+            begin = (begin + output.bytes()).next_multiple_of(ALIGNMENT);
         }
         WritePlan::single(path.into(), header.to_bytes(), self.outputs, ALIGNMENT)
     }

@@ -16,15 +16,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ballast_contract::Dtype;
+use ballast_files::{Error, Result};
 
-use super::family::{Config, Family};
-use super::names;
-use super::parameters::Gemma4Heads;
-use crate::error::{Error, Result};
 use crate::layout::{Geometry, Layout, Naming, Ranks, relayout};
 use crate::open::{Checkpoint, MemoryTensor};
 use crate::tied;
 use crate::view::View;
+use ballast_gguf::parameters::gemma4_rope_divisors;
+use ballast_gguf::{Config, Family, names};
 
 /// Tensors of a file.
 pub(super) struct Tensors {
@@ -333,22 +332,11 @@ fn experts(tensors: &mut BTreeMap<String, View>, block: u64) -> Result<Vec<View>
     Ok(out)
 }
 
-/// Divisor of a frequency that does not rotate.
-const NO_ROTATION: f32 = 1e30;
-
-/// Returns the divisors of Gemma 4's frequencies in full layers: all but the first do not rotate.
+/// Returns the divisors of Gemma 4's frequencies in full layers.
 fn rope_frequencies(source: &Arc<Checkpoint>, config: &Config, layers: u64) -> Result<View> {
-    let types = config.layer_types(layers)?.unwrap_or_default();
-    let sliding: Vec<bool> = types.iter().map(|t| *t == "sliding_attention").collect();
-    let half = Gemma4Heads::of(config, &sliding)?.full_dim / 2;
-    let rope = config.rope("full_attention");
-    let rotated = match rope.kind() {
-        "proportional" => (half as f64 * rope.number("partial_rotary_factor").unwrap_or(1.0)) as u64,
-        _ => half,
-    };
-    let value = |i: u64| if i < rotated { 1.0 } else { NO_ROTATION };
-    let data = (0..half).flat_map(|i| value(i).to_le_bytes()).collect();
+    let divisors = gemma4_rope_divisors(config, layers)?;
+    let data = divisors.iter().flat_map(|divisor| divisor.to_le_bytes()).collect();
     let name = "rope_freqs.weight".to_string();
-    let tensor = MemoryTensor { name, dtype: Dtype::F32, shape: vec![half], data };
+    let tensor = MemoryTensor { name, dtype: Dtype::F32, shape: vec![divisors.len() as u64], data };
     Ok(View::stored(&Arc::new(Checkpoint::in_memory(source, vec![tensor], &[])?), 0))
 }

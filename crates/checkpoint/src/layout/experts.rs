@@ -7,8 +7,9 @@
 
 use std::collections::BTreeMap;
 
+use ballast_files::{Error, Result};
+
 use super::{Pool, is_carried};
-use crate::error::{Error, Result};
 use crate::view::View;
 
 const GATE_UP: &str = ".experts.gate_up_proj";

@@ -19,12 +19,12 @@
 use std::collections::BTreeMap;
 
 use ballast_contract::Dtype;
+use ballast_files::cast::Buffer;
+use ballast_files::jobs::{CHUNK_BYTES, pieces};
+use ballast_files::{Error, Result};
 
 use super::experts::expert_index;
 use super::{Geometry, Layout, Pool, text_config};
-use crate::cast::Buffer;
-use crate::error::{Error, Result};
-use crate::jobs::{CHUNK_BYTES, pieces};
 use crate::open::Checkpoint;
 use crate::view::View;
 

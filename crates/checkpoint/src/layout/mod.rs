@@ -16,11 +16,10 @@ mod projections;
 use std::sync::Arc;
 
 use ballast_contract::holder::{find_holder_collision, route_fp32_holder_key, strip_fp32_holder_key};
+use ballast_files::{Error, Result};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::error::{Error, Result};
-use crate::gguf;
 use crate::open::Checkpoint;
 use crate::view::View;
 
@@ -119,9 +118,9 @@ pub mod metadata {
     #![allow(missing_docs)]
     pub const LAYOUT: &str = "ballast.layout";
     pub const PREFIX: &str = "ballast.hf_prefix";
-    pub const PROJECTIONS: &str = "ballast.projections";
-    pub const EXPERTS: &str = "ballast.experts";
-    pub const ZERO_CENTERED_GAMMA: &str = "ballast.zero_centered_gamma";
+    pub(crate) const PROJECTIONS: &str = "ballast.projections";
+    pub(crate) const EXPERTS: &str = "ballast.experts";
+    pub(crate) const ZERO_CENTERED_GAMMA: &str = "ballast.zero_centered_gamma";
     pub const ALL: [&str; 5] = [LAYOUT, PREFIX, PROJECTIONS, EXPERTS, ZERO_CENTERED_GAMMA];
 }
 
@@ -131,7 +130,7 @@ impl Layout {
         let names = || checkpoint.tensors.iter().map(|t| t.name.as_str()).filter(|n| !is_carried(n));
         let said = |key| checkpoint.metadata_value(key);
         let form = |text: &str| if text == "fused" { Form::Fused } else { Form::Split };
-        let naming = if said(gguf::ARCHITECTURE).is_some() {
+        let naming = if said(ballast_gguf::ARCHITECTURE).is_some() {
             Naming::Gguf
         } else if names()
             .any(|n| n.starts_with("decoder.layers.") || n.starts_with("embedding.word_embeddings."))
@@ -234,7 +233,7 @@ fn form_found(fused: bool, any: bool) -> Option<Form> {
 }
 
 /// Returns the tensors of a checkpoint as views, by rank.
-pub fn stored_views(checkpoint: &Arc<Checkpoint>) -> Vec<Vec<View>> {
+pub(crate) fn stored_views(checkpoint: &Arc<Checkpoint>) -> Vec<Vec<View>> {
     let mut ranks = vec![Vec::new(); checkpoint.ranks];
     for (i, t) in checkpoint.tensors.iter().enumerate() {
         ranks[t.rank].push(View::stored(checkpoint, i));

@@ -6,8 +6,9 @@
 //! kd = Nk*dk, vd = Nv*dv, r = Nv/Nk
 //! ```
 
+use ballast_files::{Error, Result};
+
 use super::{Geometry, Pool, is_carried};
-use crate::error::{Error, Result};
 use crate::view::View;
 
 const QKVZ: &str = ".linear_attn.in_proj_qkvz.weight";

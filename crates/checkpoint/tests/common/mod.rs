@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::convert::{ConvertOptions, ConvertReport, execute, plan};
-use ballast_checkpoint::jobs::Silent;
 use ballast_contract::{Policy, Registry};
+use ballast_files::jobs::Silent;
 use safetensors::tensor::{Dtype, TensorView};
 
 /// The fixtures copied into the project.

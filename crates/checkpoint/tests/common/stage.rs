@@ -3,16 +3,29 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ballast_checkpoint::error::ErrorKind;
-use ballast_checkpoint::hub::{Hub, Limits, Part, Settings, Token};
-use ballast_checkpoint::jobs::Silent;
+use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::synthetic::SyntheticModel;
-use ballast_checkpoint::{Checkpoint, Error};
+use ballast_files::Error;
+use ballast_files::ErrorKind;
+use ballast_files::jobs::Silent;
+use ballast_hub::{Hub, Limits, Part, Settings, Token};
 
 use super::server::{FakeHub, Request, name_etag};
 
 pub const TOKEN: &str = "hf_TopSecretTokenOfTheTest";
 pub const ADDRESS: &str = "hf://org/model";
+
+/// Opens the checkpoint at an address by a hub that has settings of its own.
+pub trait Open {
+    fn open(&self, address: &Path) -> Result<Checkpoint, Error>;
+}
+
+impl Open for Hub {
+    fn open(&self, address: &Path) -> Result<Checkpoint, Error> {
+        let (location, remote) = self.locate(address)?;
+        Checkpoint::open_remote(location, remote)
+    }
+}
 
 /// A model in several shards with a tokenizer, a server that has it, and an empty cache.
 pub struct Stage {

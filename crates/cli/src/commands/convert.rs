@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
+use ballast_checkpoint::DEFAULT_SHARD_BYTES;
+use ballast_checkpoint::FileFormat;
+use ballast_checkpoint::Verification;
 use ballast_checkpoint::convert::{ConvertOptions, ConvertPlan, ConvertReport, execute, plan};
 use ballast_checkpoint::fp8;
-use ballast_checkpoint::gguf::{self, AdapterOptions, convert_adapter};
+use ballast_checkpoint::gguf::{AdapterOptions, convert_adapter};
 use ballast_checkpoint::layout::{Form, LayoutRequest, Naming};
-use ballast_checkpoint::torch::FileFormat;
-use ballast_checkpoint::verify::Verification;
-use ballast_checkpoint::write::DEFAULT_SHARD_BYTES;
 use ballast_contract::Dtype;
 use ballast_model::AdapterSettings;
 use bytesize::ByteSize;
@@ -134,7 +134,7 @@ pub(crate) fn run(args: ConvertArgs, global: &Global) -> anyhow::Result<Outcome>
     if let Some(base) = &args.base {
         return run_adapter(&args, base, global);
     }
-    let is_gguf = args.destination.extension().is_some_and(|e| e == gguf::EXTENSION);
+    let is_gguf = args.destination.extension().is_some_and(|e| e == ballast_gguf::EXTENSION);
     if is_gguf {
         refuse_layout_options(&args)?;
     }
@@ -215,7 +215,7 @@ fn refuse_layout_options(args: &ConvertArgs) -> anyhow::Result<()> {
         Some((option, _)) => {
             let problem =
                 format!("{option} does not apply to a GGUF file, which llama.cpp reads in one form");
-            Err(ballast_checkpoint::Error::Refused(problem).into())
+            Err(ballast_files::Error::Refused(problem).into())
         }
         None => Ok(()),
     }
@@ -225,7 +225,7 @@ fn refuse_layout_options(args: &ConvertArgs) -> anyhow::Result<()> {
 fn run_adapter(args: &ConvertArgs, base: &Path, global: &Global) -> anyhow::Result<Outcome> {
     if args.dry_run {
         let problem = "--dry-run does not apply to an adapter";
-        return Err(ballast_checkpoint::Error::Refused(problem.into()).into());
+        return Err(ballast_files::Error::Refused(problem.into()).into());
     }
     refuse_layout_options(args)?;
     let settings = AdapterSettings::read(&args.source)?;

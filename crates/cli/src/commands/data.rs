@@ -4,10 +4,10 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use ballast_checkpoint::hub;
-use ballast_checkpoint::jobs::Observer;
+use ballast_files::jobs::Observer;
+use ballast_format::percent;
+use ballast_hub as hub;
 use ballast_model::batch::IGNORED;
-use ballast_report::format::percent;
 use ballast_train::data::{
     DataConfig, DataFile, Document, Files, MicroBatch, Origin, Packer, Packing, Permutation, Split,
     TextEncoder,
@@ -181,7 +181,7 @@ fn read_sample(
     progress.documents("reading", read as u64);
     for begin in (0..read).step_by(CHUNK) {
         if progress.cancelled() {
-            return Err(ballast_checkpoint::Error::Interrupted.into());
+            return Err(ballast_files::Error::Interrupted.into());
         }
         let chunk = begin..read.min(begin + CHUNK);
         progress.advance(chunk.len() as u64);

@@ -4,14 +4,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_checkpoint::Checkpoint;
+use ballast_checkpoint::FileFormat;
 use ballast_checkpoint::audit::audit;
 use ballast_checkpoint::convert::{ConvertOptions, execute, plan};
 use ballast_checkpoint::diff::diff;
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::repair::repair;
 use ballast_checkpoint::synthetic::SyntheticModel;
-use ballast_checkpoint::torch::FileFormat;
 use ballast_contract::{Dtype, Registry};
+use ballast_files::jobs::Silent;
 use clap::Args;
 use serde_json::json;
 

@@ -5,9 +5,9 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use ballast_checkpoint::encoding::BYTE_ORDER_MARK;
-use ballast_checkpoint::jobs::Observer;
-use ballast_checkpoint::regular::open_regular;
+use ballast_files::encoding::BYTE_ORDER_MARK;
+use ballast_files::jobs::Observer;
+use ballast_files::regular::open_regular;
 use ballast_model::text::perplexity::{Perplexity, windows};
 use ballast_model::text::{PieceEncoder, Token, Tokenizer, folder_of};
 use ballast_model::{Error, memory};
@@ -91,7 +91,7 @@ pub(crate) fn run(mut args: EvalArgs, global: &Global) -> anyhow::Result<Outcome
     let mut sums = Vec::new();
     for window in &windows {
         if progress.cancelled() {
-            return Err(ballast_checkpoint::Error::Interrupted.into());
+            return Err(ballast_files::Error::Interrupted.into());
         }
         sums.push(model.window_nll(&text.ids, window)?);
         progress.advance(window.tokens.len() as u64);

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use ballast_checkpoint::encoding::text_without_mark;
-use ballast_checkpoint::jobs::Observer;
-use ballast_checkpoint::regular::{MOST_BYTES, read_bounded, read_regular_text, utf8};
+use ballast_files::encoding::text_without_mark;
+use ballast_files::jobs::Observer;
+use ballast_files::regular::{MOST_BYTES, read_bounded, read_regular_text, utf8};
 use ballast_model::text::{
     ChatTemplate, Conversation, Generation, GenerationSettings, Sampler, Sampling, Tokenizer, folder_of,
 };

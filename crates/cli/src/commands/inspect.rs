@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::inspect::{InspectReport, inspect};
 use ballast_checkpoint::layout::{Form, Layout, Naming, Ranks};
-use ballast_checkpoint::left_out;
-use ballast_report::format::percent;
+use ballast_files::left_out;
+use ballast_format::percent;
 use clap::Args;
 
 use super::{Global, PolicyArg, remote_text};

@@ -3,16 +3,16 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use ballast_checkpoint::Error::Interrupted;
-use ballast_checkpoint::jobs::Observer;
 use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_files::Error::Interrupted;
+use ballast_files::jobs::Observer;
+use ballast_format::{duration, exact_percent, number, signed};
 use ballast_lab::dump::Dump;
 use ballast_lab::experiment::Arithmetic;
 use ballast_lab::findings::{DecodingRun, Input, Kind, Run};
 use ballast_lab::input::{self, Length};
 use ballast_lab::{Choice, Findings, More, Study, Training, embedded, report};
 use ballast_model::{Batch, LazyCheckpoint};
-use ballast_report::format::{duration, exact_percent, number, signed};
 use clap::{Args, ValueEnum};
 use comfy_table::Table;
 

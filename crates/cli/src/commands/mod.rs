@@ -23,12 +23,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context;
-use ballast_checkpoint::encoding::text_without_mark;
-use ballast_checkpoint::hub::{self, Part, RemoteSummary};
-use ballast_checkpoint::regular::read_regular_text;
+use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::tensor_file::TensorFile;
-use ballast_checkpoint::{Checkpoint, Error};
 use ballast_contract::{Policy, Registry};
+use ballast_files::Error;
+use ballast_files::encoding::text_without_mark;
+use ballast_files::regular::read_regular_text;
+use ballast_hub::{self as hub, Part, RemoteSummary};
 use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 

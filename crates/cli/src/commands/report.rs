@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::PathBuf;
 
-use ballast_checkpoint::encoding::text_without_mark;
-use ballast_checkpoint::regular::read_regular_text;
-use ballast_checkpoint::{Error, look_at};
+use ballast_files::encoding::text_without_mark;
+use ballast_files::regular::read_regular_text;
+use ballast_files::{Error, look_at};
 use ballast_train::ledger::Ledger;
 use ballast_train::metrics;
 use ballast_train::report::{Report, html, ledger_rows};

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use ballast_checkpoint::Error::Interrupted;
 use ballast_checkpoint::layout::Form;
 use ballast_checkpoint::tensor_file::{Array, Named, TensorFile, write_f32};
+use ballast_files::Error::Interrupted;
 use ballast_model::probe::Recorder;
 use ballast_model::{
     Batch, Error, LossOptions, Model, Plan, Precision, Probe, Recompute, Step, Ties, memory,

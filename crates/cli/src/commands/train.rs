@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use ballast_checkpoint::hub::Part;
-use ballast_checkpoint::jobs::Observer;
 use ballast_cluster::Kind;
-use ballast_report::format::{duration, estimate, percent};
+use ballast_files::jobs::Observer;
+use ballast_format::{duration, estimate, percent};
+use ballast_hub::Part;
 use ballast_train::config::KEYS;
 use ballast_train::metrics::{Evaluation, MetricsEntry, RankUse, Step};
 use ballast_train::report::Sample;
@@ -196,7 +196,7 @@ pub(crate) fn run(args: TrainArgs, global: &Global) -> anyhow::Result<Outcome> {
         conclude(&trainer, &summary);
     }
     Ok(match (&summary.save_failure, summary.stopped) {
-        (Some(error), true) => Outcome::Failed(exit::code_of_training(error)),
+        (Some(error), true) => Outcome::Failed(exit::code_of(error.kind())),
         (Some(_), false) => Outcome::Failed(NOT_SAVED),
         (None, true) => Outcome::Interrupted,
         (None, false) => Outcome::Ok,

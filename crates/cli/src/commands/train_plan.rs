@@ -1,7 +1,7 @@
 //! `ballast train --dry-run --ranks N`: the plan of a run on a cluster, made on one machine.
 
+use ballast_format::{duration, estimate, percent};
 use ballast_model::memory;
-use ballast_report::format::{duration, estimate, percent};
 use ballast_train::plan::{Alternative, ClusterPlan, Rates, measured_flops};
 use ballast_train::{TrainConfig, setup};
 use clap::Args;

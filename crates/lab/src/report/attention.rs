@@ -4,7 +4,7 @@
 //! on, one unit from 128 on, and so forth. A smaller difference of logits may vanish, and with it the order
 //! of two keys. The largest number in f16 is 65504.
 
-use ballast_report::format::{self, sentence};
+use ballast_format::{self as format, sentence};
 use ballast_report::plot::{Axis, Bin, Binned, Scale, Zone, grid, legend};
 
 use super::table::{Column, Table};

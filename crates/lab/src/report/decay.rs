@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use ballast_report::format::{self, sentence};
+use ballast_format::{self as format, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series, grid};
 
 use super::table::{Column, Table};

@@ -1,6 +1,6 @@
 //! Decoding: the same input token by token.
 
-use ballast_report::format::{self, sentence};
+use ballast_format::{self as format, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};

@@ -1,6 +1,6 @@
 //! Errors of gradients.
 
-use ballast_report::format::{self, sentence};
+use ballast_format::{self as format, sentence};
 use ballast_report::plot::{Rank, Ranking, Scale};
 
 use super::table::{Column, Table};

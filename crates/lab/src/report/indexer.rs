@@ -1,6 +1,6 @@
 //! Keys chosen by sparse indexers, compared with the reference's choice.
 
-use ballast_report::format::{self, sentence};
+use ballast_format::{self as format, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::table::{Column, Table};

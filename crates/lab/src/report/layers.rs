@@ -1,6 +1,6 @@
 //! Error of the residual stream after each layer, one plot per run, on shared axes.
 
-use ballast_report::format::{self, sentence};
+use ballast_format::{self as format, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series, grid, legend};
 
 use super::words::{

@@ -1,6 +1,6 @@
 //! Start and end of the page: title, headline, facts, published questions, notes.
 
-use ballast_report::format::{self, sentence};
+use ballast_format::{self as format, sentence};
 use ballast_report::page::{inline, prose};
 
 use super::words::{floor, is_broken, is_single, list, named, other, plural, policies, soft, times_floor};

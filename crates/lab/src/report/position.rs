@@ -4,7 +4,7 @@
 //! Growth is the error of the last range over the mean of the first third of ranges, weighted by positions.
 //! The first 8 tokens are left out if there are more: their states have hardly anything to lose yet.
 
-use ballast_report::format::{self, sentence};
+use ballast_format::{self as format, sentence};
 use ballast_report::plot::{Axis, LinePlot, Look, Scale, Series};
 
 use super::words::{floor, heading, is_single, named, other, plural, policies, times};

@@ -1,6 +1,6 @@
 //! One row per run: error of the outputs, and the first tensor that differs.
 
-use ballast_report::format::{self, sentence};
+use ballast_format::{self as format, sentence};
 use ballast_report::page::inline;
 use ballast_report::plot::{Rank, Ranking, Scale};
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ballast_report::format::{self, name_pattern};
+use ballast_format::{self as format, name_pattern};
 use ballast_report::page::inline;
 
 use super::table::{Column, Table};

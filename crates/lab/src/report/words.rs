@@ -1,7 +1,7 @@
 //! Helpers of all sections: classes of runs, formatted cells, lists of names.
 
-use ballast_report::format;
-pub(super) use ballast_report::format::plural;
+use ballast_format as format;
+pub(super) use ballast_format::plural;
 use ballast_report::page::{inline, prose};
 
 use crate::Findings;

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use ballast_checkpoint::jobs::Silent;
 use ballast_checkpoint::tensor_file::TensorFile;
+use ballast_files::jobs::Silent;
 use ballast_lab::experiment::Arithmetic;
 use ballast_lab::findings::{Findings, Run};
 use ballast_lab::{Choice, Study, input};

@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::Path;
 
-use ballast_checkpoint::Error as CheckpointError;
-use ballast_checkpoint::jobs::Silent;
-use ballast_checkpoint::regular::read_regular;
-use ballast_checkpoint::staging::Staging;
 use ballast_checkpoint::tensor_file::{Named, TensorFile, write_f32};
+use ballast_files::Error as CheckpointError;
+use ballast_files::jobs::Silent;
+use ballast_files::regular::read_regular;
+use ballast_files::staging::Staging;
 use serde_json::{Value, json};
 
 use super::AdapterSettings;
@@ -127,7 +127,7 @@ impl AdapterSettings {
 fn settings(path: &Path) -> Result<AdapterSettings> {
     let text = read_regular(path).map_err(CheckpointError::io(path, "read"))?;
     let config: Value =
-        serde_json::from_slice(ballast_checkpoint::encoding::without_mark(&text)).map_err(|error| {
+        serde_json::from_slice(ballast_files::encoding::without_mark(&text)).map_err(|error| {
             Error::Config {
                 file: path.into(),
                 field: CONFIG.into(),

@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use ballast_checkpoint::encoding::text_without_mark;
-use ballast_checkpoint::regular::read_regular_text;
+use ballast_files::encoding::text_without_mark;
+use ballast_files::regular::read_regular_text;
 use minijinja::context;
 use serde_json::Value;
 
@@ -104,7 +104,7 @@ impl ChatTemplate {
     /// `tokenizer_config.json`; `None` where there is neither.
     pub fn load(folder: &Path) -> Result<Option<ChatTemplate>> {
         let file = folder.join("chat_template.jinja");
-        if ballast_checkpoint::look_at(&file)?.is_some() {
+        if ballast_files::look_at(&file)?.is_some() {
             let source = read_regular_text(&file)
                 .map_err(|error| text_error(&file, format!("cannot read: {error}")))?;
             return ChatTemplate::new(&[("default", text_without_mark(&source))], &file).map(Some);

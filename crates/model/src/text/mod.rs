@@ -16,7 +16,7 @@ mod tokenizer;
 
 use std::path::{Path, PathBuf};
 
-use ballast_checkpoint::regular::read_regular;
+use ballast_files::regular::read_regular;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
@@ -40,11 +40,11 @@ fn text_error(file: &Path, problem: impl ToString) -> Error {
 
 /// Reads a JSON object from a file; a missing file gives an empty object.
 fn read_object(file: &Path) -> Result<Map<String, Value>> {
-    if ballast_checkpoint::look_at(file)?.is_none() {
+    if ballast_files::look_at(file)?.is_none() {
         return Ok(Map::new());
     }
     let bytes = read_regular(file).map_err(|error| text_error(file, format!("cannot read: {error}")))?;
-    match serde_json::from_slice(ballast_checkpoint::encoding::without_mark(&bytes)) {
+    match serde_json::from_slice(ballast_files::encoding::without_mark(&bytes)) {
         Ok(Value::Object(object)) => Ok(object),
         Ok(_) => Err(text_error(file, "not a JSON object")),
         Err(error) => Err(text_error(file, format!("not valid JSON: {error}"))),

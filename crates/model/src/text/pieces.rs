@@ -15,7 +15,7 @@
 
 use std::collections::HashSet;
 
-use ballast_report::format;
+use ballast_format as format;
 use tokenizers::{Encoding, Model, ModelWrapper};
 
 use super::text_error;

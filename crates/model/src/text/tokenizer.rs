@@ -6,8 +6,8 @@ use std::sync::OnceLock;
 
 use serde_json::Value;
 
-use ballast_checkpoint::encoding::without_mark;
-use ballast_checkpoint::regular::read_regular;
+use ballast_files::encoding::without_mark;
+use ballast_files::regular::read_regular;
 
 use super::pieces::{Neighbors, WINDOW};
 use super::{read_object, text_error};

@@ -1,6 +1,6 @@
 //! Axes: ranges, linear and log scales, ticks at round numbers.
 
-use crate::format;
+use ballast_format as format;
 
 /// Larger values are treated as infinities: their differences overflow.
 const LARGEST: f64 = 1e300;

@@ -2,8 +2,8 @@
 
 use super::axis::{Axis, Scale};
 use super::{COLORS, Figure, at, frame};
-use crate::format;
 use crate::page::inline;
+use ballast_format as format;
 
 /// A histogram of raw values.
 #[derive(Clone, Debug, Default)]

@@ -2,8 +2,8 @@
 
 use super::axis::{Axis, Scale};
 use super::{COLORS, Figure, at, frame};
-use crate::format;
 use crate::page::inline;
+use ballast_format as format;
 
 /// Number of values in `from..to`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use super::axis::{Axis, Scale};
 use super::thin::thin;
 use super::{COLORS, Figure, at, frame, legend};
-use crate::format;
 use crate::page::inline;
+use ballast_format as format;
 
 /// Pixel columns of a plot at full width, and of a small plot.
 const COLUMNS: usize = 800;

@@ -2,8 +2,8 @@
 
 use super::axis::{Axis, Scale};
 use super::{COLORS, Figure, at};
-use crate::format;
 use crate::page::inline;
+use ballast_format as format;
 
 /// A row of a [`Ranking`].
 #[derive(Clone, Debug, Default)]

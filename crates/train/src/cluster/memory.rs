@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use ballast_cluster::Kind;
+use ballast_format::bytes;
 use ballast_model::memory::{self, Bound};
-use ballast_report::format::bytes;
 use serde::{Deserialize, Serialize};
 
 use super::Ranks;

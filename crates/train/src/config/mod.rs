@@ -10,8 +10,8 @@ mod settings;
 
 use std::path::Path;
 
-use ballast_checkpoint::encoding::text_without_mark;
-use ballast_checkpoint::regular::read_regular_text;
+use ballast_files::encoding::text_without_mark;
+use ballast_files::regular::read_regular_text;
 use ballast_model::{IndexerLoss, LossOptions};
 use toml::{Table, Value};
 

@@ -7,7 +7,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ballast_report::format::plural;
+use ballast_format::plural;
 
 use super::index::{Form, Index, Passage};
 use super::record::Record;

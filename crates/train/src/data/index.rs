@@ -9,7 +9,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use ballast_checkpoint::encoding::BYTE_ORDER_MARK;
+use ballast_files::encoding::BYTE_ORDER_MARK;
 
 use super::Origin;
 use crate::checksum::Content;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::{Report, events};
 use crate::metrics::{Evaluation, MetricsEntry, Step};
-use ballast_report::format::{self, sentence};
+use ballast_format::{self as format, sentence};
 use ballast_report::plot::{Axis, Band, Histogram, Level, LinePlot, Look, Marker, Scale, Series, grid};
 
 /// Least number of steps for a smoothed curve.

@@ -3,7 +3,7 @@
 use super::Report;
 use super::curves::{plot, steps};
 use crate::metrics::RankUse;
-use ballast_report::format::{self, sentence};
+use ballast_format::{self as format, sentence};
 use ballast_report::plot::{Axis, Band, LinePlot, Look, Scale, Series};
 
 /// Most ranks in the table; of more, those that wait least and most are shown.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::{LedgerRow, Report, Sample};
 use crate::metrics::Event;
-use ballast_report::format;
+use ballast_format as format;
 use ballast_report::page::{block, inline};
 use ballast_report::plot::StackedBar;
 

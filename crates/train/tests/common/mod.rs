@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Mutex;
 
-use ballast_checkpoint::jobs::Observer;
+use ballast_files::jobs::Observer;
 use ballast_model::Model;
 use ballast_train::metrics::MetricsEntry;
 use ballast_train::optimizer::{Master, Slot, StateTensor, Stored};
