@@ -1,6 +1,6 @@
 //! The binary as one of several processes of mpirun or srun.
 
-use crate::common::{self, ballast, run};
+use crate::common::{ballast, run};
 
 #[cfg(not(feature = "mpi"))]
 mod without_mpi {
@@ -26,7 +26,7 @@ mod without_mpi {
     /// The first rank of a job may be another build, which waits for the others inside MPI and says nothing.
     #[test]
     fn a_rank_that_its_launcher_does_not_end_says_it_too() {
-        let scratch = common::Scratch::new();
+        let scratch = crate::common::Scratch::new();
         // The kernel names a process after its script: this is a launcher that ends no rank.
         let launcher = scratch.path("mpirun");
         scratch.put("mpirun", "#!/bin/sh\n\"$@\"\n");
