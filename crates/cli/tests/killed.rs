@@ -70,10 +70,15 @@ fn start(scratch: &Scratch, flags: &[&str]) -> Child {
     command.spawn().unwrap()
 }
 
-/// Returns the bytes of a folder that have been written: shards get their length before their data.
+/// Returns the bytes of a folder's files that have been written: shards get their length before their data.
 fn written(folder: &Path) -> u64 {
-    let files = fs::read_dir(folder).into_iter().flatten().flatten();
-    files.filter_map(|file| file.metadata().ok()).map(|file| file.blocks() * 512).sum()
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let bytes = |entry: fs::DirEntry| match entry.metadata() {
+        Ok(found) if found.is_dir() => written(&entry.path()),
+        Ok(found) => found.blocks() * 512,
+        Err(_) => 0,
+    };
+    entries.map(bytes).sum()
 }
 
 /// Waits until a conversion has written this many bytes, or has ended.
