@@ -213,8 +213,20 @@ fn every_configuration_key_in_a_text_exists() {
     let is_key = |path: &str| {
         let (section, key) = path.split_once('.').unwrap_or_default();
         let first = key.split('.').next().unwrap_or_default();
-        let others =
-            ["", "layers", "language_model", "visual", "safetensors", "state", "norm", "rs", "py", "experts"];
+        let others = [
+            "",
+            "layers",
+            "language_model",
+            "visual",
+            "safetensors",
+            "gguf",
+            "pt",
+            "state",
+            "norm",
+            "rs",
+            "py",
+            "experts",
+        ];
         let letters = |c: char| c.is_ascii_lowercase() || "._*0123456789".contains(c);
         sections.contains(section) && path.chars().all(letters) && !others.contains(&first)
     };

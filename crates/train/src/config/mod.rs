@@ -83,11 +83,18 @@ impl TrainConfig {
     pub fn from_table(mut table: Table, settings: &[String], file: Option<&Path>) -> Result<TrainConfig> {
         let place = file.map(|file| format!("{}: ", file.display())).unwrap_or_default();
         check_names(&table, "", &place)?;
+        let of_file = check_values(&table).err().map(|error| error.to_string());
         for setting in settings {
             apply(&mut table, setting)?;
         }
         check_names(&table, "", "--set ")?;
-        check_values(&table)?;
+        check_values(&table).map_err(|error| match error {
+            // The value may also come from a setting, which names itself.
+            Error::Config(problem) if of_file.as_ref() == Some(&problem) => {
+                Error::Config(format!("{place}{problem}"))
+            }
+            error => error,
+        })?;
         let config: TrainConfig = Value::Table(table)
             .try_into()
             .map_err(|e| Error::Config(format!("{place}{}", one_line(&e, ""))))?;
