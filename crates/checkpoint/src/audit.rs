@@ -146,8 +146,7 @@ pub fn audit_values(
     values: Values,
     observer: &dyn Observer,
 ) -> Result<AuditReport> {
-    let architecture = checkpoint.architecture(registry)?;
-    let policy = policy.for_architecture(&architecture);
+    let (architecture, policy) = checkpoint.contract(registry, policy)?;
     let layout = Layout::detect(checkpoint);
     let rules: Vec<Option<&Rule>> = checkpoint.tensors.iter().map(|t| policy.rule_for(&t.name)).collect();
     let mut findings = Findings::default();
@@ -171,20 +170,7 @@ pub fn audit_values(
     let scans = with_readers(&[checkpoint], work)?;
     let decay = value_findings(checkpoint, &rules, &scans, &mut findings);
     notes.extend(master_findings(checkpoint, &policy, observer, &mut findings)?);
-    if architecture.families.is_empty() {
-        notes.push(match &architecture.name {
-            Some(name) => format!("no rules for {name}: only general checks were made"),
-            None => {
-                "unknown architecture (no config.json, no known tensor names): only general checks were made"
-                    .into()
-            }
-        });
-    } else if checkpoint.config.is_none() && layout.naming != Naming::Gguf {
-        notes.push(format!(
-            "no config.json: identified as {} by its tensor names",
-            architecture.families.join(", ")
-        ));
-    }
+    notes.extend(recognition(checkpoint, &architecture, &layout, &rules));
     if !checkpoint.ignored.is_empty() {
         let names: Vec<_> =
             checkpoint.ignored.iter().filter_map(|p| p.file_name()).map(|n| n.to_string_lossy()).collect();
@@ -206,6 +192,40 @@ pub fn audit_values(
         notes,
         remote: checkpoint.remote.as_ref().map(|remote| remote.summary()),
     })
+}
+
+/// Returns a note on how the architecture was recognized, unless config.json says it all.
+fn recognition(
+    checkpoint: &Checkpoint,
+    architecture: &Architecture,
+    layout: &Layout,
+    rules: &[Option<&Rule>],
+) -> Option<String> {
+    let families = architecture.families.join(", ");
+    let name = architecture.name.as_deref();
+    if architecture.families.is_empty() {
+        let who = match name {
+            Some(name) => format!("{name} is not in the table of architectures (ballast audit --rules)"),
+            None => "unknown architecture (no config.json, no known tensor names)".to_owned(),
+        };
+        return Some(match rules.iter().flatten().count() {
+            0 => format!(
+                "{who}, and none of its tensors looks like one that must be f32: only general checks were made"
+            ),
+            found => format!("{who}: {found} tensors are protected by structure"),
+        });
+    }
+    if architecture.source != "tensor names" {
+        return None;
+    }
+    match checkpoint.config {
+        Some(_) => Some(format!(
+            "{} is not in the table of architectures: its tensor names are those of {families}",
+            name.unwrap_or("the architecture in config.json")
+        )),
+        None if layout.naming == Naming::Gguf => None,
+        None => Some(format!("no config.json: identified as {families} by its tensor names")),
+    }
 }
 
 /// A kind of finding: its stable name, severity, explanation and fix.

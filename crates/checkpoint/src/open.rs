@@ -12,7 +12,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ballast_contract::{Architecture, Dtype, Registry};
+use ballast_contract::family::Tensor;
+use ballast_contract::{Architecture, Dtype, Policy, Registry};
 use ballast_files::assembly::Assembly;
 use ballast_files::cast::{self, Buffer};
 use ballast_files::encoding::without_mark;
@@ -341,22 +342,30 @@ impl Checkpoint {
         found.map(|found| Ok(found?.map_or(0, |file| file.len()))).sum()
     }
 
-    /// Returns the architecture by config.json, or by tensor names if there is none.
+    /// Returns the architecture by config.json, or by the tensors if the table lacks what config.json names.
     pub fn architecture(&self, registry: &Registry) -> Result<Architecture> {
+        let tensors = self.tensors.iter().map(|t| Tensor { name: &t.name, elements: t.elements() });
+        let tensors: Vec<Tensor<'_>> = tensors.collect();
         let Some(config) = &self.config else {
-            let names = self.tensors.iter().map(|t| t.name.as_str());
-            let mut found = Architecture::from_names(names, &registry.families);
+            let mut found = Architecture::from_tensors(&tensors, &registry.families);
             if let Some(name) = self.metadata_value(ballast_gguf::ARCHITECTURE) {
                 (found.name, found.source) = (Some(name.into()), ballast_gguf::ARCHITECTURE);
             }
             return Ok(found);
         };
-        Architecture::from_config(config, &registry.families).ok_or_else(|| Error::Config {
+        Architecture::of(config, &tensors, &registry.families).ok_or_else(|| Error::Config {
             file: self.config_path(),
             problem: "no `architectures` and no `model_type`: the tensors that must be f32 are unknown; add \
                       \"architectures\": [...] as published with the model"
                 .into(),
         })
+    }
+
+    /// Returns the architecture, and the policy reduced to the rules of this checkpoint.
+    pub fn contract(&self, registry: &Registry, policy: &Policy) -> Result<(Architecture, Policy)> {
+        let architecture = self.architecture(registry)?;
+        let policy = policy.for_model(&architecture, self.tensors.iter().map(|t| t.name.as_str()));
+        Ok((architecture, policy))
     }
 
     /// Returns the path of config.json, whether it exists or not.

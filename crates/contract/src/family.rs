@@ -17,9 +17,56 @@ pub struct Family {
     /// Values of `model_type` in config.json.
     #[serde(default)]
     pub model_types: Vec<String>,
-    /// Patterns of tensor names that identify the family if there is no config.json.
+    /// Patterns of tensor names that identify the family if config.json does not.
     #[serde(default)]
     pub signature: Vec<String>,
+    /// Patterns of tensor names that no member of the family has.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lacks: Vec<String>,
+    /// What a value of `dt_bias` belongs to, where the names alone do not identify the family.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decay: Option<Decay>,
+}
+
+/// What has a decay of its own in a delta rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Decay {
+    /// A head: `dt_bias` and `A_log` have one value for each.
+    Head,
+    /// A channel of a head: `dt_bias` has a value for each, `A_log` one for each head.
+    Channel,
+}
+
+/// A tensor as an architecture is recognized by it.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensor<'a> {
+    /// Name.
+    pub name: &'a str,
+    /// Number of elements; 0 if unknown.
+    pub elements: u64,
+}
+
+impl Family {
+    fn is_recognized(&self, tensors: &[Tensor<'_>]) -> bool {
+        // The last segment is no star; comparing it first leaves few names to divide.
+        let has = |p: &str| {
+            let last = p.rsplit('.').next().unwrap_or(p);
+            tensors.iter().any(|t| t.name.ends_with(last) && pattern::matches(p, t.name))
+        };
+        let any = |patterns: &[String]| patterns.iter().any(|p| has(p));
+        any(&self.signature) && !any(&self.lacks) && self.decay.is_none_or(|d| decay(tensors) == d)
+    }
+}
+
+/// Returns what has a decay of its own, by the first `A_log` with a `dt_bias` beside it.
+fn decay(tensors: &[Tensor<'_>]) -> Decay {
+    let channels = tensors.iter().find_map(|a| {
+        let module = a.name.strip_suffix("A_log")?;
+        let bias = tensors.iter().find(|t| t.name.strip_prefix(module) == Some("dt_bias"))?;
+        Some(bias.elements > a.elements)
+    });
+    if channels == Some(true) { Decay::Channel } else { Decay::Head }
 }
 
 /// The architecture of a checkpoint, as far as it is known.
@@ -29,7 +76,7 @@ pub struct Architecture {
     pub name: Option<String>,
     /// Families of the registry that it belongs to.
     pub families: Vec<String>,
-    /// Source of this information: `config.json` or `tensor names`.
+    /// What the families were found by: `config.json` or `tensor names`.
     pub source: &'static str,
 }
 
@@ -53,11 +100,27 @@ impl Architecture {
     }
 
     /// Identifies the architecture of a checkpoint without config.json by the families' signatures.
-    pub fn from_names<'a>(names: impl Iterator<Item = &'a str> + Clone, families: &[Family]) -> Architecture {
-        let recognized =
-            |f: &&Family| f.signature.iter().any(|s| names.clone().any(|name| pattern::matches(s, name)));
-        let families: Vec<String> = families.iter().filter(recognized).map(|f| f.name.clone()).collect();
+    pub fn from_names<'a>(names: impl Iterator<Item = &'a str>, families: &[Family]) -> Architecture {
+        let tensors: Vec<Tensor<'_>> = names.map(|name| Tensor { name, elements: 0 }).collect();
+        Architecture::from_tensors(&tensors, families)
+    }
+
+    /// Identifies the architecture of a checkpoint without config.json by the names and sizes of its tensors.
+    pub fn from_tensors(tensors: &[Tensor<'_>], families: &[Family]) -> Architecture {
+        let recognized = families.iter().filter(|f| f.is_recognized(tensors));
+        let families: Vec<String> = recognized.map(|f| f.name.clone()).collect();
         Architecture { name: families.first().cloned(), families, source: "tensor names" }
+    }
+
+    /// Identifies the architecture by `config`, or by the tensors if the table has nothing that `config` names:
+    /// a name in config.json adds rules, and never takes one away. Returns `None` if `config` names nothing.
+    pub fn of(config: &Value, tensors: &[Tensor<'_>], families: &[Family]) -> Option<Architecture> {
+        let named = Architecture::from_config(config, families)?;
+        if !named.families.is_empty() {
+            return Some(named);
+        }
+        let found = Architecture::from_tensors(tensors, families);
+        Some(if found.families.is_empty() { named } else { Architecture { name: named.name, ..found } })
     }
 }
 

@@ -20,6 +20,7 @@ pub mod pattern;
 pub mod role;
 pub mod rounded;
 pub mod rules;
+mod structure;
 
 pub use dtype::Dtype;
 pub use family::{Architecture, Family};

@@ -1,6 +1,11 @@
 //! The table of tensors that must be f32, and the policies that select from it.
 //!
-//! The table is the embedded `rules.toml`. A user's policy file has the same `[[rule]]` entries, and may
+//! The table is the embedded `rules.toml`, with `transformers.toml`, the lists of the authors of models. Three
+//! kinds of rules apply: those of the architecture; rules by structure ([`Rule::near`]), which find tensors in
+//! models that no rule knows; and, for names that belong to no known architecture, none of the general ones
+//! ([`Rule::general`]).
+//!
+//! A user's policy file has the same `[[rule]]` entries, and may
 //! extend a named policy and remove rules:
 //!
 //! ```toml
@@ -22,7 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::holder::strip_fp32_holder_key;
 use crate::kind::ErrorKind;
-use crate::{Architecture, Dtype, Family, pattern};
+use crate::{Architecture, Dtype, Family, pattern, structure};
 
 /// A rule: tensors that must be stored in `dtype`.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -35,6 +40,15 @@ pub struct Rule {
     pub families: Vec<String>,
     /// Tensors that the rule covers.
     pub tensors: Vec<TensorPattern>,
+    /// For a rule by structure: names below the tensor's module or the module around it, with `*` for any
+    /// characters; the rule covers a tensor if one of them exists. It applies to models, not to single names:
+    /// [`Policy::for_model`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub near: Vec<String>,
+    /// True if the names are too general to mean anything in another architecture (`norm`). Such a rule applies
+    /// after [`Policy::for_architecture`] only.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub general: bool,
     /// Required dtype.
     #[serde(default = "f32_dtype")]
     pub dtype: Dtype,
@@ -46,15 +60,18 @@ pub struct Rule {
     pub policies: Vec<String>,
     /// Reason, in one line.
     pub reason: String,
+    /// Whose list, contract or measurement the rule comes from.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub source: String,
 }
 
 /// Names of the form `<module>.<param>`.
-#[derive(Clone, Debug, Deserialize, Serialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorPattern {
     /// [`pattern`] of the module's path.
     pub module: String,
-    /// Name of the parameter below the module, literally.
+    /// Name of the parameter below the module, literally; `**` for the module itself and all that is below it.
     pub param: String,
 }
 
@@ -66,8 +83,20 @@ impl TensorPattern {
     }
 
     fn covers(&self, name: &str) -> bool {
-        self.module_of(name, &self.param).is_some()
+        match self.param.as_str() {
+            "**" => {
+                // Comparing the last segment first leaves few names to divide.
+                let last = self.module.rsplit('.').next().unwrap_or_default();
+                (last.contains('*') || name.contains(last))
+                    && pattern::matches(&format!("{}.**", self.module), name)
+            }
+            param => self.module_of(name, param).is_some(),
+        }
     }
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 fn any_family() -> Vec<String> {
@@ -81,6 +110,16 @@ fn f32_dtype() -> Dtype {
 impl Rule {
     fn covers(&self, name: &str) -> bool {
         self.tensors.iter().any(|t| t.covers(name))
+    }
+
+    /// Returns true if the rule can be applied to a name alone.
+    fn is_ready(&self) -> bool {
+        self.near.is_empty() && !self.general
+    }
+
+    /// Returns true if the rule finds tensors by structure.
+    pub fn is_structural(&self) -> bool {
+        !self.near.is_empty()
     }
 
     fn applies_to(&self, architecture: &Architecture) -> bool {
@@ -108,16 +147,41 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// Returns the policy reduced to the rules of one architecture.
+    /// Returns the policy reduced to the rules of one architecture, without those by structure.
     pub fn for_architecture(&self, architecture: &Architecture) -> Policy {
-        let rules = self.rules.iter().filter(|r| r.applies_to(architecture)).cloned().collect();
+        let of_it = self.rules.iter().filter(|r| r.applies_to(architecture) && !r.is_structural());
+        let rules = of_it.map(|r| Rule { general: false, ..r.clone() }).collect();
+        Policy { rules, ..self.clone() }
+    }
+
+    /// Returns the policy reduced to the rules of one model: those of its architecture, and for the tensors that
+    /// the table does not know, those by structure.
+    pub fn for_model<'a>(
+        &self,
+        architecture: &Architecture,
+        names: impl Iterator<Item = &'a str> + Clone,
+    ) -> Policy {
+        let mut policy = self.for_architecture(architecture);
+        let known = Registry::builtin().rules.iter().filter(|r| r.applies_to(architecture));
+        let known: Vec<&Rule> = known.filter(|r| !r.is_structural()).chain(&policy.rules).collect();
+        let found = structure::resolve(&self.rules, names, |name| known.iter().any(|r| r.covers(name)));
+        policy.rules.extend(found);
+        policy
+    }
+
+    /// Returns the policy for a part of a model, which says nothing of its architecture: the rules whose names
+    /// mean the same everywhere, and those by structure.
+    pub fn for_part<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> Policy {
+        let mut rules: Vec<Rule> = self.rules.iter().filter(|r| r.is_ready()).cloned().collect();
+        let found = structure::resolve(&self.rules, names, |name| rules.iter().any(|r| r.covers(name)));
+        rules.extend(found);
         Policy { rules, ..self.clone() }
     }
 
     /// Returns the rule that protects the tensor called `name`, bare or routed, if there is one.
     pub fn rule_for(&self, name: &str) -> Option<&Rule> {
         let name = strip_fp32_holder_key(name);
-        self.rules.iter().find(|rule| rule.covers(&name))
+        self.rules.iter().find(|rule| rule.is_ready() && rule.covers(&name))
     }
 }
 
@@ -160,6 +224,7 @@ struct PolicyRow {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RegistryFile {
+    #[serde(default)]
     policy: Vec<PolicyRow>,
     family: Vec<Family>,
     rule: Vec<Rule>,
@@ -197,8 +262,12 @@ impl Registry {
     pub fn builtin() -> &'static Registry {
         static BUILTIN: OnceLock<Registry> = OnceLock::new();
         BUILTIN.get_or_init(|| {
-            let file: RegistryFile =
-                toml::from_str(include_str!("rules.toml")).expect("a test parses the embedded table");
+            let parse =
+                |text| toml::from_str::<RegistryFile>(text).expect("a test parses the embedded table");
+            let mut file = parse(include_str!("rules.toml"));
+            let lists = parse(include_str!("transformers.toml"));
+            file.family.extend(lists.family);
+            file.rule.extend(lists.rule);
             let selection = |row: PolicyRow| Policy {
                 rules: file.rule.iter().filter(|r| r.policies.contains(&row.name)).cloned().collect(),
                 name: row.name,

@@ -71,7 +71,7 @@ impl Demo<'_> {
 
         self.say("\n3. Convert restores the dtype, not the lost bits, and audit says so.");
         self.command("convert broken upcast");
-        let options = ConvertOptions::new(strict.for_architecture(&broken.architecture(registry)?));
+        let options = ConvertOptions::new(broken.contract(registry, &strict)?.1);
         self.convert(&broken, "upcast", &options)?;
         self.command("audit upcast");
         let upcast = self.open("upcast")?;

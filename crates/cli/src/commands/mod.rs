@@ -210,7 +210,7 @@ impl PolicyArg {
     /// Loads the policy, reduced to the architecture of `checkpoint`.
     fn load_for(&self, checkpoint: &Checkpoint, global: &Global) -> anyhow::Result<Policy> {
         let (registry, policy) = self.load(global)?;
-        Ok(policy.for_architecture(&checkpoint.architecture(&registry)?))
+        Ok(checkpoint.contract(&registry, &policy)?.1)
     }
 }
 

@@ -1,0 +1,4 @@
+//! Integration tests, as modules of one binary.
+
+mod architectures;
+mod holder;
