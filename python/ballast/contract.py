@@ -57,11 +57,12 @@ class Rule:
     dtype: str
     tensors: tuple[str, ...]
     families: tuple[str, ...]
+    source: str = ""
 
 
-def _rule(fields: tuple[str, str, str, list[str], list[str]]) -> Rule:
-    name, reason, dtype, tensors, families = fields
-    return Rule(name, reason, dtype, tuple(tensors), tuple(families))
+def _rule(fields: tuple[str, str, str, list[str], list[str], str]) -> Rule:
+    name, reason, dtype, tensors, families, source = fields
+    return Rule(name, reason, dtype, tuple(tensors), tuple(families), source)
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,15 @@ class Policy:
         fields = self._handle.rule_for(name)
         return None if fields is None else _rule(fields)
 
-    def for_architecture(self, config: object = None, names: Iterable[str] = ()) -> Policy:
+    def for_architecture(
+        self, config: object = None, names: Iterable[str] | Mapping[str, int] = ()
+    ) -> Policy:
         """Returns the policy reduced to the rules of one architecture.
 
         `config` is a config.json as a dict or a transformers config. Without one, or if it names no
-        architecture, the architecture is found by the tensor names.
+        architecture that the table knows, the architecture is found by the tensor names, or by their numbers of
+        elements by name. Tensors that the table does not know are found by structure: an `A_log` beside a
+        `dt_bias`, say.
 
         >>> policy = Policy.named("strict")
         >>> policy.protects("model.layers.1.mlp.gate.weight").families
@@ -143,12 +148,32 @@ class Policy:
         >>> qwen = policy.for_architecture({"model_type": "qwen3_5_moe"})
         >>> qwen.protects("model.layers.1.mlp.gate.weight") is None
         True
+        >>> names = ["layers.0.ssm.A_log", "layers.0.ssm.dt_bias"]
+        >>> policy.for_architecture({"model_type": "new"}, names).protects("layers.7.ssm.A_log").name
+        'structure-a-log'
         """
+        return self._reduced(config, names)[0]
+
+    def _reduced(self, config: object, names: Iterable[str] | Mapping[str, int]) -> tuple[Policy, list[str]]:
+        """Returns the policy of `for_architecture`, and the families that the model belongs to."""
         parts = {key: _part(config, key) for key in ("architectures", "model_type")}
         text = _part(config, "text_config")
         nested = {key: _part(text, key) for key in ("architectures", "model_type")}
         document = json.dumps({**parts, "text_config": nested})
-        return Policy._of(self._handle.for_architecture(document, list(names)))
+        tensors = list(names.items()) if isinstance(names, Mapping) else [(name, 0) for name in names]
+        native, families = self._handle.for_architecture(document, tensors)
+        return Policy._of(native), families
+
+    def for_part(self, names: Iterable[str] = ()) -> Policy:
+        """Returns the policy for a part of a model, which says nothing of its architecture.
+
+        It has the rules whose names mean the same everywhere, and those by structure.
+
+        >>> part = Policy.named("strict").for_part(["mixer.A_log", "mixer.conv1d.weight"])
+        >>> part.protects("mixer.A_log").name
+        'structure-a-log'
+        """
+        return Policy._of(self._handle.for_part(list(names)))
 
 
 def _part(config: object, key: str) -> Any:  # noqa: ANN401 (a config may have anything there)

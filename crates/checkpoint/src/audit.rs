@@ -212,6 +212,7 @@ fn recognition(
             0 => format!(
                 "{who}, and none of its tensors looks like one that must be f32: only general checks were made"
             ),
+            1 => format!("{who}: 1 tensor is protected by structure"),
             found => format!("{who}: {found} tensors are protected by structure"),
         });
     }

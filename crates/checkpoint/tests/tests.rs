@@ -2,6 +2,7 @@
 
 mod common;
 
+mod architectures;
 mod fp8;
 mod gguf;
 mod gguf_malformed;

@@ -2,3 +2,4 @@
 
 mod architectures;
 mod holder;
+mod page;

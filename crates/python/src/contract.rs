@@ -1,5 +1,6 @@
 //! `ballast.contract`: policies and the `_fp32_params` helpers.
 
+use ballast_contract::family::Tensor;
 use ballast_contract::{Architecture, Family, Registry, Rule, holder};
 use pyo3::prelude::*;
 use serde_json::{Value, json};
@@ -13,12 +14,13 @@ pub(crate) struct Policy {
     families: Vec<Family>,
 }
 
-/// A rule in Python: name, reason, required dtype, tensor patterns, families.
-type RuleFields = (String, String, String, Vec<String>, Vec<String>);
+/// A rule in Python: name, reason, required dtype, tensor patterns, families, source.
+type RuleFields = (String, String, String, Vec<String>, Vec<String>, String);
 
 fn fields(rule: &Rule) -> RuleFields {
     let tensors = rule.tensors.iter().map(|t| format!("{}.{}", t.module, t.param)).collect();
-    (rule.id.clone(), rule.reason.clone(), rule.dtype.to_string(), tensors, rule.families.clone())
+    let families = rule.families.clone();
+    (rule.id.clone(), rule.reason.clone(), rule.dtype.to_string(), tensors, families, rule.source.clone())
 }
 
 fn invalid(error: impl std::fmt::Display) -> PyErr {
@@ -79,14 +81,27 @@ impl Policy {
         self.policy.rule_for(name).map(fields)
     }
 
-    /// Returns the policy reduced to the architecture of a config.json, or of tensor names without one.
-    fn for_architecture(&self, config: Option<&str>, names: Vec<String>) -> PyResult<Policy> {
+    /// Returns the policy reduced to the architecture of a config.json, or of the tensors (names and numbers of
+    /// elements) where it names none that the table knows; and the families.
+    fn for_architecture(
+        &self,
+        config: Option<&str>,
+        tensors: Vec<(String, u64)>,
+    ) -> PyResult<(Policy, Vec<String>)> {
         let config: Option<Value> = config.map(serde_json::from_str).transpose().map_err(invalid)?;
+        let known: Vec<Tensor<'_>> =
+            tensors.iter().map(|(name, elements)| Tensor { name, elements: *elements }).collect();
         let architecture = config
-            .and_then(|config| Architecture::from_config(&config, &self.families))
-            .unwrap_or_else(|| Architecture::from_names(names.iter().map(String::as_str), &self.families));
-        let policy = self.policy.for_architecture(&architecture);
-        Ok(Policy { policy, families: self.families.clone() })
+            .and_then(|config| Architecture::of(&config, &known, &self.families))
+            .unwrap_or_else(|| Architecture::from_tensors(&known, &self.families));
+        let policy = self.policy.for_model(&architecture, tensors.iter().map(|(name, _)| name.as_str()));
+        Ok((Policy { policy, families: self.families.clone() }, architecture.families))
+    }
+
+    /// Returns the policy for a part of a model that says nothing of its architecture.
+    fn for_part(&self, names: Vec<String>) -> Policy {
+        let policy = self.policy.for_part(names.iter().map(String::as_str));
+        Policy { policy, families: self.families.clone() }
     }
 }
 

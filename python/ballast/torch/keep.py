@@ -94,7 +94,7 @@ def keep_fp32(model: nn.Module, policy: PolicyLike = "strict") -> Kept:
     _install()
     if any(map(_is_flattened, model.parameters())):
         raise UsageError(f"the model is sharded by FSDP1, {_NOT_FSDP1}")
-    tensors = protected_tensors(model, policy)
+    tensors = protected_tensors(model, policy, warn=True)
     for protected in tensors:
         _upcast(protected)
         _mark_for_megatron(protected.tensor)

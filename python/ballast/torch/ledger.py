@@ -128,7 +128,7 @@ class Ledger(TrainerCallback):
         """Records the protected tensors of a model, and adds the hooks. A second call does nothing."""
         if self._counter is not None:
             return
-        self._tensors = protected_tensors(model, self._policy)
+        self._tensors = protected_tensors(model, self._policy, warn=True)
         self.entries = [
             Entry(tensor.name, _dtype(tensor), checksum, checksum)
             for tensor, checksum in zip(self._tensors, _checksums(self._tensors), strict=True)

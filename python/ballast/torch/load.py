@@ -92,7 +92,7 @@ def _raise_to_fp32(model: nn.Module, policy: PolicyLike) -> list[str]:
 
     Returns their names.
     """
-    found = protected_tensors(model, policy)
+    found = protected_tensors(model, policy, warn=True)
     for protected in found:
         tensor = protected.tensor
         if tensor is not None and tensor.is_meta and tensor.is_floating_point():

@@ -44,6 +44,8 @@ def fully_shard(
     the model to bf16. The other arguments are those of `torch.distributed.fsdp.fully_shard`.
     """
     protected = _protected_parameters(model, policy)
+    if not protected:
+        protected_tensors(model, policy, warn=True)
     for name, parameter in protected.items():
         if parameter.dtype != torch.float32:
             found = dtype_word(parameter.dtype)
@@ -82,7 +84,7 @@ def _override(base: MixedPrecisionPolicy, is_protected: Callable[[nn.Parameter],
 
 def _finder(model: nn.Module, policy: PolicyLike) -> Callable[[nn.Parameter], bool]:
     """Returns a predicate for protected tensors, which looks them up anew: a move replaces parameters."""
-    tensors = protected_tensors(model, policy)
+    tensors = protected_tensors(model, policy, warn=True)
     return lambda parameter: any(parameter is protected.tensor for protected in tensors)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ballast.contract import Policy, Rule
+from ballast.errors import BallastWarning
 
 PolicyLike = str | PathLike[str] | Policy
 """A policy: a name, a file (.toml) or a `Policy`."""
@@ -69,10 +71,12 @@ class Protected:
         return self.module._buffers.get(self.key) if found is None else found
 
 
-def protected_tensors(model: nn.Module, policy: PolicyLike = "strict") -> list[Protected]:
+def protected_tensors(model: nn.Module, policy: PolicyLike = "strict", *, warn: bool = False) -> list[Protected]:
     """Returns the protected parameters and buffers of a model, in its order.
 
-    The rules are those of the architecture that `model.config` or, without one, the names belong to.
+    The rules are those of the architecture that `model.config` or, where the table lacks it, the names belong
+    to; other models have the rules by structure. With `warn`, a model without such tensors is a warning that
+    says why.
 
     >>> layer = nn.Module()
     >>> layer.linear_attn = nn.Module()
@@ -81,25 +85,39 @@ def protected_tensors(model: nn.Module, policy: PolicyLike = "strict") -> list[P
     ['linear_attn.A_log']
     """
     places = list(_places(model))
-    names = [name for _, _, alike in places for name in alike]
-    rules = _for_model(Policy.load(policy), model, names)
+    sizes = {name: _size(module, key) for module, key, alike in places for name in alike}
+    loaded = Policy.load(policy)
+    rules, why = _for_model(loaded, model, sizes)
     found = []
     for module, key, alike in places:
         rule = next(filter(None, map(rules.protects, alike)), None)
         if rule is not None:
             found.append(Protected(alike[0], module, key, rule))
+    if warn and not found and loaded.rules:
+        warnings.warn(f"no tensor is protected: {why}", BallastWarning, stacklevel=3)
     return found
 
 
-def _for_model(policy: Policy, model: nn.Module, names: Iterable[str]) -> Policy:
-    """Reduces a policy to the rules of the model's architecture.
+def _size(module: nn.Module, key: str) -> int:
+    tensor = module._parameters.get(key)
+    tensor = module._buffers.get(key) if tensor is None else tensor
+    return 0 if tensor is None else tensor.numel()
 
-    All rules apply to a part of a model, which has no config and too few names to be recognized.
-    """
+
+def _for_model(policy: Policy, model: nn.Module, sizes: dict[str, int]) -> tuple[Policy, str]:
+    """Reduces a policy to the rules of a model, and says why it may protect nothing."""
     config = next((c for m in model.modules() if _names_architecture(c := getattr(m, "config", None))), None)
-    reduced = policy.for_architecture(config, names)
-    recognized = any(rule.families != ("*",) for rule in reduced.rules)
-    return reduced if recognized or config is not None else policy
+    reduced, families = policy._reduced(config, sizes)
+    known = f"the model ({', '.join(families)}) has no tensor that policy {policy.name} names"
+    if config is None and not families:
+        # A part of a model has too few names to be recognized.
+        return policy.for_part(sizes), "the model has no config, and no tensor looks like one that must be f32"
+    name = (getattr(config, "architectures", None) or [getattr(config, "model_type", None)])[0]
+    unknown = (
+        f"{name} is not in the table of architectures (ballast audit --rules), and no tensor looks like one "
+        "that must be f32"
+    )
+    return reduced, known if families else unknown
 
 
 def _names_architecture(config: object) -> bool:

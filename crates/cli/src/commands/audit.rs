@@ -4,12 +4,12 @@ use std::path::PathBuf;
 
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::audit::{AuditReport, Severity, Values, audit_values};
-use ballast_contract::{Policy, Registry};
+use ballast_contract::{Family, Policy, Registry};
 use clap::Args;
 
 use super::inspect::layout_words;
 use super::{Global, PolicyArg, remote_text};
-use crate::exit::Outcome;
+use crate::exit::{Outcome, Usage};
 use crate::output::{self, bytes, clean, clean_lines, plural, table};
 
 /// Check a checkpoint's dtypes, index and values against the precision contract.
@@ -18,9 +18,9 @@ pub(crate) struct AuditArgs {
     /// Checkpoint: a folder, an index, a safetensors or GGUF file, hf://ORG/NAME[@REVISION] or a URL.
     #[arg(required_unless_present = "rules")]
     path: Option<PathBuf>,
-    /// Print all rules and policies and exit.
-    #[arg(long)]
-    rules: bool,
+    /// Print the rules of a family, or all rules and policies, with their reasons and sources, and exit.
+    #[arg(long, value_name = "FAMILY", num_args = 0..=1)]
+    rules: Option<Option<String>>,
     /// Read all values of a checkpoint on a hub, not only those of protected tensors.
     #[arg(long)]
     full: bool,
@@ -30,7 +30,11 @@ pub(crate) struct AuditArgs {
 
 pub(crate) fn run(args: AuditArgs, global: &Global) -> anyhow::Result<Outcome> {
     let (registry, policy) = args.policy.load(global)?;
-    let Some(path) = args.path.filter(|_| !args.rules) else {
+    let Some(path) = args.path.filter(|_| args.rules.is_none()) else {
+        let registry = match args.rules.flatten() {
+            Some(family) => of_family(registry, &family)?,
+            None => registry,
+        };
         if global.json {
             let rules = serde_json::json!({ "rules": registry.rules, "families": registry.families, "policies": registry.policies });
             global.print_json("rules", &rules);
@@ -111,20 +115,39 @@ pub(super) fn text(report: &AuditReport) -> String {
     text
 }
 
+/// Reduces a registry to one family, given by its name, a `model_type` or an entry of `architectures`.
+fn of_family(registry: Registry, wanted: &str) -> anyhow::Result<Registry> {
+    let is_named = |family: &&Family| {
+        family.name == wanted
+            || family.model_types.iter().chain(&family.architectures).any(|name| name == wanted)
+    };
+    let families: Vec<Family> = registry.families.iter().filter(is_named).cloned().collect();
+    if families.is_empty() {
+        let known: Vec<&str> = registry.families.iter().map(|f| f.name.as_str()).collect();
+        return Err(Usage(format!("unknown family `{wanted}`; the table has: {}", known.join(", "))).into());
+    }
+    let names: Vec<&String> = families.iter().map(|f| &f.name).collect();
+    let rules = registry.rules.iter().filter(|r| r.families.iter().any(|f| names.contains(&f)));
+    Ok(Registry { rules: rules.cloned().collect(), families, ..registry })
+}
+
 fn rules_text(registry: &Registry) -> String {
-    let mut rules = table(&["rule", "tensors", "required", "architectures", "policies", "reason"]);
+    let mut rules = table(&["rule", "tensors", "architectures", "policies", "reason, source"]);
     for rule in &registry.rules {
-        let tensors: Vec<String> = rule.tensors.iter().map(|t| format!("{}.{}", t.module, t.param)).collect();
+        let mut tensors: Vec<String> =
+            rule.tensors.iter().map(|t| format!("{}.{}", t.module, t.param)).collect();
+        if rule.is_structural() {
+            tensors.push(format!("near {}", rule.near.join(" or ")));
+        }
         let includes = |p: &&Policy| p.rules.iter().any(|r| r.id == rule.id);
         let policies: Vec<&str> =
             registry.policies.iter().filter(includes).map(|p| p.name.as_str()).collect();
         rules.add_row([
             clean(&rule.id),
             clean_lines(&tensors.join("\n")),
-            rule.dtype.to_string(),
             clean_lines(&rule.families.join("\n")),
             clean_lines(&policies.join("\n")),
-            clean(&rule.reason),
+            format!("{}\n({})", clean(&rule.reason), clean(&rule.source)),
         ]);
     }
     let mut policies = table(&["policy", "tensors in F32"]);
