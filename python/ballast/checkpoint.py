@@ -33,6 +33,7 @@ __all__ = [
     "LeftOut",
     "MovedValues",
     "ProtectedSummary",
+    "Publication",
     "RemoteSummary",
     "Repair",
     "RepairedTensor",
@@ -170,10 +171,10 @@ def inspect(path: Path, *, tensors: bool = False, policy: Path | Policy = "stric
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of problem and its tensors. A violation fails the audit, a warning does not."""
+    """One kind of finding and its tensors. A violation fails the audit, a warning or a note does not."""
 
     kind: str
-    severity: Literal["violation", "warning"]
+    severity: Literal["violation", "warning", "note"]
     rule: str | None
     required: str | None
     stored: str | None
@@ -197,6 +198,14 @@ class DecayCost:
 
 
 @dataclass(frozen=True)
+class Publication:
+    """Where it is known from what the authors published: the original, or the name of a release."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Audit(Report):
     """Result of an audit. `values` tells whether the values of all or only of protected tensors were read."""
 
@@ -212,6 +221,7 @@ class Audit(Report):
     notes: tuple[str, ...]
     passed: bool
     unknown_config_keys: tuple[str, ...] = ()
+    released: Publication | None = None
     remote: RemoteSummary | None = None
 
     @property
@@ -237,18 +247,27 @@ class Audit(Report):
 
 
 def audit(
-    path: Path, *, policy: Path | Policy = "strict", full: bool = False, progress: Progress | None = None
+    path: Path,
+    *,
+    policy: Path | Policy | None = None,
+    original: Path | None = None,
+    full: bool = False,
+    progress: Progress | None = None,
 ) -> Audit:
     """Checks a checkpoint's dtypes, index and values against the precision contract.
 
-    On a hub, only the values of protected tensors are read, unless `full` is set.
+    Without a `policy` every tensor of the table is protected (`strict`), and a tensor that is as its authors
+    published it is a note: by `original`, their checkpoint, or by the name of the model. A policy that is
+    given accepts F32 only. On a hub, only the values of protected tensors are read, unless `full` is set.
 
+    >>> audit("fixtures/release/qwen3_5", original="fixtures/release/qwen3_5").findings[0].kind
+    'as-released'
     >>> report = audit("fixtures/release/qwen3_5", policy="megatron")
     >>> report.ok, report.findings
     (True, ())
     >>> report.raise_if_failed()
     """
-    return run(Audit, "audit", path, policy=policy, full=full, progress=progress)
+    return run(Audit, "audit", path, policy=policy, original=original, full=full, progress=progress)
 
 
 @dataclass(frozen=True)

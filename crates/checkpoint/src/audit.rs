@@ -5,6 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
+use std::sync::Arc;
 
 use ballast_contract::holder::strip_fp32_holder_key;
 use ballast_contract::rounded::{Fit, Narrow};
@@ -18,6 +19,8 @@ use crate::fp8::{self, ScaleOf};
 use crate::layout::{Layout, Naming, metadata};
 use crate::masters;
 use crate::open::{Checkpoint, StoredTensor};
+pub use crate::released::Publication;
+use crate::released::{Published, Released};
 use crate::remote::with_readers;
 use crate::tied;
 
@@ -29,6 +32,7 @@ use crate::tied;
 pub enum Severity {
     Violation,
     Warning,
+    Note,
 }
 
 /// A finding: one kind of problem and the tensors that have it.
@@ -103,6 +107,9 @@ pub struct AuditReport {
     pub decay: Vec<DecayCost>,
     /// Notes.
     pub notes: Vec<String>,
+    /// Where it is known from what the authors published, if it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub released: Option<Publication>,
     /// Bytes and requests that a server was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remote: Option<RemoteSummary>,
@@ -135,22 +142,46 @@ pub fn audit(
     policy: &Policy,
     observer: &dyn Observer,
 ) -> Result<AuditReport> {
-    audit_values(checkpoint, registry, policy, Values::All, observer)
+    audit_with(checkpoint, registry, policy, AuditOptions::default(), observer)
 }
 
-/// Audits `checkpoint` like [`audit`]; reads some values only.
-pub fn audit_values(
+/// What an audit reads, and what it compares with.
+#[derive(Clone, Copy, Debug)]
+pub struct AuditOptions<'a> {
+    /// Values that are read.
+    pub values: Values,
+    /// The checkpoint that the authors published, of which the protected tensors are read; without it, the table of
+    /// releases is asked for the model's name.
+    pub original: Option<&'a Arc<Checkpoint>>,
+    /// True if a tensor that is as its authors published it is no violation.
+    pub accept_released: bool,
+}
+
+impl Default for AuditOptions<'_> {
+    fn default() -> Self {
+        AuditOptions { values: Values::All, original: None, accept_released: false }
+    }
+}
+
+/// Audits `checkpoint` like [`audit`], with options.
+pub fn audit_with(
     checkpoint: &Checkpoint,
     registry: &Registry,
     policy: &Policy,
-    values: Values,
+    options: AuditOptions<'_>,
     observer: &dyn Observer,
 ) -> Result<AuditReport> {
+    let values = options.values;
     let (architecture, policy) = checkpoint.contract(registry, policy)?;
+    let released = match options.original {
+        Some(original) => Some(Released::by_original(checkpoint, original, &policy)?),
+        None => Released::by_name(checkpoint),
+    };
+    let verdicts = Verdicts { released: released.as_ref(), accepts: options.accept_released };
     let layout = Layout::detect(checkpoint);
     let rules: Vec<Option<&Rule>> = checkpoint.tensors.iter().map(|t| policy.rule_for(&t.name)).collect();
     let mut findings = Findings::default();
-    header_findings(checkpoint, &policy, &rules, &layout, &mut findings);
+    header_findings(checkpoint, &policy, &rules, &layout, &verdicts, &mut findings);
     fp8_findings(checkpoint, values, &mut findings)?;
     let is_read = |rule: &Option<&Rule>| values == Values::All || rule.is_some();
     let read = || checkpoint.tensors.iter().zip(&rules).filter(|(_, rule)| is_read(rule)).map(|(t, _)| t);
@@ -168,7 +199,7 @@ pub fn audit_values(
     }
     let work = || scan_values(checkpoint, &rules, &is_read, observer);
     let scans = with_readers(&[checkpoint], work)?;
-    let decay = value_findings(checkpoint, &rules, &scans, &mut findings);
+    let decay = value_findings(checkpoint, &rules, &scans, &verdicts, &mut findings);
     notes.extend(master_findings(checkpoint, &policy, observer, &mut findings)?);
     notes.extend(recognition(checkpoint, &architecture, &layout, &rules));
     if !checkpoint.ignored.is_empty() {
@@ -178,6 +209,7 @@ pub fn audit_values(
     }
     notes.extend(left_out::line(&checkpoint.left_out));
     let findings = findings.sorted();
+    notes.extend(verdicts.note(&findings));
     Ok(AuditReport {
         architecture,
         policy: policy.name.clone(),
@@ -190,6 +222,7 @@ pub fn audit_values(
         findings,
         decay,
         notes,
+        released: released.map(|released| released.publication),
         remote: checkpoint.remote.as_ref().map(|remote| remote.summary()),
     })
 }
@@ -229,6 +262,40 @@ fn recognition(
     }
 }
 
+/// The verdict on a protected tensor that is not F32, or only in name, by what its authors published.
+struct Verdicts<'a> {
+    released: Option<&'a Released>,
+    /// True if a tensor that is as published is no violation.
+    accepts: bool,
+}
+
+impl Verdicts<'_> {
+    /// Returns the kind of finding, which is `otherwise` if nothing is known of the tensor.
+    fn kind<'k>(&self, tensor: &StoredTensor, rule: &Rule, otherwise: &'k Kind) -> &'k Kind {
+        match self.released.and_then(|released| released.of(tensor, rule)) {
+            Some(Published::F32) => &LOST,
+            Some(Published::Narrow(_)) if self.accepts => &AS_RELEASED,
+            _ => otherwise,
+        }
+    }
+
+    /// Returns a note on where the verdicts come from, and on what the policy leaves no room for.
+    fn note(&self, findings: &[Finding]) -> Option<String> {
+        let publication = &self.released?.publication;
+        let (name, source) = (&publication.name, &publication.source);
+        let is_about_bits =
+            |f: &&Finding| [LOST.name, AS_RELEASED.name, NOT_F32.name, IN_NAME_ONLY.name].contains(&f.kind);
+        findings.iter().find(is_about_bits)?;
+        Some(match self.accepts {
+            true => format!("compared with what {name} publishes ({source})"),
+            false => format!(
+                "compared with what {name} publishes ({source}); the policy accepts F32 only, also of tensors that \
+                 are as released"
+            ),
+        })
+    }
+}
+
 /// A kind of finding: its stable name, severity, explanation and fix.
 struct Kind {
     name: &'static str,
@@ -247,6 +314,17 @@ const NOT_F32: Kind = violation(
     "",
     "ballast repair CKPT DST --original ORIG; without the original, ballast convert SRC DST, which makes it F32 in name only",
 );
+const LOST: Kind = violation(
+    "lost",
+    "published in F32; the bits that this file lacks were lost on the way here",
+    "ballast repair CKPT DST --original ORIG",
+);
+const AS_RELEASED: Kind = Kind {
+    name: "as-released",
+    severity: Severity::Note,
+    reason: "as its authors published it: the f32 bits were never there",
+    fix: "none; --policy strict accepts F32 only",
+};
 const F64_NOT_F32: Kind = violation("not-f32", "", "ballast convert SRC DST --narrow-f64");
 const GGUF_NOT_F32: Kind = violation("not-f32", "", GGUF_FIX);
 const GGUF_VECTOR: Kind = violation(
@@ -381,6 +459,7 @@ fn header_findings(
     policy: &Policy,
     rules: &[Option<&Rule>],
     layout: &Layout,
+    verdicts: &Verdicts<'_>,
     findings: &mut Findings,
 ) {
     for (t, rule) in checkpoint.tensors.iter().zip(rules) {
@@ -389,7 +468,7 @@ fn header_findings(
             let kind = match t.dtype {
                 _ if layout.naming == Naming::Gguf => &GGUF_NOT_F32,
                 Dtype::F64 => &F64_NOT_F32,
-                _ => &NOT_F32,
+                _ => verdicts.kind(t, rule, &NOT_F32),
             };
             findings.add(kind, Some(rule), Some(t.dtype), t.name.clone());
         } else if layout.naming == Naming::Gguf && t.shape.len() < 2 && is_float && t.dtype != Dtype::F32 {
@@ -577,6 +656,7 @@ fn value_findings(
     checkpoint: &Checkpoint,
     rules: &[Option<&Rule>],
     scans: &[Scan],
+    verdicts: &Verdicts<'_>,
     findings: &mut Findings,
 ) -> Vec<DecayCost> {
     let is_gguf = checkpoint.metadata_value(ballast_gguf::ARCHITECTURE).is_some();
@@ -597,7 +677,7 @@ fn value_findings(
                 Narrow::Bf16 => t.name.clone(),
                 _ => format!("{} ({narrow})", t.name),
             };
-            findings.add(&IN_NAME_ONLY, Some(rule), Some(t.dtype), label);
+            findings.add(verdicts.kind(t, rule, &IN_NAME_ONLY), Some(rule), Some(t.dtype), label);
         }
         let rounded = scan.fit.narrowest();
         // The costs are those of bf16; of f16 and tf32 the finding says enough.

@@ -12,6 +12,7 @@ pub mod inspect;
 pub mod layout;
 mod masters;
 mod open;
+mod released;
 mod remote;
 pub mod repair;
 mod shards;

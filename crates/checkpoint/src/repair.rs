@@ -10,10 +10,8 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use ballast_contract::holder::strip_fp32_holder_key;
 use ballast_contract::rounded::{Fit, Narrow};
 use ballast_contract::{Dtype, Policy};
-use ballast_files::cast::Buffer;
 use ballast_files::jobs::Observer;
 use ballast_files::staging::Staging;
 use ballast_files::{Error, Result};
@@ -24,6 +22,7 @@ use crate::convert::copy_sidecars;
 use crate::layout::{Layout, relayout, stored_views};
 use crate::masters;
 use crate::open::Checkpoint;
+use crate::released::{plain_name, read_f32};
 use crate::transfer::{Prepare, write_verified};
 use crate::verify::{self, Verification};
 use crate::view::View;
@@ -160,13 +159,6 @@ fn master_warning(tensors: &[RepairedTensor], original: &Checkpoint) -> Option<S
     })
 }
 
-/// Removes the holder and the prefix of nested models, which may differ between the two.
-fn plain_name(name: &str) -> String {
-    let name = strip_fp32_holder_key(name);
-    name.strip_prefix("model.language_model.")
-        .map_or_else(|| name.to_string(), |rest| format!("model.{rest}"))
-}
-
 /// Judges a tensor by the original's, or by its master where the original's was rounded.
 fn judge_with_master(view: &View, original: Option<&View>, master: Option<&View>) -> Result<(Outcome, u64)> {
     let by_model = judge(view, original)?;
@@ -216,13 +208,6 @@ fn judge(view: &View, original: Option<&View>) -> Result<(Outcome, u64)> {
     });
     let trained = trained.into_iter().min().unwrap_or_default();
     Ok((if trained == 0 { Outcome::Restored } else { Outcome::Trained }, trained))
-}
-
-/// Reads all values in f32, as bits.
-fn read_f32(view: &View) -> Result<Vec<u32>> {
-    let mut values = Buffer::default();
-    view.clone().widened(Dtype::F32).read(0..view.units(), &mut values, &mut Buffer::default())?;
-    Ok(bytemuck::cast_slice(values.as_ref()).to_vec())
 }
 
 fn write(

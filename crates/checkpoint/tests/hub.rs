@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_checkpoint::Checkpoint;
-use ballast_checkpoint::audit::{Values, audit, audit_values};
+use ballast_checkpoint::audit::{AuditOptions, Values, audit, audit_with};
 use ballast_checkpoint::diff::diff;
 use ballast_checkpoint::inspect::inspect;
 use ballast_checkpoint::repair::{Outcome, repair};
@@ -42,7 +42,8 @@ fn an_audit_reads_the_protected_values_alone_and_a_full_one_all() {
     let stage = Stage::new();
     let (registry, strict) = (Registry::builtin(), policy("strict"));
     let remote = stage.open().unwrap();
-    let report = audit_values(&remote, registry, &strict, Values::Protected, &Silent).unwrap();
+    let options = AuditOptions { values: Values::Protected, ..AuditOptions::default() };
+    let report = audit_with(&remote, registry, &strict, options, &Silent).unwrap();
     let local = audit(&Checkpoint::open(&stage.model()).unwrap(), registry, &strict, &Silent).unwrap();
     assert!(report.passed && report.findings.is_empty());
     assert_eq!(report.decay[0].heads, local.decay[0].heads);

@@ -15,6 +15,7 @@ mod layouts;
 mod masters;
 mod megatron_details;
 mod precision;
+mod released;
 mod torch;
 mod torch_export;
 mod torch_saved;

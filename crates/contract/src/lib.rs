@@ -17,6 +17,7 @@ pub mod family;
 pub mod holder;
 mod kind;
 pub mod pattern;
+mod releases;
 pub mod role;
 pub mod rounded;
 pub mod rules;
@@ -25,6 +26,7 @@ mod structure;
 pub use dtype::Dtype;
 pub use family::{Architecture, Family};
 pub use kind::ErrorKind;
+pub use releases::Release;
 pub use role::Role;
 pub use rules::{Policy, Registry, Rule};
 

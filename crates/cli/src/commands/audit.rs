@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use ballast_checkpoint::Checkpoint;
-use ballast_checkpoint::audit::{AuditReport, Severity, Values, audit_values};
+use ballast_checkpoint::audit::{AuditOptions, AuditReport, Severity, Values, audit_with};
 use ballast_contract::{Family, Policy, Registry};
 use clap::Args;
 
 use super::inspect::layout_words;
-use super::{Global, PolicyArg, remote_text};
+use super::{Global, PolicyArg, open, remote_text};
 use crate::exit::{Outcome, Usage};
 use crate::output::{self, bytes, clean, clean_lines, plural, table};
 
@@ -24,6 +24,10 @@ pub(crate) struct AuditArgs {
     /// Read all values of a checkpoint on a hub, not only those of protected tensors.
     #[arg(long)]
     full: bool,
+    /// Checkpoint that the authors published: a tensor that is as they published it is a note, one that lost f32 bits
+    /// a violation. Only its protected tensors are read. Without it, releases that Ballast knows by name decide.
+    #[arg(long, value_name = "ORIG")]
+    original: Option<PathBuf>,
     #[command(flatten)]
     policy: PolicyArg,
 }
@@ -47,7 +51,11 @@ pub(crate) fn run(args: AuditArgs, global: &Global) -> anyhow::Result<Outcome> {
     global.warnings.check_config(&checkpoint);
     // The answer does not depend on what the cache has.
     let values = if args.full || checkpoint.remote.is_none() { Values::All } else { Values::Protected };
-    let report = audit_values(&checkpoint, &registry, &policy, values, &global.progress())?;
+    let original = args.original.as_deref().map(open).transpose()?;
+    // A policy that was asked for has no exceptions.
+    let accept_released = !args.policy.is_given(global);
+    let options = AuditOptions { values, original: original.as_ref(), accept_released };
+    let report = audit_with(&checkpoint, &registry, &policy, options, &global.progress())?;
     if global.json {
         global.print_json("audit", &report);
     } else {
@@ -74,7 +82,11 @@ pub(super) fn text(report: &AuditReport) -> String {
     if !report.findings.is_empty() {
         let mut findings = table(&["finding", ">tensors", "required", "stored", "first tensor, reason, fix"]);
         for f in &report.findings {
-            let mark = if f.severity == Severity::Violation { "VIOLATION" } else { "warning" };
+            let mark = match f.severity {
+                Severity::Violation => "VIOLATION",
+                Severity::Warning => "warning",
+                _ => "note",
+            };
             let what = f.rule.as_deref().map_or(f.kind.to_string(), |r| format!("{}: {}", f.kind, clean(r)));
             findings.add_row([
                 format!("{mark}\n{what}"),
@@ -106,8 +118,12 @@ pub(super) fn text(report: &AuditReport) -> String {
         report.findings.iter().filter(|f| f.severity == severity).map(|f| f.tensors.len()).sum::<usize>()
     };
     let (violations, warnings) = (count(Severity::Violation), count(Severity::Warning));
+    let as_released = match count(Severity::Note) {
+        0 => String::new(),
+        notes => format!(", {} as released", plural(notes, "tensor")),
+    };
     text += &format!(
-        "{}: {}, {}\n",
+        "{}: {}, {}{as_released}\n",
         if report.passed { "PASSED" } else { "FAILED" },
         plural(violations, "violation"),
         plural(warnings, "warning")

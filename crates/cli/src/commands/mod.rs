@@ -18,7 +18,7 @@ mod trace;
 mod train;
 mod train_plan;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -185,26 +185,32 @@ impl Global {
 /// The option `--policy`.
 #[derive(Args)]
 pub(crate) struct PolicyArg {
-    /// Policy that says which tensors must be F32: strict, megatron, nemo, none, or a file (.toml).
-    #[arg(long, default_value = "strict", value_name = "POLICY")]
-    policy: OsString,
+    /// Policy that says which tensors must be F32: strict, megatron, nemo, none, or a file (.toml) [default: strict].
+    #[arg(long, value_name = "POLICY")]
+    policy: Option<OsString>,
 }
 
 impl PolicyArg {
+    /// Returns true if the caller chose the policy.
+    fn is_given(&self, global: &Global) -> bool {
+        self.policy.is_some() || global.caller.as_ref().is_some_and(|caller| caller.policy.is_some())
+    }
+
     /// Loads the registry and the policy.
     fn load(&self, global: &Global) -> anyhow::Result<(Registry, Policy)> {
         if let Some(given) = global.caller.as_ref().and_then(|caller| caller.policy.as_ref()) {
             return Ok(given.clone());
         }
         let builtin = Registry::builtin();
-        let path = Path::new(&self.policy);
+        let policy = self.policy.as_deref().unwrap_or(OsStr::new("strict"));
+        let path = Path::new(policy);
         if path.extension().is_some_and(|e| e == "toml") {
             let text = read_regular_text(path).with_context(|| format!("{}: cannot read", path.display()))?;
             return builtin
                 .with_policy_file(text_without_mark(&text))
                 .with_context(|| path.display().to_string());
         }
-        Ok((builtin.clone(), builtin.policy(&self.policy.to_string_lossy())?))
+        Ok((builtin.clone(), builtin.policy(&policy.to_string_lossy())?))
     }
 
     /// Loads the policy, reduced to the architecture of `checkpoint`.
