@@ -138,9 +138,9 @@ class Policy:
         """Returns the policy reduced to the rules of one architecture.
 
         `config` is a config.json as a dict or a transformers config. Without one, or if it names no
-        architecture that the table knows, the architecture is found by the tensor names, or by their numbers of
-        elements by name. Tensors that the table does not know are found by structure: an `A_log` beside a
-        `dt_bias`, say.
+        architecture that the table knows, the architecture is found by the tensor names, which may come with
+        their numbers of elements. Tensors that the table does not know are found by structure: an `A_log`
+        beside a `dt_bias`, say.
 
         >>> policy = Policy.named("strict")
         >>> policy.protects("model.layers.1.mlp.gate.weight").families

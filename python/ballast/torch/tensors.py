@@ -71,7 +71,9 @@ class Protected:
         return self.module._buffers.get(self.key) if found is None else found
 
 
-def protected_tensors(model: nn.Module, policy: PolicyLike = "strict", *, warn: bool = False) -> list[Protected]:
+def protected_tensors(
+    model: nn.Module, policy: PolicyLike = "strict", *, warn: bool = False
+) -> list[Protected]:
     """Returns the protected parameters and buffers of a model, in its order.
 
     The rules are those of the architecture that `model.config` or, where the table lacks it, the names belong
@@ -111,7 +113,9 @@ def _for_model(policy: Policy, model: nn.Module, sizes: dict[str, int]) -> tuple
     known = f"the model ({', '.join(families)}) has no tensor that policy {policy.name} names"
     if config is None and not families:
         # A part of a model has too few names to be recognized.
-        return policy.for_part(sizes), "the model has no config, and no tensor looks like one that must be f32"
+        return policy.for_part(
+            sizes
+        ), "the model has no config, and no tensor looks like one that must be f32"
     name = (getattr(config, "architectures", None) or [getattr(config, "model_type", None)])[0]
     unknown = (
         f"{name} is not in the table of architectures (ballast audit --rules), and no tensor looks like one "
