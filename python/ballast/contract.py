@@ -169,8 +169,8 @@ class Policy:
 
         It has the rules whose names mean the same everywhere, and those by structure.
 
-        >>> part = Policy.named("strict").for_part(["mixer.A_log", "mixer.conv1d.weight"])
-        >>> part.protects("mixer.A_log").name
+        >>> part = Policy.named("strict").for_part(["ssm.A_log", "ssm.conv1d.weight"])
+        >>> part.protects("ssm.A_log").name
         'structure-a-log'
         """
         return Policy._of(self._handle.for_part(list(names)))
