@@ -9,8 +9,6 @@
 //! ```
 
 #![forbid(unsafe_code)]
-// Arguments follow the kernels' order: outputs, inputs, sizes.
-#![allow(clippy::too_many_arguments)]
 
 pub mod checksum;
 pub mod cluster;

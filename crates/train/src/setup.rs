@@ -38,9 +38,9 @@ pub const PRESETS: [(&str, &str, &str); 4] = [
 pub fn precision(config: &TrainConfig, model: &Config) -> Result<Precision> {
     let mut precision = Precision::preset(&config.precision.preset, model)?;
     for (site, dtype) in &config.precision.sites {
-        precision
-            .set_site(site, dtype)
-            .map_err(|error| Error::Config(format!("`precision.sites.{site}`: {error}")))?;
+        precision.set_site(site, dtype).map_err(|error| {
+            Error::config(format!("precision.sites.{site}"), format!("`precision.sites.{site}`: {error}"))
+        })?;
     }
     Ok(precision)
 }
@@ -66,7 +66,7 @@ pub(crate) fn model_shares(
                 Model::init_shares(&architecture(config)?, |_| Ok(Precision::f32()), config.seed, shares)?;
             if config.model.time_steps == TimeSteps::Drawn && model.draw_time_steps(config.seed) == 0 {
                 let problem = "`model.time_steps`: no layer of the model has a delta rule; remove the key";
-                return Err(Error::Config(problem.into()));
+                return Err(Error::config("model.time_steps", problem));
             }
             Ok(model)
         }
@@ -88,15 +88,18 @@ pub fn outline(config: &TrainConfig) -> Result<Model> {
 fn architecture(config: &TrainConfig) -> Result<Value> {
     if let Some(path) = &config.model.config {
         let text = read_regular_text(path).map_err(Error::io(path, "read"))?;
-        let problem = |error| Error::Config(format!("{}: not JSON: {error}", path.display()));
+        let problem = |error| Error::Syntax(format!("{}: not JSON: {error}", path.display()));
         return serde_json::from_str(text_without_mark(&text)).map_err(problem);
     }
     let name = config.model.preset.as_deref().unwrap_or("hybrid");
     let Some((_, _, json)) = PRESETS.iter().find(|(preset, _, _)| *preset == name) else {
         let known = PRESETS.map(|(preset, _, _)| preset).join(", ");
-        return Err(Error::Config(format!("`model.preset` {name:?} is unknown; use one of {known}")));
+        return Err(Error::config(
+            "model.preset",
+            format!("`model.preset` {name:?} is unknown; use one of {known}"),
+        ));
     };
-    serde_json::from_str(json).map_err(|error| Error::Config(format!("preset {name}: {error}")))
+    serde_json::from_str(json).map_err(|error| Error::Syntax(format!("preset {name}: {error}")))
 }
 
 /// Returns true if a parameter is trained. Frozen parameters are not. With adapters, only the adapters are;
@@ -122,14 +125,18 @@ pub fn is_target(config: &TrainConfig, module: &str) -> bool {
 pub fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
     for pattern in &config.model.freeze {
         if !model.specs.all().any(|spec| matches(pattern, &model.parameter_name(spec))) {
-            return Err(Error::Config(format!(
-                "`model.freeze`: no parameter is called {pattern:?}; check the pattern"
-            )));
+            return Err(Error::config(
+                "model.freeze",
+                format!("`model.freeze`: no parameter is called {pattern:?}; check the pattern"),
+            ));
         }
     }
     let grads = model.grads_of(|spec| is_learned(config, &model.parameter_name(spec)));
     if grads.bytes() == 0 {
-        return Err(Error::Config("no parameter is left to train; check `model.freeze`, and `loss.indexer_stage` for a model without indexers".into()));
+        return Err(Error::config(
+            "model.freeze",
+            "no parameter is left to train; check `model.freeze`, and `loss.indexer_stage` for a model without indexers",
+        ));
     }
     Ok(grads)
 }
@@ -175,8 +182,9 @@ fn tokenizer_folder(config: &TrainConfig) -> Result<PathBuf> {
     let folder =
         model.tokenizer.clone().or(model.checkpoint.clone()).or(model.config.as_ref().and_then(beside));
     folder.ok_or_else(|| {
-        Error::Config(
-            "`model.tokenizer` is missing: text files need a tokenizer, and a preset has none".into(),
+        Error::config(
+            "model.tokenizer",
+            "`model.tokenizer` is missing: text files need a tokenizer, and a preset has none",
         )
     })
 }
@@ -229,7 +237,7 @@ pub fn documents(
 ) -> Result<Option<Box<dyn Documents>>> {
     if uses_task(config) {
         if let Some(name) = config.data.task.as_deref().filter(|name| *name != "recall") {
-            return Err(Error::Config(format!("`data.task` {name:?} is unknown; use recall")));
+            return Err(Error::config("data.task", format!("`data.task` {name:?} is unknown; use recall")));
         }
         return Ok(Some(Box::new(Task::new(split, config.seed))));
     }
@@ -239,7 +247,7 @@ pub fn documents(
     let files = Files::open(&config.data, split, encoder.clone(), config.seed)?;
     match (split, files.is_empty()) {
         (Split::Validation, true) => Ok(None),
-        (Split::Train, true) => Err(Error::Config("`data.files` has no document to train on".into())),
+        (Split::Train, true) => Err(Error::config("data.files", "`data.files` has no document to train on")),
         _ => Ok(Some(Box::new(files))),
     }
 }

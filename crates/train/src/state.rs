@@ -187,9 +187,7 @@ impl Store {
         let path = out.join(".lock");
         let lock = File::create(&path).map_err(Error::io(&path, "create"))?;
         if lock.try_lock().is_err() {
-            let problem =
-                format!("{}: another run is writing there; wait for it or set another `out`", out.display());
-            return Err(Error::Config(problem));
+            return Err(Error::Busy { out: out.to_path_buf() });
         }
         let store = Store { folder, _lock: Some(lock) };
         store.clean_up();
@@ -298,7 +296,7 @@ impl Store {
 
     /// Completes a checkpoint.
     fn commit(&self, staging: Staging, state: &State) -> Result {
-        let json = serde_json::to_vec_pretty(state).map_err(|error| Error::Config(error.to_string()))?;
+        let json = serde_json::to_vec_pretty(state).map_err(|error| Error::Syntax(error.to_string()))?;
         write_file(&staging.folder().join("state.json"), &json)?;
         let exists = self.path(state.step).exists();
         staging.commit(&Silent)?;

@@ -126,7 +126,7 @@ impl Ranks {
 
     /// The values of all ranks, as JSON.
     pub(crate) fn exchange<T: Serialize + DeserializeOwned>(&self, kind: Kind, own: &T) -> Result<Vec<T>> {
-        let problem = |error: serde_json::Error| Error::Config(format!("a message between ranks: {error}"));
+        let problem = |error: serde_json::Error| Error::Ranks(format!("a message between ranks: {error}"));
         let bytes = serde_json::to_vec(own).map_err(problem)?;
         let all = self.world.all_gather_any(kind, bytes)?;
         all.iter().map(|bytes| serde_json::from_slice(bytes).map_err(problem)).collect()
@@ -134,7 +134,7 @@ impl Ranks {
 
     /// The value of rank 0.
     pub(crate) fn value_of_first<T: Serialize + DeserializeOwned>(&self, own: Option<&T>) -> Result<T> {
-        let problem = |error: serde_json::Error| Error::Config(format!("a message between ranks: {error}"));
+        let problem = |error: serde_json::Error| Error::Ranks(format!("a message between ranks: {error}"));
         let bytes = own.map(serde_json::to_vec).transpose().map_err(problem)?.unwrap_or_default();
         let bytes = self.world.broadcast(Kind::Setup, 0, bytes)?;
         serde_json::from_slice(&bytes).map_err(problem)
@@ -173,9 +173,12 @@ impl Ranks {
 pub(crate) fn data_ranks(size: usize, config: &TrainConfig) -> Result<usize> {
     let (context, groups) = (config.cluster.context, config.batch.groups);
     if !size.is_multiple_of(context) {
-        return Err(Error::Config(format!(
-            "`cluster.context` {context} must divide the number of ranks, got {size}; start a multiple of {context}"
-        )));
+        return Err(Error::config(
+            "cluster.context",
+            format!(
+                "`cluster.context` {context} must divide the number of ranks, got {size}; start a multiple of {context}"
+            ),
+        ));
     }
     let data_ranks = size / context;
     if !fits_tree(groups, data_ranks) {
@@ -183,11 +186,14 @@ pub(crate) fn data_ranks(size: usize, config: &TrainConfig) -> Result<usize> {
             .filter(|ranks| fits_tree(groups, *ranks))
             .map(|ranks| (ranks * context).to_string())
             .collect();
-        return Err(Error::Config(format!(
-            "`batch.groups` {groups} cannot be divided over {size} ranks: it allows {} ranks; set batch.groups to \
+        return Err(Error::config(
+            "batch.groups",
+            format!(
+                "`batch.groups` {groups} cannot be divided over {size} ranks: it allows {} ranks; set batch.groups to \
              {data_ranks} or a multiple by a power of two, and batch.accumulation to a multiple of it",
-            fitting.join(", ")
-        )));
+                fitting.join(", ")
+            ),
+        ));
     }
     Ok(data_ranks)
 }

@@ -60,10 +60,13 @@ impl<'a> Blueprint<'a> {
     ) -> Result<Blueprint<'a>> {
         let data_ranks = data_ranks(ranks, config)?;
         if config.batch.sequences > MOST_SEQUENCES {
-            return Err(Error::Config(format!(
-                "`batch.sequences` must be at most {MOST_SEQUENCES} for a plan, got {}",
-                config.batch.sequences
-            )));
+            return Err(Error::config(
+                "batch.sequences",
+                format!(
+                    "`batch.sequences` must be at most {MOST_SEQUENCES} for a plan, got {}",
+                    config.batch.sequences
+                ),
+            ));
         }
         let mut outline = Model::outline(model.config.clone())?;
         if let Some(lora) = &config.lora {
