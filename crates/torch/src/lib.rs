@@ -55,7 +55,7 @@ use ballast_files::ranks::{RELEASE, RankFolders, TRACKER, is_rank_folder};
 use ballast_files::regular::read_regular_text;
 use ballast_files::{Error, Result, ShardFile};
 
-use self::saved::Saved;
+use self::saved::SavedPickle;
 
 /// Tensors of a checkpoint in one of torch's formats.
 #[derive(Default)]
@@ -307,7 +307,7 @@ fn read_file(file: &Arc<ShardFile>) -> Result<SavedFile> {
     let archive = Archive::whole(file)?;
     let (bytes, begin) = archive.pickle()?;
     let pickle = Pickle::parse(&bytes, &file.path, begin)?;
-    let saved = Saved::new(&pickle, &archive, begin);
+    let saved = SavedPickle::new(&pickle, &archive, begin);
     let fail = |problem: String| failure(file, begin, problem);
     if pickle.entries(pickle.root()).is_none() {
         let problem = format!(
@@ -337,7 +337,7 @@ fn read_common(path: &Path) -> Result<(Option<Value>, Vec<LeftOut>)> {
     let archive = Archive::whole(&file)?;
     let (bytes, begin) = archive.pickle()?;
     let pickle = Pickle::parse(&bytes, &file.path, begin)?;
-    let Contents { items, mut left_out } = contents(&Saved::new(&pickle, &archive, begin))?;
+    let Contents { items, mut left_out } = contents(&SavedPickle::new(&pickle, &archive, begin))?;
     for item in items {
         left_out::count(&mut left_out, "tensors of common.pt", || item.name);
     }
