@@ -26,7 +26,7 @@ use std::ops::{Index, IndexMut, Range};
 use ballast_kernels::{Element, Rounding};
 use half::bf16;
 
-pub use crate::grads::{AdapterGrads, Bucket, Grads, Kind, Part};
+pub use crate::grads::{AdapterGrads, Bucket, Grads, ParameterKind, Part};
 use crate::precision::{Storage, with_storage};
 
 /// An ordinary parameter.

@@ -8,9 +8,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use ballast_cluster::Kind as Message;
+use ballast_cluster::Kind;
 use ballast_kernels::adamw::BLOCK;
-use ballast_model::params::{Grads, Kind, Part, Spec, Specs};
+use ballast_model::params::{Grads, ParameterKind, Part, Spec, Specs};
 use bytemuck::Pod;
 
 use super::Ranks;
@@ -82,7 +82,7 @@ impl Shards {
         let len = |rank| shared.iter().map(|(_, weight)| size_of::<T>() * count(*weight, rank)).sum();
         let lens: Vec<usize> = (0..self.ranks).map(len).collect();
         let own: Vec<T> = shared.iter().flat_map(|(at, _)| &blocks[*at]).copied().collect();
-        let all = ranks.world.all_gather(Message::Scalars, bytemuck::cast_slice(&own).to_vec(), &lens)?;
+        let all = ranks.world.all_gather(Kind::Scalars, bytemuck::cast_slice(&own).to_vec(), &lens)?;
         let all: Vec<Vec<T>> =
             all.iter().map(|bytes| bytemuck::allocation::pod_collect_to_vec(bytes)).collect();
         let mut at_rank = vec![0; self.ranks];
@@ -104,7 +104,7 @@ impl Shards {
         let mut parts: Vec<Vec<Range<usize>>> = grads
             .layout()
             .map(|(_, kind, len)| match kind {
-                Kind::Weights => vec![0..0; self.ranks],
+                ParameterKind::Weights => vec![0..0; self.ranks],
                 _ => ballast_cluster::even_parts(len, self.ranks),
             })
             .collect();

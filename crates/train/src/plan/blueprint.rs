@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use ballast_model::params::{Grads, Kind, Part};
+use ballast_model::params::{Grads, ParameterKind, Part};
 use ballast_model::precision::Storage;
 use ballast_model::{Model, Plan, Precision, Step};
 
@@ -19,7 +19,7 @@ const MOST_SEQUENCES: usize = 1 << 24;
 /// A bucket of gradients.
 pub(super) struct BucketShape {
     pub(super) part: Part,
-    pub(super) kind: Kind,
+    pub(super) kind: ParameterKind,
     /// Number of elements.
     pub(super) len: usize,
     /// Elements whose sum each rank gets.
@@ -235,6 +235,6 @@ impl<'a> Blueprint<'a> {
 
     /// Returns true if a bucket ends divided over the ranks, a part on each; the others are gathered after the sum.
     pub(super) fn stays_divided(&self, bucket: &BucketShape) -> bool {
-        bucket.kind == Kind::Weights && self.divides_updates()
+        bucket.kind == ParameterKind::Weights && self.divides_updates()
     }
 }
