@@ -174,7 +174,7 @@ fn extent(rows: usize, columns: usize, row_stride: usize) -> Option<usize> {
 ///
 /// # Panics
 /// If the shapes do not match.
-pub fn matmul_strided(c: &mut [f32], row_stride: usize, alpha: f32, a: Mat<'_>, b: Mat<'_>, beta: f32) {
+pub(crate) fn matmul_strided(c: &mut [f32], row_stride: usize, alpha: f32, a: Mat<'_>, b: Mat<'_>, beta: f32) {
     strided(c, row_stride, alpha, a, b, beta);
 }
 
@@ -299,7 +299,7 @@ pub fn matmul(c: &mut [f32], alpha: f32, a: Mat<'_>, b: Mat<'_>) {
 }
 
 /// Dense C += alpha A B.
-pub fn matmul_add(c: &mut [f32], alpha: f32, a: Mat<'_>, b: Mat<'_>) {
+pub(crate) fn matmul_add(c: &mut [f32], alpha: f32, a: Mat<'_>, b: Mat<'_>) {
     matmul_strided(c, b.columns, alpha, a, b, 1.0);
 }
 

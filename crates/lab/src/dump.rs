@@ -58,7 +58,7 @@ impl Dump {
     }
 
     /// Returns true if the dump has logits.
-    pub fn has_logits(&self) -> bool {
+    pub(crate) fn has_logits(&self) -> bool {
         self.files.iter().any(|file| file.has("logits"))
     }
 

@@ -231,7 +231,7 @@ impl Specs {
     }
 
     /// Adds a protected tensor that is never trained.
-    pub fn protected_constant(&mut self, name: String, shape: &[usize], init: Init) -> Id<Protected> {
+    pub(crate) fn protected_constant(&mut self, name: String, shape: &[usize], init: Init) -> Id<Protected> {
         let id = self.protected(name, shape, init);
         self.protected[id.index].trainable = false;
         id

@@ -10,7 +10,7 @@
 
 #![forbid(unsafe_code)]
 
-pub mod checksum;
+mod checksum;
 pub mod cluster;
 mod compute;
 pub mod config;
@@ -32,7 +32,7 @@ pub mod sentinel;
 pub mod setup;
 pub mod state;
 pub mod task;
-pub mod tensorboard;
+mod tensorboard;
 mod trainer;
 
 pub use config::TrainConfig;

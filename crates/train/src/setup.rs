@@ -105,7 +105,7 @@ fn architecture(config: &TrainConfig) -> Result<Value> {
 /// Returns true if a parameter is trained. Frozen parameters are not. With adapters, only the adapters are;
 /// in the dense indexer stage, only the indexers; without an indexer loss, everything but the indexers
 /// (without a gradient, a weight would still decay).
-pub fn is_learned(config: &TrainConfig, name: &str) -> bool {
+pub(crate) fn is_learned(config: &TrainConfig, name: &str) -> bool {
     let is_indexer = name.contains(".indexer.");
     let has_gradient = match (config.loss.indexer_scale > 0.0, config.loss.indexer_stage) {
         (false, _) => !is_indexer,
@@ -116,7 +116,7 @@ pub fn is_learned(config: &TrainConfig, name: &str) -> bool {
 }
 
 /// Returns true if a module gets an adapter.
-pub fn is_target(config: &TrainConfig, module: &str) -> bool {
+pub(crate) fn is_target(config: &TrainConfig, module: &str) -> bool {
     let ends = |target: &String| module == target || module.ends_with(&format!(".{target}"));
     config.lora.as_ref().is_some_and(|lora| lora.targets.iter().any(ends))
 }
@@ -142,12 +142,12 @@ pub fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
 }
 
 /// Returns true if the run trains on the embedded task.
-pub fn uses_task(config: &TrainConfig) -> bool {
+pub(crate) fn uses_task(config: &TrainConfig) -> bool {
     config.data.files.is_empty()
 }
 
 /// Tokenizer files to write beside the weights, if the model brings none.
-pub fn sidecars(config: &TrainConfig) -> Result<Vec<(String, Vec<u8>)>> {
+pub(crate) fn sidecars(config: &TrainConfig) -> Result<Vec<(String, Vec<u8>)>> {
     if config.model.checkpoint.is_some() && config.model.tokenizer.is_none() {
         return Ok(Vec::new());
     }
@@ -195,7 +195,7 @@ fn embedded_tokenizer(config: &TrainConfig) -> Option<PathBuf> {
 }
 
 /// Writes the tokenizer of the embedded task to the folder of the run, if the run uses it.
-pub fn write_tokenizer(config: &TrainConfig) -> Result {
+pub(crate) fn write_tokenizer(config: &TrainConfig) -> Result {
     let Some(folder) = embedded_tokenizer(config) else { return Ok(()) };
     std::fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
     for (name, bytes) in sidecars(config)? {
@@ -258,7 +258,7 @@ pub fn packer(config: &TrainConfig, documents: Box<dyn Documents>) -> Packer {
 }
 
 /// The first documents of a stream, with a limit per source, for samples.
-pub fn first_documents(mut documents: Box<dyn Documents>, count: usize) -> Result<Vec<Document>> {
+pub(crate) fn first_documents(mut documents: Box<dyn Documents>, count: usize) -> Result<Vec<Document>> {
     let mut found: Vec<Document> = Vec::new();
     for _ in 0..8 * count {
         let document = documents.next()?;

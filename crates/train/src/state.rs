@@ -325,7 +325,7 @@ impl Store {
     }
 
     /// Removes the checkpoints that the configuration does not keep.
-    pub fn prune(&self, config: &CheckpointsConfig, best: Option<u64>) -> Result {
+    pub(crate) fn prune(&self, config: &CheckpointsConfig, best: Option<u64>) -> Result {
         let steps = self.all_steps()?;
         let newest = steps.len().saturating_sub(config.keep_last);
         for step in &steps[..newest] {
@@ -446,7 +446,7 @@ fn config_of_version(version: u32, config: &str) -> Result<toml::Table, toml::de
 }
 
 /// Reads the state of a checkpoint.
-pub fn read_state(checkpoint: &Path) -> Result<State> {
+pub(crate) fn read_state(checkpoint: &Path) -> Result<State> {
     let path = checkpoint.join("state.json");
     parse_state(&read_regular_text(&path).map_err(Error::io(&path, "read"))?, &path)
 }

@@ -298,7 +298,7 @@ impl Trainer {
     pub(crate) fn check_live(&mut self, occasion: &str) -> Result {
         let protected = self.model.specs.protected.clone();
         let (mut engine, _, _, ledger) = self.split();
-        ledger.check_live_by(&protected, occasion, &mut |batch, probe| {
+        ledger.check_live(&protected, occasion, &mut |batch, probe| {
             engine.loss(Some(batch), Some(probe)).map(drop)
         })
     }

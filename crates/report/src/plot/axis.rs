@@ -31,7 +31,7 @@ impl Scale {
     }
 
     /// Returns true if a value can be drawn.
-    pub fn can_draw(self, value: f64) -> bool {
+    pub(crate) fn can_draw(self, value: f64) -> bool {
         value.is_finite() && value.abs() <= LARGEST && (self == Scale::Linear || value > 0.0)
     }
 

@@ -35,7 +35,7 @@ pub(crate) use division::Division;
 pub(crate) use probe::check_shared_folder;
 pub(crate) use reduce::Reducer;
 pub(crate) use resident::{Resident, gather_updates};
-pub use shards::Shards;
+pub(crate) use shards::Shards;
 
 /// The ranks of a run.
 #[derive(Clone, Debug)]

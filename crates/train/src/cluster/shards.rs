@@ -18,7 +18,7 @@ use crate::error::Result;
 
 /// The ranges of every weight, by rank.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Shards {
+pub(crate) struct Shards {
     rank: usize,
     ranks: usize,
     /// By weight and rank.
@@ -27,7 +27,7 @@ pub struct Shards {
 
 impl Shards {
     /// Divides the weights over `ranks`; `divisible` says whether a tensor may be cut inside.
-    pub fn new(specs: &Specs, divisible: impl Fn(&Spec) -> bool, rank: usize, ranks: usize) -> Shards {
+    pub(crate) fn new(specs: &Specs, divisible: impl Fn(&Spec) -> bool, rank: usize, ranks: usize) -> Shards {
         let mut weights = vec![Vec::new(); specs.weights.len()];
         let mut parts: Vec<Part> = specs.weights.iter().map(|spec| spec.part).collect();
         parts.sort_unstable();
@@ -54,17 +54,17 @@ impl Shards {
     }
 
     /// Number of ranks.
-    pub fn ranks(&self) -> usize {
+    pub(crate) fn ranks(&self) -> usize {
         self.ranks
     }
 
     /// The elements of a weight that a rank has.
-    pub fn range(&self, weight: usize, rank: usize) -> Range<usize> {
+    pub(crate) fn range(&self, weight: usize, rank: usize) -> Range<usize> {
         self.weights[weight][rank].clone()
     }
 
     /// The elements of a weight that this rank has.
-    pub fn own(&self, weight: usize) -> Range<usize> {
+    pub(crate) fn own(&self, weight: usize) -> Range<usize> {
         self.range(weight, self.rank)
     }
 
