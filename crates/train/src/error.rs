@@ -90,7 +90,7 @@ impl Error {
     }
 
     /// Returns a function for `map_err` that adds path and action to an I/O error.
-    pub fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
+    pub(crate) fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
         let path = path.to_path_buf();
         move |cause| Error::Io { path, action, cause }
     }

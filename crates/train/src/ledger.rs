@@ -82,7 +82,7 @@ impl Ledger {
     }
 
     /// Records a cast: tensors that the policy leaves out are rounded; no other may change.
-    pub fn cast(&mut self, model: &Model) {
+    pub(crate) fn cast(&mut self, model: &Model) {
         for ((entry, spec), tensor) in
             self.entries.iter_mut().zip(&model.specs.protected).zip(model.params.protected())
         {

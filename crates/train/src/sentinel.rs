@@ -23,7 +23,7 @@ use crate::optimizer::{Optimizer, gradient};
 
 /// Range of a site that was still finite.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Range {
+pub(crate) struct Range {
     /// Name of the site.
     pub site: String,
     /// Storage type.
@@ -36,7 +36,7 @@ pub struct Range {
 
 /// The first site of a step with a non-finite value.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Fault {
+pub(crate) struct Fault {
     /// Step that was not taken.
     pub step: u64,
     /// Rank that computed it, in a run of several.

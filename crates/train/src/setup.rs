@@ -122,7 +122,7 @@ pub(crate) fn is_target(config: &TrainConfig, module: &str) -> bool {
 }
 
 /// Zero gradients for all trained parameters.
-pub fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
+pub(crate) fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
     for pattern in &config.model.freeze {
         if !model.specs.all().any(|spec| matches(pattern, &model.parameter_name(spec))) {
             return Err(Error::config(
@@ -206,7 +206,7 @@ pub(crate) fn write_tokenizer(config: &TrainConfig) -> Result {
 }
 
 /// The tokenizer; that of the embedded task has been written before.
-pub fn encoder(config: &TrainConfig) -> Result<TextEncoder> {
+pub(crate) fn encoder(config: &TrainConfig) -> Result<TextEncoder> {
     match embedded_tokenizer(config) {
         Some(folder) => TextEncoder::load(&folder),
         None => TextEncoder::load(&tokenizer_folder(config)?),
@@ -230,7 +230,7 @@ pub(crate) fn tokenizer_checksum(encoder: &TextEncoder) -> Result<u64> {
 }
 
 /// The documents of a split; `None` without held-out data.
-pub fn documents(
+pub(crate) fn documents(
     config: &TrainConfig,
     split: Split,
     encoder: &Arc<TextEncoder>,
@@ -253,7 +253,7 @@ pub fn documents(
 }
 
 /// Packs documents into micro-batches.
-pub fn packer(config: &TrainConfig, documents: Box<dyn Documents>) -> Packer {
+pub(crate) fn packer(config: &TrainConfig, documents: Box<dyn Documents>) -> Packer {
     Packer::new(documents, config.data.packing, config.data.sequence_length, config.batch.sequences)
 }
 

@@ -59,7 +59,7 @@ pub struct Ranks {
 
 impl Ranks {
     /// Divides the ranks as configured. Returns an error if they do not fit.
-    pub fn new(world: Group, config: &TrainConfig) -> Result<Ranks> {
+    pub(crate) fn new(world: Group, config: &TrainConfig) -> Result<Ranks> {
         let (context, groups) = (config.cluster.context, config.batch.groups);
         let data_ranks = data_ranks(world.size(), config)?;
         let (data, part) = (world.rank() / context, world.rank() % context);
@@ -86,7 +86,7 @@ impl Ranks {
     }
 
     /// Returns true if there is one rank.
-    pub fn is_solo(&self) -> bool {
+    pub(crate) fn is_solo(&self) -> bool {
         self.size() == 1
     }
 

@@ -36,7 +36,7 @@ pub enum Packing {
 
 impl DataConfig {
     /// Returns true if documents are held out.
-    pub fn has_validation(&self) -> bool {
+    pub(crate) fn has_validation(&self) -> bool {
         self.validation.is_some() || self.validation_fraction > 0.0
     }
 

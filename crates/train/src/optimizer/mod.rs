@@ -286,7 +286,7 @@ impl Optimizer {
     }
 
     /// Norms of gradients whose squares are summed in blocks, for each slot.
-    pub fn norms_of(&self, squares: &[Vec<f64>]) -> Norms {
+    pub(crate) fn norms_of(&self, squares: &[Vec<f64>]) -> Norms {
         let (mut groups, mut faulty) = (BTreeMap::<String, f64>::new(), Vec::new());
         let mut sum = 0.0;
         for (slot, squares) in self.slots.iter().zip(squares) {
