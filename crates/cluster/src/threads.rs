@@ -39,7 +39,7 @@ pub struct Threads {
 }
 
 /// Connected transports of `size` ranks.
-pub(crate) fn transports(size: usize) -> Vec<Threads> {
+pub fn transports(size: usize) -> Vec<Threads> {
     let shared = Arc::new(Shared::default());
     (0..size).map(|rank| Threads { rank, size, shared: shared.clone() }).collect()
 }
@@ -51,7 +51,7 @@ pub fn run<R: Send>(size: usize, work: impl Fn(Group) -> R + Sync) -> Vec<R> {
 }
 
 /// [`run`] with another time limit.
-pub(crate) fn run_with_timeout<R: Send>(size: usize, timeout: Duration, work: impl Fn(Group) -> R + Sync) -> Vec<R> {
+pub fn run_with_timeout<R: Send>(size: usize, timeout: Duration, work: impl Fn(Group) -> R + Sync) -> Vec<R> {
     let work = &work;
     std::thread::scope(|scope| {
         let start = |transport: Threads| {

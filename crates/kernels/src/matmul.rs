@@ -174,7 +174,7 @@ fn extent(rows: usize, columns: usize, row_stride: usize) -> Option<usize> {
 ///
 /// # Panics
 /// If the shapes do not match.
-pub(crate) fn matmul_strided(c: &mut [f32], row_stride: usize, alpha: f32, a: Mat<'_>, b: Mat<'_>, beta: f32) {
+pub fn matmul_strided(c: &mut [f32], row_stride: usize, alpha: f32, a: Mat<'_>, b: Mat<'_>, beta: f32) {
     strided(c, row_stride, alpha, a, b, beta);
 }
 

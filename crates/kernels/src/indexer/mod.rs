@@ -74,7 +74,7 @@ use crate::packing::{check_before, check_cu_seqlens};
 pub const EPS: f64 = 1e-8;
 
 /// Number of partial sums of dk, and most tasks per sequence.
-pub(crate) const LANES: usize = 8;
+pub const LANES: usize = 8;
 
 /// Number and width of heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use crate::simd::{Level, fma, level, prefetch, simd_fn};
 use crate::{Element, Scratch};
 
 /// Most tokens for which [`super::linear_forward`] reads the weight in place.
-pub(crate) const GEMV_TOKENS: usize = 8;
+pub const GEMV_TOKENS: usize = 8;
 
 /// Most rows of the weight per task.
 const ROWS: usize = 32;

@@ -35,7 +35,7 @@ mod product;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use gemv::GEMV_TOKENS;
+pub use gemv::GEMV_TOKENS;
 
 use rayon::prelude::*;
 
