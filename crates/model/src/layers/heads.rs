@@ -231,13 +231,26 @@ fn block_backward<A: Element>(
 ) -> Result<(Vec<A>, Vec<f32>, Vec<f32>)> {
     let (q, k, v, o, d_o) = (&tensors[0], &tensors[1], &tensors[2], &tensors[3], &tensors[4]);
     let (mut dq, mut dk, mut dv) = (zeros::<A>(q.len()), vec![0.0; k.len()], vec![0.0; v.len()]);
-    let tokens = q.len() / (dims.heads * dims.head_dim);
-    let cu_seqlens = [0, tokens];
-    let input = input(q, k, v, &cu_seqlens);
+    let cu_seqlens = [0, q.len() / (dims.heads * dims.head_dim)];
     let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
-    let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, tokens)];
-    kernel::attention_backward(to, d_o, o, &input, kept, dims, options, &mut workspace, run.scratch)?;
+    kernel_backward(run, to, [d_o, o], &input(q, k, v, &cu_seqlens), kept, dims, options)?;
     Ok((dq, dk, dv))
+}
+
+/// The kernel, with a workspace of its own.
+fn kernel_backward<A: Element, K: Element>(
+    run: &Run<'_>,
+    to: kernel::Grads<'_, A, K>,
+    [d_o, o]: [&[A]; 2],
+    input: &kernel::Input<'_, A>,
+    kept: &kernel::Saved,
+    dims: Dims,
+    options: &Options,
+) -> Result {
+    let tokens = input.q.len() / (dims.heads * dims.head_dim);
+    let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, tokens)];
+    kernel::attention_backward(to, d_o, o, input, kept, dims, options, &mut workspace, run.scratch)?;
+    Ok(())
 }
 
 /// Sends every other rank its rows of two results of this rank's heads. Returns those of this rank's rows, by the
@@ -362,10 +375,7 @@ pub(super) fn backward<A: Element>(
         let input = input(&q[queries.clone()], &k[keys.clone()], &v[values.clone()], &piece.cu_seqlens);
         let (dq, dk, dv) = (&mut dq[queries], &mut dk[keys], &mut dv[values]);
         let to = kernel::Grads { dq, dk, dv, dsinks: None };
-        let (d_o, o) = (&d_o[outputs.clone()], &o[outputs]);
-        let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, rows.len())];
-        let scratch = run.scratch;
-        kernel::attention_backward(to, d_o, o, &input, &kept, dims, options, &mut workspace, scratch)?;
+        kernel_backward(run, to, [&d_o[outputs.clone()], &o[outputs]], &input, &kept, dims, options)?;
     }
     for crossing in &crossings {
         let of = crossing.ranks.len();

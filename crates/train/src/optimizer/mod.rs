@@ -313,7 +313,13 @@ impl Optimizer {
     }
 
     /// Returns the first element that an update would leave non-finite, if there is one. Changes nothing.
-    pub(crate) fn bad_update(&self, model: &Model, grads: &Grads, norm: f64, lr: f64) -> Result<Option<BadUpdate>> {
+    pub(crate) fn bad_update(
+        &self,
+        model: &Model,
+        grads: &Grads,
+        norm: f64,
+        lr: f64,
+    ) -> Result<Option<BadUpdate>> {
         Ok(self.first_bad_update(model, grads, norm, lr)?.map(|(_, bad)| bad))
     }
 
