@@ -332,7 +332,7 @@ impl Checkpoint {
     }
 
     /// Returns the number of bytes of all tensors.
-    pub fn tensor_bytes(&self) -> u64 {
+    pub(crate) fn tensor_bytes(&self) -> u64 {
         self.tensors.iter().map(|t| t.bytes).sum()
     }
 

@@ -41,7 +41,7 @@ impl Checkpoint {
     }
 
     /// Returns true if reads of this checkpoint take requests.
-    pub fn is_on_server(&self) -> bool {
+    pub(crate) fn is_on_server(&self) -> bool {
         self.files.iter().any(|file| file.as_remote().is_some())
     }
 }

@@ -133,7 +133,7 @@ impl Group {
     }
 
     /// [`Group::all_reduce`] with the terms of `inner` consecutive ranks added first.
-    pub fn all_reduce_in(&self, kind: Kind, values: &[f32], inner: usize) -> Result<Vec<f32>> {
+    pub(crate) fn all_reduce_in(&self, kind: Kind, values: &[f32], inner: usize) -> Result<Vec<f32>> {
         let parts = even_parts(values.len(), self.size());
         let reduction = self.start_reduce_scatter(kind, values, &parts, inner)?;
         let own = self.finish_reduce_scatter(reduction)?;

@@ -8,7 +8,7 @@
 use half::f16;
 
 /// Number of elements of a block.
-pub const BLOCK: usize = 32;
+pub(crate) const BLOCK: usize = 32;
 
 /// Number of bytes of a block.
 pub(crate) const BLOCK_BYTES: usize = 34;
@@ -18,7 +18,7 @@ pub(crate) const BLOCK_BYTES: usize = 34;
 ///
 /// # Panics
 /// If the lengths do not match.
-pub fn quantize(source: &[f32], target: &mut [u8]) -> u64 {
+pub(crate) fn quantize(source: &[f32], target: &mut [u8]) -> u64 {
     assert_eq!(source.len() / BLOCK * BLOCK_BYTES, target.len());
     let mut lost = 0;
     for (block, out) in source.chunks_exact(BLOCK).zip(target.chunks_exact_mut(BLOCK_BYTES)) {

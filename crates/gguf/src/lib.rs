@@ -23,7 +23,7 @@ pub mod tokenizer;
 pub use self::family::{Config, Family};
 
 /// Version of the format that is written.
-pub const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 3;
 
 /// Alignment of tensors in files that do not state one, and in those that are written.
 pub const ALIGNMENT: u64 = 32;

@@ -116,7 +116,7 @@ fn is_intel() -> bool {
 }
 
 /// Returns true if the AVX2+FMA versions run.
-pub fn vectorized() -> bool {
+pub(crate) fn vectorized() -> bool {
     level() >= Level::Avx2
 }
 
@@ -316,7 +316,7 @@ pub(crate) fn dot_body<const FMA: bool>(x: &[f32], y: &[f32]) -> f32 {
 }
 
 /// Sum of x_i^2.
-pub fn sum_of_squares(x: &[f32]) -> f32 {
+pub(crate) fn sum_of_squares(x: &[f32]) -> f32 {
     dot(x, x)
 }
 

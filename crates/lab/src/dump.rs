@@ -46,7 +46,7 @@ impl Dump {
     }
 
     /// Names of all tensors, in file order.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.files.iter().flat_map(TensorFile::names)
     }
 
@@ -58,12 +58,12 @@ impl Dump {
     }
 
     /// Returns true if the dump has logits.
-    pub fn has_logits(&self) -> bool {
+    pub(crate) fn has_logits(&self) -> bool {
         self.files.iter().any(|file| file.has("logits"))
     }
 
     /// Reads the tensors of a part of the model.
-    pub fn sites(&self, part: Part) -> Result<Vec<SiteTensor>> {
+    pub(crate) fn sites(&self, part: Part) -> Result<Vec<SiteTensor>> {
         let belongs = |name: &str| match part {
             Part::Embedding => name == "embed" || name == "per_layer_inputs",
             Part::Layer(index) => name.starts_with(&format!("layers.{index}.")),
@@ -78,7 +78,7 @@ impl Dump {
     }
 
     /// Reads the logits of these tokens.
-    pub fn logits(&self, rows: Range<usize>) -> Result<Vec<f64>> {
+    pub(crate) fn logits(&self, rows: Range<usize>) -> Result<Vec<f64>> {
         let all = self.tensor("logits")?.unwrap_or_default();
         let (begin, end) = (rows.start * self.vocabulary, rows.end * self.vocabulary);
         match all.get(begin..end) {
@@ -93,7 +93,7 @@ impl Dump {
     }
 
     /// Reads the gradients of a part. That of a tied head is whole in the file and belongs to the embedding.
-    pub fn gradients(&self, part: Part, checkpoint: &LazyCheckpoint) -> Result<Vec<Gradient>> {
+    pub(crate) fn gradients(&self, part: Part, checkpoint: &LazyCheckpoint) -> Result<Vec<Gradient>> {
         let mut found = Vec::new();
         for spec in checkpoint.specs.all().filter(|spec| spec.part == part) {
             for name in [checkpoint.full_name(spec), spec.name.clone()] {

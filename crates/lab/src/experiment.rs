@@ -55,7 +55,7 @@ impl Arithmetic {
 }
 
 /// Setup of an experiment.
-pub struct Setup<'a> {
+pub(crate) struct Setup<'a> {
     /// Checkpoint of the model.
     pub checkpoint: &'a LazyCheckpoint,
     /// Input tokens.
@@ -77,7 +77,7 @@ impl Setup<'_> {
 }
 
 /// A run to compare with the reference.
-pub enum Contestant<'a> {
+pub(crate) enum Contestant<'a> {
     /// The same checkpoint in some precision.
     Choice(Choice),
     /// Another checkpoint, in the reference's arithmetic.
@@ -99,13 +99,13 @@ pub enum Contestant<'a> {
 }
 
 /// Number of progress units of an experiment.
-pub fn units(setup: &Setup<'_>, contestants: usize) -> u64 {
+pub(crate) fn units(setup: &Setup<'_>, contestants: usize) -> u64 {
     let parts = setup.checkpoint.config.layers.len() + 2;
     ((contestants + 1) * parts * if setup.is_backward() { 2 } else { 1 }) as u64
 }
 
 /// Runs an experiment. The first of several choices must be [`Choice::f32`].
-pub fn run(setup: &Setup<'_>, contestants: Vec<Contestant<'_>>) -> Result<Findings> {
+pub(crate) fn run(setup: &Setup<'_>, contestants: Vec<Contestant<'_>>) -> Result<Findings> {
     check_memory(setup, contestants.len())?;
     let runners: Result<Vec<Runner<'_>>> =
         contestants.into_iter().map(|one| Runner::new(setup, one)).collect();

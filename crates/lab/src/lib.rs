@@ -15,8 +15,6 @@
 //! ```
 
 #![forbid(unsafe_code)]
-// Arguments in the order of the kernels: outputs, inputs, sizes.
-#![allow(clippy::too_many_arguments)]
 
 mod answers;
 pub mod choices;

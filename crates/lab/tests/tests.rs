@@ -6,4 +6,5 @@ mod tiny;
 mod choices;
 mod policies;
 mod reference;
+mod report;
 mod studies;

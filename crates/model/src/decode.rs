@@ -16,7 +16,7 @@ use crate::layers::State;
 use crate::layerwise::Trail;
 use crate::model::Model;
 use crate::params::Part;
-use crate::precision::Storage;
+use crate::precision::{Storage, with_storage};
 use crate::probe::Probe;
 use crate::run::Tally;
 
@@ -74,10 +74,7 @@ impl Session<'_> {
 
     /// Bytes of caches and states.
     pub fn bytes(&self) -> usize {
-        match &self.states {
-            SessionStates::F32(states) => states.iter().map(State::bytes).sum(),
-            SessionStates::Bf16(states) => states.iter().map(State::bytes).sum(),
-        }
+        with_storage!(SessionStates, &self.states, |states| states.iter().map(State::bytes).sum())
     }
 
     /// Appends new tokens to every sequence and returns the logits \[V\] after the last token of each. A
@@ -129,9 +126,10 @@ impl Session<'_> {
         let (model, scratch) = (self.model, &self.scratch);
         // Runs on a thread of the pool: from another thread, every kernel call would wake a worker and wait
         // for it.
-        let logits = rayon::scope(|_| match &mut self.states {
-            SessionStates::F32(states) => model.advance(states, &batch, all, scratch, probe),
-            SessionStates::Bf16(states) => model.advance(states, &batch, all, scratch, probe),
+        let logits = rayon::scope(|_| {
+            with_storage!(SessionStates, &mut self.states, |states| {
+                model.advance(states, &batch, all, scratch, probe)
+            })
         })?;
         for (length, tokens) in self.lengths.iter_mut().zip(tokens) {
             *length += tokens.len();

@@ -1,6 +1,6 @@
 //! Gradients in flat f32 buckets.
 //!
-//! A bucket holds the gradients of one [`Part`] of the model and one [`Kind`] of parameter, end to end in the
+//! A bucket holds the gradients of one [`Part`] of the model and one [`ParameterKind`] of parameter, end to end in the
 //! order of [`Specs`]; a tensor is a range of its bucket. Parameters that are not learned take no space.
 //! Backward completes the parts from the head to the embedding, and
 //! [`Hooks::complete`](crate::pass::Hooks::complete) receives each bucket when it is final.
@@ -35,7 +35,7 @@ impl Part {
 
 /// A kind of parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Kind {
+pub enum ParameterKind {
     /// Ordinary weights.
     Weights,
     /// Protected tensors.
@@ -52,7 +52,7 @@ pub struct Bucket<'a> {
     /// The part of the model.
     pub part: Part,
     /// The kind of parameter.
-    pub kind: Kind,
+    pub kind: ParameterKind,
     /// The gradients, end to end. They may be taken away: the next access makes new ones, which are zero.
     pub values: &'a mut Vec<f32>,
 }
@@ -67,7 +67,7 @@ struct Place {
 #[derive(Clone, Debug, PartialEq)]
 struct StoredBucket {
     part: Part,
-    kind: Kind,
+    kind: ParameterKind,
     /// Number of elements.
     len: usize,
     /// Index of the first element of `values`.
@@ -106,12 +106,17 @@ pub struct AdapterGrads<'a> {
 /// Gives tensors their places, before the buckets exist.
 #[derive(Default)]
 struct Layout {
-    lengths: BTreeMap<(Part, Kind), usize>,
+    lengths: BTreeMap<(Part, ParameterKind), usize>,
 }
 
 impl Layout {
     /// Adds a tensor; [`Layout::place`] numbers its bucket when all are known.
-    fn add(&mut self, part: Part, kind: Kind, len: usize) -> (Option<(Part, Kind)>, Range<usize>) {
+    fn add(
+        &mut self,
+        part: Part,
+        kind: ParameterKind,
+        len: usize,
+    ) -> (Option<(Part, ParameterKind)>, Range<usize>) {
         if len == 0 {
             return (None, 0..0);
         }
@@ -120,13 +125,13 @@ impl Layout {
         (Some((part, kind)), *end - len..*end)
     }
 
-    fn place(&self, (key, range): (Option<(Part, Kind)>, Range<usize>)) -> Place {
+    fn place(&self, (key, range): (Option<(Part, ParameterKind)>, Range<usize>)) -> Place {
         let bucket = key.map_or(0, |key| self.lengths.range(..key).count());
         Place { bucket, range }
     }
 
     fn buckets(&self) -> Vec<StoredBucket> {
-        let bucket = |(&(part, kind), &len): (&(Part, Kind), &usize)| StoredBucket {
+        let bucket = |(&(part, kind), &len): (&(Part, ParameterKind), &usize)| StoredBucket {
             part,
             kind,
             len,
@@ -154,8 +159,8 @@ impl Grads {
         let mut all = |specs: &[Spec], kind| -> Vec<_> {
             specs.iter().map(|spec| layout.add(spec.part, kind, len(spec))).collect()
         };
-        let weights = all(&specs.weights, Kind::Weights);
-        let protected = all(&specs.protected, Kind::Protected);
+        let weights = all(&specs.weights, ParameterKind::Weights);
+        let protected = all(&specs.protected, ParameterKind::Protected);
         let adapters: Vec<_> = specs
             .weights
             .iter()
@@ -163,7 +168,7 @@ impl Grads {
             .map(|(spec, adapter)| {
                 let len = |low: &Adapter| [low.rank * spec.shape[1], spec.shape[0] * low.rank];
                 let lens = adapter.as_ref().map_or([0, 0], len);
-                lens.map(|len| layout.add(spec.part, Kind::Adapters, len))
+                lens.map(|len| layout.add(spec.part, ParameterKind::Adapters, len))
             })
             .collect();
         Grads {
@@ -196,7 +201,7 @@ impl Grads {
     }
 
     /// Part, kind and number of elements of every bucket.
-    pub fn layout(&self) -> impl Iterator<Item = (Part, Kind, usize)> {
+    pub fn layout(&self) -> impl Iterator<Item = (Part, ParameterKind, usize)> {
         self.buckets.iter().map(|bucket| (bucket.part, bucket.kind, bucket.len))
     }
 

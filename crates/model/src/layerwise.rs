@@ -11,10 +11,10 @@ use half::bf16;
 
 use crate::batch::Batch;
 use crate::error::{Error, Result};
-use crate::layers::{InputsSaved, Keep, Links, Saved, State, Stream, narrowed, with_stream};
+use crate::layers::{InputsSaved, Keep, Links, Saved, State, Stream, narrowed};
 use crate::model::{LossOptions, Model, Recompute, StepLoss};
 use crate::params::{Grads, Part};
-use crate::precision::Storage;
+use crate::precision::{Storage, with_storage};
 use crate::probe::Probe;
 use crate::run::{Run, Tally};
 use crate::site::Site;
@@ -151,7 +151,7 @@ impl Model {
     fn keep_hidden<A: Element>(&self, run: &Run<'_>, trail: &mut Trail<A>) -> Result<Vec<A>> {
         trail.last = Stream::new(std::mem::take(&mut trail.x), run.precision.site(Site::Residual))?;
         let hidden;
-        (hidden, trail.norm) = with_stream!(&trail.last, |x| self.norm.forward(run, x)?);
+        (hidden, trail.norm) = with_storage!(Stream, &trail.last, |x| self.norm.forward(run, x)?);
         Ok(hidden)
     }
 
@@ -231,19 +231,6 @@ enum Flow {
     Bf16(Trail<bf16>),
 }
 
-/// Evaluates `$body` with `$run` the [`Run`] and `$trail` the [`Trail`] of either type.
-macro_rules! with_flow {
-    ($steps:expr, $model:expr, $probe:expr, |$run:ident, $trail:ident| $body:expr) => {{
-        let LayerwiseRun { batch, tables, scratch, tally, flow, .. } = $steps;
-        let probe = Option::<&mut dyn Probe>::map($probe, |probe| probe as &mut dyn Probe);
-        let $run = &$model.run_on(batch, tables, scratch, tally, probe)?;
-        match flow {
-            Flow::F32($trail) => $body,
-            Flow::Bf16($trail) => $body,
-        }
-    }};
-}
-
 impl<'b> LayerwiseRun<'b> {
     /// Prepares a run over a batch. `recompute` selects what backward recomputes, `None` if there is no
     /// backward. The model may be without values.
@@ -272,7 +259,9 @@ impl<'b> LayerwiseRun<'b> {
     /// Runs the forward of one part; of the head, only the final norm, for a probe: [`LayerwiseRun::logits`],
     /// [`LayerwiseRun::loss`] and backward run it themselves.
     pub fn forward(&mut self, model: &Model, part: Part, probe: Option<&mut dyn Probe>) -> Result {
-        with_flow!(self, model, probe, |run, trail| model.part_forward(run, trail, part, None))
+        let LayerwiseRun { batch, tables, scratch, tally, flow, .. } = self;
+        let run = &model.run_on(batch, tables, scratch, tally, probe)?;
+        with_storage!(Flow, flow, |trail| model.part_forward(run, trail, part, None))
     }
 
     /// Runs the backward of one part and adds its gradients; of the head, with the final norm and the loss.
@@ -284,7 +273,9 @@ impl<'b> LayerwiseRun<'b> {
         probe: Option<&mut dyn Probe>,
     ) -> Result {
         let options = self.options;
-        with_flow!(self, model, probe, |run, trail| model.part_backward(run, grads, trail, part, &options))
+        let LayerwiseRun { batch, tables, scratch, tally, flow, .. } = self;
+        let run = &model.run_on(batch, tables, scratch, tally, probe)?;
+        with_storage!(Flow, flow, |trail| model.part_backward(run, grads, trail, part, &options))
     }
 
     /// Returns the logits [rows, V] of these tokens.
@@ -294,7 +285,9 @@ impl<'b> LayerwiseRun<'b> {
         rows: std::ops::Range<usize>,
         probe: Option<&mut dyn Probe>,
     ) -> Result<Vec<f32>> {
-        with_flow!(self, model, probe, |run, trail| {
+        let LayerwiseRun { batch, tables, scratch, tally, flow, .. } = self;
+        let run = &model.run_on(batch, tables, scratch, tally, probe)?;
+        with_storage!(Flow, flow, |trail| {
             let hidden = model.hidden(run, trail)?;
             let width = model.config.hidden;
             model.project(run, &hidden[rows.start * width..rows.end * width])
@@ -304,7 +297,9 @@ impl<'b> LayerwiseRun<'b> {
     /// Computes the loss, without gradients.
     pub fn loss(&self, model: &Model, probe: Option<&mut dyn Probe>) -> Result<Loss> {
         let options = &self.options;
-        with_flow!(self, model, probe, |run, trail| {
+        let LayerwiseRun { batch, tables, scratch, tally, flow, .. } = self;
+        let run = &model.run_on(batch, tables, scratch, tally, probe)?;
+        with_storage!(Flow, flow, |trail| {
             let hidden = model.hidden(run, trail)?;
             model.loss_of(run, &hidden, options)
         })
@@ -318,7 +313,9 @@ impl<'b> LayerwiseRun<'b> {
 
     /// Bytes that the forward of all layers, and the final norm, keep for backward.
     pub(crate) fn kept(&mut self, model: &Model) -> Result<usize> {
-        with_flow!(self, model, None, |run, trail| {
+        let LayerwiseRun { batch, tables, scratch, tally, flow, .. } = self;
+        let run = &model.run_on(batch, tables, scratch, tally, None)?;
+        with_storage!(Flow, flow, |trail| {
             model.keep_hidden(run, trail)?;
             Ok(trail.bytes())
         })

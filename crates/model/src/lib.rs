@@ -6,9 +6,6 @@
 //!
 //! The feature `text` (on by default) adds tokenizers, chat templates and generation.
 
-// Argument order as in the kernels: outputs, then inputs, then sizes.
-#![allow(clippy::too_many_arguments)]
-
 mod adapters;
 pub mod batch;
 pub mod config;

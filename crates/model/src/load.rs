@@ -66,12 +66,8 @@ impl Model {
     }
 
     /// Replaces the parameters by those of another checkpoint of the same model and keeps the precision. The
-    /// layout for saving and the tensors outside the text model stay those of the first checkpoint.
-    pub fn reload(&mut self, path: &Path) -> Result {
-        self.reload_shares(path, None)
-    }
-
-    /// [`Model::reload`] of the elements `shares` of each weight; `None` for all.
+    /// layout for saving and the tensors outside the text model stay those of the first checkpoint. Of each weight, the
+    /// elements `shares` are read; `None` for all.
     pub fn reload_shares(&mut self, path: &Path, shares: Option<&[Range<usize>]>) -> Result {
         self.read_params(fp8::dequantized(&Arc::new(Checkpoint::open_consistent(path)?))?, shares)?;
         self.set_precision(self.precision().clone());

@@ -24,11 +24,10 @@ use crate::layerwise::LayerwiseRun;
 use crate::load::Source;
 use crate::params::{Grads, Id, Init, Params, Part, Spec, Specs, Weight};
 use crate::pass;
-use crate::precision::{Precision, Storage};
+use crate::precision::{Precision, Storage, with_storage};
 use crate::probe::Probe;
 use crate::run::{Parameters, Run, Tally, lower, zeros};
 use crate::site::Site;
-use crate::with_weight;
 
 /// Activation recomputation: which activations backward recomputes instead of keeping them; the bits are the
 /// same.
@@ -280,7 +279,7 @@ impl Model {
         tables: &'a [Table],
         scratch: &'a Scratch,
         tally: &'a Tally,
-        probe: Option<&'a mut dyn Probe>,
+        probe: Option<&'a mut (dyn Probe + '_)>,
     ) -> Result<Run<'a>> {
         Ok(Run {
             config: &self.config,
@@ -291,7 +290,7 @@ impl Model {
             tables,
             scratch,
             ties: self.ties,
-            probe: probe.map(RefCell::new),
+            probe: probe.map(|probe| RefCell::new(probe as &mut dyn Probe)),
             tally,
         })
     }
@@ -318,7 +317,7 @@ impl Model {
     ) -> Result<Loss> {
         let options = self.loss_options(options);
         let mut workspace = zeros(linear_cross_entropy_workspace(self.head.dims(), run.tokens(), &options));
-        with_weight!(run.weight(self.head.weight()), |w| {
+        with_storage!(Weight, run.weight(self.head.weight()), |w| {
             let (dims, targets) = (self.head.dims(), &run.batch.targets);
             let (workspace, scratch) = (&mut workspace, run.scratch);
             Ok(linear_cross_entropy(None, hidden, w, targets, dims, &options, workspace, scratch)?)
@@ -345,7 +344,7 @@ impl Model {
     pub(crate) fn embed(&self, run: &Run<'_>) -> Result<Vec<f32>> {
         let hidden = self.config.hidden;
         let mut x: Vec<f32> = zeros(run.tokens() * hidden);
-        with_weight!(run.weight(self.embedding), |w| {
+        with_storage!(Weight, run.weight(self.embedding), |w| {
             embedding_forward(&mut x, &run.batch.ids, w, self.embedding_scale(), hidden)?;
         });
         round(&mut x, run.precision.site(Site::Residual));
@@ -378,7 +377,7 @@ impl Model {
         let kernel_options = self.loss_options(options);
         let mut workspace =
             zeros(linear_cross_entropy_workspace(self.head.dims(), run.tokens(), &kernel_options));
-        let loss = with_weight!(run.weight(self.head.weight()), |w| {
+        let loss = with_storage!(Weight, run.weight(self.head.weight()), |w| {
             let to = loss_kernel::Grads { dhidden: &mut dhidden, dw: grads.of(self.head.weight()), scale };
             let (dims, targets) = (self.head.dims(), &run.batch.targets);
             linear_cross_entropy(

@@ -26,8 +26,8 @@ use std::ops::{Index, IndexMut, Range};
 use ballast_kernels::{Element, Rounding};
 use half::bf16;
 
-pub use crate::grads::{AdapterGrads, Bucket, Grads, Kind, Part};
-use crate::precision::Storage;
+pub use crate::grads::{AdapterGrads, Bucket, Grads, ParameterKind, Part};
+use crate::precision::{Storage, with_storage};
 
 /// An ordinary parameter.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,23 +35,6 @@ use crate::precision::Storage;
 pub enum Weight {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
-}
-
-/// Runs `$body` with `$w` the slice of a [`Weight`] of either type.
-#[macro_export]
-macro_rules! with_weight {
-    ($weight:expr, |$w:ident| $body:expr) => {
-        match $weight {
-            $crate::params::Weight::F32(values) => {
-                let $w = &values[..];
-                $body
-            }
-            $crate::params::Weight::Bf16(values) => {
-                let $w = &values[..];
-                $body
-            }
-        }
-    };
 }
 
 impl Weight {
@@ -65,7 +48,7 @@ impl Weight {
 
     /// Number of elements.
     pub fn len(&self) -> usize {
-        with_weight!(self, |w| w.len())
+        with_storage!(Weight, self, |w| w.len())
     }
 
     /// Returns true if there are no elements.
@@ -248,7 +231,7 @@ impl Specs {
     }
 
     /// Adds a protected tensor that is never trained.
-    pub fn protected_constant(&mut self, name: String, shape: &[usize], init: Init) -> Id<Protected> {
+    pub(crate) fn protected_constant(&mut self, name: String, shape: &[usize], init: Init) -> Id<Protected> {
         let id = self.protected(name, shape, init);
         self.protected[id.index].trainable = false;
         id

@@ -23,6 +23,17 @@ pub enum Storage {
     Bf16,
 }
 
+/// Evaluates `$body` with `$x` the content of a `$Type`, an enum of two variants, `F32` and `Bf16`.
+macro_rules! with_storage {
+    ($Type:ident, $value:expr, |$x:ident| $body:expr) => {
+        match $value {
+            $Type::F32($x) => $body,
+            $Type::Bf16($x) => $body,
+        }
+    };
+}
+pub(crate) use with_storage;
+
 impl Storage {
     /// Returns the bytes of an element.
     pub fn bytes(self) -> usize {

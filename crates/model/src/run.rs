@@ -16,10 +16,9 @@ use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::model::{IndexerLoss, LossOptions, StepLoss};
 use crate::params::{Adapter, Id, Params, Protected, Spec, Specs, Weight};
-use crate::precision::Precision;
+use crate::precision::{Precision, with_storage};
 use crate::probe::Probe;
 use crate::site::Site;
-use crate::with_weight;
 
 /// State of one run that all layers share.
 pub(crate) struct Run<'a> {
@@ -180,7 +179,7 @@ impl<'a> Run<'a> {
     pub(crate) fn weight(&self, id: Id<Weight>) -> &'a Weight {
         let weight = &self.parameters.values[id];
         if self.probe.is_some() {
-            with_weight!(weight, |w| self.offer(&self.parameters.specs[id], w));
+            with_storage!(Weight, weight, |w| self.offer(&self.parameters.specs[id], w));
         }
         weight
     }

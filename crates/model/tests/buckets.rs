@@ -2,13 +2,13 @@
 
 use std::collections::HashSet;
 
-use ballast_model::params::{Bucket, Grads, Kind, Part};
+use ballast_model::params::{Bucket, Grads, ParameterKind, Part};
 use ballast_model::pass::{self, Hooks};
 use ballast_model::{Error, LossOptions, Model, Recompute};
 
 use crate::common::{MODELS, batch, load};
 
-type Seen = Vec<(Part, Kind, Vec<f32>)>;
+type Seen = Vec<(Part, ParameterKind, Vec<f32>)>;
 
 struct Observed<'m> {
     model: &'m Model,
@@ -91,13 +91,13 @@ fn protected_tensors_and_adapters_have_buckets_of_their_own() {
         };
         let adapters: usize =
             model.params.adapters().iter().flatten().map(|low| low.a.len() + low.b.len()).sum();
-        assert_eq!(lens[&Kind::Weights], learned(&model.specs.weights), "{name}");
+        assert_eq!(lens[&ParameterKind::Weights], learned(&model.specs.weights), "{name}");
         assert_eq!(
-            lens.get(&Kind::Protected).copied().unwrap_or(0),
+            lens.get(&ParameterKind::Protected).copied().unwrap_or(0),
             learned(&model.specs.protected),
             "{name}"
         );
-        assert_eq!(lens[&Kind::Adapters], adapters, "{name}");
+        assert_eq!(lens[&ParameterKind::Adapters], adapters, "{name}");
         assert_eq!(grads.bytes(), 4 * lens.values().sum::<usize>(), "{name}");
     }
 }

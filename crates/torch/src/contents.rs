@@ -11,7 +11,7 @@ use ballast_files::left_out::{self, LeftOut};
 
 use super::division::Item;
 use super::pickle::{Id, Node};
-use super::saved::{Found, Saved, Value};
+use super::saved::{Found, SavedPickle, Value};
 
 /// Deepest nesting of dicts and lists in which tensors are looked for, and the most values looked at.
 const MOST_LEVELS: usize = 64;
@@ -63,7 +63,7 @@ struct Visit {
 }
 
 struct Walk<'a> {
-    saved: &'a Saved<'a>,
+    saved: &'a SavedPickle<'a>,
     /// Every step with the number of the one before it.
     steps: Vec<(usize, Step)>,
     waiting: Vec<Visit>,
@@ -74,7 +74,7 @@ struct Walk<'a> {
 }
 
 /// Finds everything in a pickle.
-pub(super) fn contents(saved: &Saved<'_>) -> Result<Contents> {
+pub(super) fn contents(saved: &SavedPickle<'_>) -> Result<Contents> {
     let root = Visit { id: saved.pickle.root(), step: 0, level: 0, within: None };
     let mut walk = Walk {
         saved,

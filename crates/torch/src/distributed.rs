@@ -17,7 +17,7 @@ use ballast_files::{Error, Place, Result, ShardFile, header};
 use super::archive::Archive;
 use super::division::Item;
 use super::pickle::{Id, MOST_BYTES, Node, Pickle};
-use super::saved::{Found, Saved, Value, dtype_of, single_tensor};
+use super::saved::{Found, SavedPickle, Value, dtype_of, single_tensor};
 
 /// Name of the file that describes the folder.
 pub const METADATA: &str = ".metadata";
@@ -264,7 +264,7 @@ fn is_empty(file: &Arc<ShardFile>, window: std::ops::Range<u64>) -> Result<bool>
     let (bytes, begin) = archive.pickle()?;
     // Data of unknown classes is not empty.
     let Ok(pickle) = Pickle::parse(&bytes, &file.path, begin) else { return Ok(false) };
-    let saved = Saved::new(&pickle, &archive, begin);
+    let saved = SavedPickle::new(&pickle, &archive, begin);
     let nothing = |id: Id| match pickle.node(id) {
         Node::None => true,
         Node::Bytes(span) => span.length == 0,

@@ -55,7 +55,7 @@ use ballast_files::ranks::{RELEASE, RankFolders, TRACKER, is_rank_folder};
 use ballast_files::regular::read_regular_text;
 use ballast_files::{Error, Result, ShardFile};
 
-use self::saved::Saved;
+use self::saved::SavedPickle;
 
 /// Tensors of a checkpoint in one of torch's formats.
 #[derive(Default)]
@@ -144,74 +144,10 @@ pub fn format_of(path: &Path) -> Option<Format> {
 pub fn read(format: Format) -> Result<TorchCheckpoint> {
     let mut checkpoint = TorchCheckpoint { expert_ranks: 1, ..TorchCheckpoint::default() };
     match format {
-        Format::Files(paths) => {
-            let mut model = Vec::new();
-            for path in paths {
-                let file = checkpoint.open(&path)?;
-                let saved = read_file(&file)?;
-                model.extend(saved.model);
-                checkpoint.state.extend(saved.state);
-                left_out::join(&mut checkpoint.left_out, saved.left_out);
-                checkpoint.config = checkpoint.config.or(saved.config);
-            }
-            checkpoint.ranks.push(model);
-        }
-        Format::Ranks(folder) => {
-            let Some(ranks) = RankFolders::in_folder(&folder)? else {
-                let problem = "the folders of its ranks have disappeared".into();
-                return Err(Error::NoCheckpoint { path: folder, problem });
-            };
-            checkpoint.expert_ranks = ranks.expert_ranks;
-            for folder in ranks.folders {
-                let file = checkpoint.open(&folder.join(RANK_FILE))?;
-                let saved = read_file(&file)?;
-                if let Some(problem) = saved.unsupported_ranks {
-                    return Err(Error::NoCheckpoint { path: file.path.clone(), problem });
-                }
-                checkpoint.ranks.push(saved.model);
-                checkpoint.state.extend(saved.state);
-                left_out::join(&mut checkpoint.left_out, saved.left_out);
-                checkpoint.config = checkpoint.config.or(saved.config);
-            }
-        }
-        Format::Pieces(paths) => {
-            let found = pieces::read(&paths, &mut |file| {
-                let file = Arc::new(file);
-                checkpoint.files.push(file.clone());
-                file
-            })?;
-            checkpoint.ranks.push(found);
-        }
-        Format::Distributed(folder) => {
-            let mut opened: HashMap<PathBuf, Arc<ShardFile>> = HashMap::new();
-            let distributed::Tensors { items, left_out } = distributed::read(&folder, &mut |path| {
-                if let Some(file) = opened.get(path) {
-                    return Ok(file.clone());
-                }
-                let file = checkpoint.open(path)?;
-                opened.insert(path.into(), file.clone());
-                Ok(file)
-            })?;
-            let is_nested = items.iter().any(|item| !item.cuts.is_empty());
-            let divided =
-                divide(items).map_err(|problem| Error::NoCheckpoint { path: folder.clone(), problem })?;
-            let (model, beside) = (divided.model, divided.beside);
-            let tensors = |items: Vec<Item>| items.into_iter().filter_map(|item| item.tensor.ok()).collect();
-            let found = megatron::as_one_rank(tensors(model))?;
-            let (state, model): (Vec<Found>, Vec<Found>) =
-                found.into_iter().partition(|t| is_optimizer_state(&t.name));
-            // What wraps a nested model is known by its keys.
-            checkpoint.ranks.push(if is_nested { model } else { without_wrapper(model) });
-            checkpoint.state = megatron::as_one_rank(tensors(beside))?;
-            checkpoint.state.extend(state);
-            checkpoint.left_out = left_out;
-            let common = folder.join("common.pt");
-            if common.is_file() {
-                let (config, left_out) = read_common(&common)?;
-                checkpoint.config = config;
-                left_out::join(&mut checkpoint.left_out, left_out);
-            }
-        }
+        Format::Files(paths) => checkpoint.read_files(&paths)?,
+        Format::Ranks(folder) => checkpoint.read_ranks(folder)?,
+        Format::Pieces(paths) => checkpoint.read_pieces(&paths)?,
+        Format::Distributed(folder) => checkpoint.read_distributed(&folder)?,
     }
     for tensors in &checkpoint.ranks {
         let mut names = HashSet::new();
@@ -230,6 +166,88 @@ impl TorchCheckpoint {
         let file = Arc::new(ShardFile::open(path)?);
         self.files.push(file.clone());
         Ok(file)
+    }
+
+    /// Adds what a file has beside its model, which is returned.
+    fn add(&mut self, saved: SavedFile) -> Vec<Found> {
+        self.state.extend(saved.state);
+        left_out::join(&mut self.left_out, saved.left_out);
+        self.config = self.config.take().or(saved.config);
+        saved.model
+    }
+
+    /// The files of one model.
+    fn read_files(&mut self, paths: &[PathBuf]) -> Result<()> {
+        let mut model = Vec::new();
+        for path in paths {
+            let saved = read_file(&self.open(path)?)?;
+            model.extend(self.add(saved));
+        }
+        self.ranks.push(model);
+        Ok(())
+    }
+
+    /// Megatron's folders, one for each rank.
+    fn read_ranks(&mut self, folder: PathBuf) -> Result<()> {
+        let Some(ranks) = RankFolders::in_folder(&folder)? else {
+            let problem = "the folders of its ranks have disappeared".into();
+            return Err(Error::NoCheckpoint { path: folder, problem });
+        };
+        self.expert_ranks = ranks.expert_ranks;
+        for folder in ranks.folders {
+            let file = self.open(&folder.join(RANK_FILE))?;
+            let mut saved = read_file(&file)?;
+            if let Some(problem) = saved.unsupported_ranks.take() {
+                return Err(Error::NoCheckpoint { path: file.path.clone(), problem });
+            }
+            let model = self.add(saved);
+            self.ranks.push(model);
+        }
+        Ok(())
+    }
+
+    /// Files of safetensors that have pieces of tensors.
+    fn read_pieces(&mut self, paths: &[PathBuf]) -> Result<()> {
+        let found = pieces::read(paths, &mut |file| {
+            let file = Arc::new(file);
+            self.files.push(file.clone());
+            file
+        })?;
+        self.ranks.push(found);
+        Ok(())
+    }
+
+    /// A folder of torch.distributed.checkpoint.
+    fn read_distributed(&mut self, folder: &Path) -> Result<()> {
+        let mut opened: HashMap<PathBuf, Arc<ShardFile>> = HashMap::new();
+        let distributed::Tensors { items, left_out } = distributed::read(folder, &mut |path| {
+            if let Some(file) = opened.get(path) {
+                return Ok(file.clone());
+            }
+            let file = self.open(path)?;
+            opened.insert(path.into(), file.clone());
+            Ok(file)
+        })?;
+        let is_nested = items.iter().any(|item| !item.cuts.is_empty());
+        let divided =
+            divide(items).map_err(|problem| Error::NoCheckpoint { path: folder.into(), problem })?;
+        let (model, beside) = (divided.model, divided.beside);
+        let tensors = |items: Vec<Item>| items.into_iter().filter_map(|item| item.tensor.ok()).collect();
+        let found = megatron::as_one_rank(tensors(model))?;
+        let (state, model): (Vec<Found>, Vec<Found>) =
+            found.into_iter().partition(|t| is_optimizer_state(&t.name));
+        // What wraps a nested model is known by its keys.
+        self.ranks.push(if is_nested { model } else { without_wrapper(model) });
+        self.state = megatron::as_one_rank(tensors(beside))?;
+        self.state.extend(state);
+        self.left_out = left_out;
+        let common = folder.join("common.pt");
+        if common.is_file() {
+            let (config, left_out) = read_common(&common)?;
+            self.config = config;
+            left_out::join(&mut self.left_out, left_out);
+        }
+        Ok(())
     }
 }
 
@@ -289,7 +307,7 @@ fn read_file(file: &Arc<ShardFile>) -> Result<SavedFile> {
     let archive = Archive::whole(file)?;
     let (bytes, begin) = archive.pickle()?;
     let pickle = Pickle::parse(&bytes, &file.path, begin)?;
-    let saved = Saved::new(&pickle, &archive, begin);
+    let saved = SavedPickle::new(&pickle, &archive, begin);
     let fail = |problem: String| failure(file, begin, problem);
     if pickle.entries(pickle.root()).is_none() {
         let problem = format!(
@@ -319,7 +337,7 @@ fn read_common(path: &Path) -> Result<(Option<Value>, Vec<LeftOut>)> {
     let archive = Archive::whole(&file)?;
     let (bytes, begin) = archive.pickle()?;
     let pickle = Pickle::parse(&bytes, &file.path, begin)?;
-    let Contents { items, mut left_out } = contents(&Saved::new(&pickle, &archive, begin))?;
+    let Contents { items, mut left_out } = contents(&SavedPickle::new(&pickle, &archive, begin))?;
     for item in items {
         left_out::count(&mut left_out, "tensors of common.pt", || item.name);
     }

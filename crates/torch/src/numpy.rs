@@ -15,7 +15,7 @@ use ballast_files::assembly::{Part, row_major};
 use ballast_files::{Result, ShardFile, header};
 
 use super::pickle::{Id, Node, Pickle};
-use super::saved::{Found, Saved, Supported};
+use super::saved::{Found, SavedPickle, Supported};
 
 /// An array, by the parts of the pickle that describe it.
 struct Array {
@@ -27,7 +27,7 @@ struct Array {
 
 /// The array that a value is, if it is one.
 pub(super) fn array(
-    saved: &Saved<'_>,
+    saved: &SavedPickle<'_>,
     id: Id,
     name: &str,
 ) -> Result<Option<std::result::Result<Found, String>>> {
@@ -70,7 +70,7 @@ fn described(pickle: &Pickle<'_>, id: Id) -> Option<Option<Array>> {
     }
 }
 
-fn read(saved: &Saved<'_>, array: &Array, name: &str) -> Supported<Found> {
+fn read(saved: &SavedPickle<'_>, array: &Array, name: &str) -> Supported<Found> {
     let malformed =
         || saved.error(name, "the pickle describes the array in a form that numpy does not write");
     let dtype = match dtype(saved.pickle, array.dtype) {
@@ -131,7 +131,7 @@ fn dtype(pickle: &Pickle<'_>, id: Id) -> Option<std::result::Result<Dtype, Strin
 }
 
 /// The bytes of an array: a file, the first byte in it, and their number.
-fn data(saved: &Saved<'_>, id: Id) -> Option<(Arc<ShardFile>, u64, u64)> {
+fn data(saved: &SavedPickle<'_>, id: Id) -> Option<(Arc<ShardFile>, u64, u64)> {
     let pickle = saved.pickle;
     // Text is what Python 2 wrote for bytes that happen to be UTF-8.
     if let Node::Bytes(span) | Node::Text(span) = pickle.node(id) {

@@ -104,7 +104,7 @@ struct View {
 }
 
 /// A file of `torch.save`, with its pickle.
-pub(crate) struct Saved<'a> {
+pub(crate) struct SavedPickle<'a> {
     pub(crate) pickle: &'a Pickle<'a>,
     pub(super) archive: &'a Archive,
     /// First byte of the pickle, for errors.
@@ -116,9 +116,9 @@ pub(crate) struct Saved<'a> {
 /// A tensor, or why it is unsupported.
 pub(super) type Supported<T> = Result<std::result::Result<T, String>>;
 
-impl<'a> Saved<'a> {
-    pub(crate) fn new(pickle: &'a Pickle<'a>, archive: &'a Archive, begin: u64) -> Saved<'a> {
-        Saved { pickle, archive, begin, decoded: RefCell::default() }
+impl<'a> SavedPickle<'a> {
+    pub(crate) fn new(pickle: &'a Pickle<'a>, archive: &'a Archive, begin: u64) -> SavedPickle<'a> {
+        SavedPickle { pickle, archive, begin, decoded: RefCell::default() }
     }
 
     pub(crate) fn error(&self, name: &str, problem: impl Into<String>) -> Error {
@@ -386,7 +386,7 @@ pub(crate) fn single_tensor(
     let archive = Archive::open(file, window)?;
     let (bytes, begin) = archive.pickle_up_to(MOST_BYTES_OF_ONE)?;
     let pickle = Pickle::parse(&bytes, &file.path, begin)?;
-    let saved = Saved::new(&pickle, &archive, begin);
+    let saved = SavedPickle::new(&pickle, &archive, begin);
     match saved.value(pickle.root(), name)? {
         Value::Tensor(tensor, _) => Ok(*tensor),
         Value::Unsupported(reason) => Err(saved.error(name, reason)),

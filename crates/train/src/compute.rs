@@ -60,12 +60,15 @@ impl Engine<'_> {
         probe: Option<&mut dyn Probe>,
     ) -> Result<StepLoss> {
         if batch.tokens() < self.ranks.context.size() {
-            return Err(Error::Config(format!(
-                "a micro-batch of {} tokens cannot be divided over {} ranks (cluster.context); set a smaller cluster.context or \
+            return Err(Error::config(
+                "cluster.context",
+                format!(
+                    "a micro-batch of {} tokens cannot be divided over {} ranks (cluster.context); set a smaller cluster.context or \
                  a larger data.sequence_length",
-                batch.tokens(),
-                self.ranks.context.size()
-            )));
+                    batch.tokens(),
+                    self.ranks.context.size()
+                ),
+            ));
         }
         let (batch, recompute) = (part_of_rank(batch, self.ranks)?, self.recompute);
         pass::forward_backward(self, grads, &batch, options, recompute, probe)

@@ -12,9 +12,38 @@ pub type Result<T = (), E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Invalid configuration.
+    /// A key of the configuration is unknown, or its value is invalid or does not fit the run.
+    #[error("{problem}")]
+    Config {
+        /// The key as a path, for example `batch.groups`.
+        key: String,
+        /// The problem as a sentence that names the key.
+        problem: String,
+    },
+    /// Text that is not TOML or JSON, or a setting without a key or a value.
     #[error("{0}")]
-    Config(String),
+    Syntax(String),
+    /// The folder of a new run has checkpoints of an earlier one.
+    #[error("{} has checkpoints of a run; resume it or set another `out`", out.display())]
+    HasRun {
+        /// The folder.
+        out: PathBuf,
+    },
+    /// A new run would overwrite a finished model.
+    #[error("{} exists, and this run would overwrite it; set another `out`", path.display())]
+    Exists {
+        /// The finished model or adapters.
+        path: PathBuf,
+    },
+    /// Another run is writing to the folder.
+    #[error("{}: another run is writing there; wait for it or set another `out`", out.display())]
+    Busy {
+        /// The folder.
+        out: PathBuf,
+    },
+    /// The ranks of a run do not run the same program, configuration and data.
+    #[error("{0}")]
+    Ranks(String),
     /// Invalid data file.
     #[error("{}{}: {problem}", file.display(), line.map(|line| format!(", line {line}")).unwrap_or_default())]
     Data {
@@ -55,8 +84,13 @@ pub enum Error {
 }
 
 impl Error {
+    /// Returns the error of a key.
+    pub(crate) fn config(key: impl Into<String>, problem: impl Into<String>) -> Error {
+        Error::Config { key: key.into(), problem: problem.into() }
+    }
+
     /// Returns a function for `map_err` that adds path and action to an I/O error.
-    pub fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
+    pub(crate) fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
         let path = path.to_path_buf();
         move |cause| Error::Io { path, action, cause }
     }
@@ -64,7 +98,8 @@ impl Error {
     /// Returns the kind of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Error::Config(_) => ErrorKind::Usage,
+            Error::Config { .. } | Error::Syntax(_) | Error::Ranks(_) => ErrorKind::Usage,
+            Error::HasRun { .. } | Error::Exists { .. } | Error::Busy { .. } => ErrorKind::Usage,
             Error::Io { cause, .. } if is_full(cause) => ErrorKind::Space,
             Error::Data { .. } | Error::Resume { .. } | Error::Io { .. } => ErrorKind::Input,
             Error::Diverged(_) => ErrorKind::Diverged,
@@ -80,7 +115,7 @@ impl Error {
                 Some(file)
             }
             Error::Model(error) => error.file(),
-            Error::Config(_) | Error::Diverged(_) | Error::Cluster(_) => None,
+            _ => None,
         }
     }
 

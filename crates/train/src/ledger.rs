@@ -82,7 +82,7 @@ impl Ledger {
     }
 
     /// Records a cast: tensors that the policy leaves out are rounded; no other may change.
-    pub fn cast(&mut self, model: &Model) {
+    pub(crate) fn cast(&mut self, model: &Model) {
         for ((entry, spec), tensor) in
             self.entries.iter_mut().zip(&model.specs.protected).zip(model.params.protected())
         {
@@ -132,16 +132,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Runs a forward over two tokens and compares what the layers read with the checksums.
-    pub fn check_live(&mut self, model: &Model, occasion: &str) -> Result {
-        self.check_live_by(&model.specs.protected, occasion, &mut |batch, probe| {
-            model.logits(batch, Some(probe))?;
-            Ok(())
-        })
-    }
-
-    /// [`Ledger::check_live`] with a forward that shows what it reads to a probe.
-    pub(crate) fn check_live_by(
+    /// Runs a forward over two tokens, which shows what it reads to a probe, and compares it with the checksums.
+    pub(crate) fn check_live(
         &mut self,
         protected: &[Spec],
         occasion: &str,
@@ -211,7 +203,7 @@ impl Ledger {
     }
 
     /// Compares the tensors of a saved model with their checksums.
-    pub fn check_saved(&mut self, model: &Path) -> Result {
+    pub(crate) fn check_saved(&mut self, model: &Path) -> Result {
         let checkpoint = Checkpoint::open_consistent(model)?;
         for entry in &mut self.entries {
             let Some(stored) = checkpoint.tensors.iter().find(|tensor| tensor.name == entry.name) else {
@@ -244,7 +236,7 @@ impl Ledger {
     }
 
     /// Records the tensors after an update.
-    pub fn note(&mut self, model: &Model) {
+    pub(crate) fn note(&mut self, model: &Model) {
         for (entry, tensor) in self.entries.iter_mut().zip(model.params.protected()) {
             entry.last = checksum(tensor.values());
         }

@@ -9,10 +9,8 @@
 //! ```
 
 #![forbid(unsafe_code)]
-// Arguments follow the kernels' order: outputs, inputs, sizes.
-#![allow(clippy::too_many_arguments)]
 
-pub mod checksum;
+mod checksum;
 pub mod cluster;
 mod compute;
 pub mod config;
@@ -34,7 +32,7 @@ pub mod sentinel;
 pub mod setup;
 pub mod state;
 pub mod task;
-pub mod tensorboard;
+mod tensorboard;
 mod trainer;
 
 pub use config::TrainConfig;

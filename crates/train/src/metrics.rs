@@ -141,7 +141,7 @@ pub fn read(path: &Path) -> Result<Vec<MetricsEntry>> {
 
 /// Removes the steps and evaluations that a rollback undid (its event names the step it returned to), and
 /// those of steps that were repeated.
-pub fn history(records: Vec<MetricsEntry>) -> Vec<MetricsEntry> {
+pub(crate) fn history(records: Vec<MetricsEntry>) -> Vec<MetricsEntry> {
     // Backward: entries of steps below `limit` were not undone by later ones.
     let mut limit = u64::MAX;
     let mut kept: Vec<MetricsEntry> = Vec::with_capacity(records.len());
@@ -163,7 +163,7 @@ pub fn history(records: Vec<MetricsEntry>) -> Vec<MetricsEntry> {
 }
 
 /// Kind of the event of a rollback; its step is the one that the run returned to.
-pub const ROLLBACK: &str = "rollback";
+pub(crate) const ROLLBACK: &str = "rollback";
 
 fn read_all(path: &Path) -> Result<Vec<MetricsEntry>> {
     let mut records = Vec::new();
@@ -175,7 +175,7 @@ fn read_all(path: &Path) -> Result<Vec<MetricsEntry>> {
 }
 
 /// Appends entries to a file, one system call each.
-pub struct MetricsWriter {
+pub(crate) struct MetricsWriter {
     path: PathBuf,
     file: File,
     /// Length of the complete lines in bytes.

@@ -32,16 +32,10 @@ pub fn check_new(config: &TrainConfig) -> Result {
     check_overlap(config)?;
     let out = &config.out;
     if !state::steps_in(&out.join("checkpoints"))?.is_empty() {
-        let problem = format!("{} has checkpoints of a run; resume it or set another `out`", out.display());
-        return Err(Error::Config(problem));
+        return Err(Error::HasRun { out: out.clone() });
     }
-    let result = result(config);
-    if !is_free(&result) {
-        let problem =
-            format!("{} exists, and this run would overwrite it; set another `out`", result.display());
-        return Err(Error::Config(problem));
-    }
-    Ok(())
+    let path = result(config);
+    if is_free(&path) { Ok(()) } else { Err(Error::Exists { path }) }
 }
 
 /// Returns an error if a resumed run would write where it reads, or could not replace its earlier result.
@@ -81,11 +75,14 @@ fn check_overlap(config: &TrainConfig) -> Result {
                 source.starts_with(&written) || is_checkpoint && written.starts_with(&source)
             };
             if let Some(name) = WRITTEN.into_iter().find(overlaps) {
-                return Err(Error::Config(format!(
-                    "`{key}` {} overlaps {}, which the run would write; set another `out`",
-                    path.display(),
-                    config.out.join(name).display()
-                )));
+                return Err(Error::config(
+                    key,
+                    format!(
+                        "`{key}` {} overlaps {}, which the run would write; set another `out`",
+                        path.display(),
+                        config.out.join(name).display()
+                    ),
+                ));
             }
         }
     }

@@ -23,7 +23,7 @@ use crate::optimizer::{Optimizer, gradient};
 
 /// Range of a site that was still finite.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Range {
+pub(crate) struct Range {
     /// Name of the site.
     pub site: String,
     /// Storage type.
@@ -36,7 +36,7 @@ pub struct Range {
 
 /// The first site of a step with a non-finite value.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Fault {
+pub(crate) struct Fault {
     /// Step that was not taken.
     pub step: u64,
     /// Rank that computed it, in a run of several.
@@ -224,7 +224,7 @@ pub struct Statistics {
 
 impl Statistics {
     /// Standard deviations of `x` above the mean, after enough values.
-    pub fn deviations(&self, x: f64) -> Option<f64> {
+    pub(crate) fn deviations(&self, x: f64) -> Option<f64> {
         const ENOUGH: u64 = 20;
         // A constant quantity has no variance; a thousandth of its mean is used instead.
         let scale = self.variance.sqrt().max(1e-3 * self.mean.abs()).max(1e-12);
@@ -264,7 +264,7 @@ pub struct Sentinel {
 impl Sentinel {
     /// Returns a message if loss or norm is more than `sigma` deviations above its mean; else adds both to
     /// the statistics.
-    pub fn spike(&mut self, loss: f64, norm: f64, sigma: f64) -> Option<String> {
+    pub(crate) fn spike(&mut self, loss: f64, norm: f64, sigma: f64) -> Option<String> {
         if sigma > 0.0 {
             for (what, statistics, value) in [("loss", &self.loss, loss), ("gradient norm", &self.norm, norm)]
             {

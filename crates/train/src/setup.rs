@@ -38,9 +38,9 @@ pub const PRESETS: [(&str, &str, &str); 4] = [
 pub fn precision(config: &TrainConfig, model: &Config) -> Result<Precision> {
     let mut precision = Precision::preset(&config.precision.preset, model)?;
     for (site, dtype) in &config.precision.sites {
-        precision
-            .set_site(site, dtype)
-            .map_err(|error| Error::Config(format!("`precision.sites.{site}`: {error}")))?;
+        precision.set_site(site, dtype).map_err(|error| {
+            Error::config(format!("precision.sites.{site}"), format!("`precision.sites.{site}`: {error}"))
+        })?;
     }
     Ok(precision)
 }
@@ -66,7 +66,7 @@ pub(crate) fn model_shares(
                 Model::init_shares(&architecture(config)?, |_| Ok(Precision::f32()), config.seed, shares)?;
             if config.model.time_steps == TimeSteps::Drawn && model.draw_time_steps(config.seed) == 0 {
                 let problem = "`model.time_steps`: no layer of the model has a delta rule; remove the key";
-                return Err(Error::Config(problem.into()));
+                return Err(Error::config("model.time_steps", problem));
             }
             Ok(model)
         }
@@ -88,21 +88,24 @@ pub fn outline(config: &TrainConfig) -> Result<Model> {
 fn architecture(config: &TrainConfig) -> Result<Value> {
     if let Some(path) = &config.model.config {
         let text = read_regular_text(path).map_err(Error::io(path, "read"))?;
-        let problem = |error| Error::Config(format!("{}: not JSON: {error}", path.display()));
+        let problem = |error| Error::Syntax(format!("{}: not JSON: {error}", path.display()));
         return serde_json::from_str(text_without_mark(&text)).map_err(problem);
     }
     let name = config.model.preset.as_deref().unwrap_or("hybrid");
     let Some((_, _, json)) = PRESETS.iter().find(|(preset, _, _)| *preset == name) else {
         let known = PRESETS.map(|(preset, _, _)| preset).join(", ");
-        return Err(Error::Config(format!("`model.preset` {name:?} is unknown; use one of {known}")));
+        return Err(Error::config(
+            "model.preset",
+            format!("`model.preset` {name:?} is unknown; use one of {known}"),
+        ));
     };
-    serde_json::from_str(json).map_err(|error| Error::Config(format!("preset {name}: {error}")))
+    serde_json::from_str(json).map_err(|error| Error::Syntax(format!("preset {name}: {error}")))
 }
 
 /// Returns true if a parameter is trained. Frozen parameters are not. With adapters, only the adapters are;
 /// in the dense indexer stage, only the indexers; without an indexer loss, everything but the indexers
 /// (without a gradient, a weight would still decay).
-pub fn is_learned(config: &TrainConfig, name: &str) -> bool {
+pub(crate) fn is_learned(config: &TrainConfig, name: &str) -> bool {
     let is_indexer = name.contains(".indexer.");
     let has_gradient = match (config.loss.indexer_scale > 0.0, config.loss.indexer_stage) {
         (false, _) => !is_indexer,
@@ -113,34 +116,38 @@ pub fn is_learned(config: &TrainConfig, name: &str) -> bool {
 }
 
 /// Returns true if a module gets an adapter.
-pub fn is_target(config: &TrainConfig, module: &str) -> bool {
+pub(crate) fn is_target(config: &TrainConfig, module: &str) -> bool {
     let ends = |target: &String| module == target || module.ends_with(&format!(".{target}"));
     config.lora.as_ref().is_some_and(|lora| lora.targets.iter().any(ends))
 }
 
 /// Zero gradients for all trained parameters.
-pub fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
+pub(crate) fn grads(config: &TrainConfig, model: &Model) -> Result<Grads> {
     for pattern in &config.model.freeze {
         if !model.specs.all().any(|spec| matches(pattern, &model.parameter_name(spec))) {
-            return Err(Error::Config(format!(
-                "`model.freeze`: no parameter is called {pattern:?}; check the pattern"
-            )));
+            return Err(Error::config(
+                "model.freeze",
+                format!("`model.freeze`: no parameter is called {pattern:?}; check the pattern"),
+            ));
         }
     }
     let grads = model.grads_of(|spec| is_learned(config, &model.parameter_name(spec)));
     if grads.bytes() == 0 {
-        return Err(Error::Config("no parameter is left to train; check `model.freeze`, and `loss.indexer_stage` for a model without indexers".into()));
+        return Err(Error::config(
+            "model.freeze",
+            "no parameter is left to train; check `model.freeze`, and `loss.indexer_stage` for a model without indexers",
+        ));
     }
     Ok(grads)
 }
 
 /// Returns true if the run trains on the embedded task.
-pub fn uses_task(config: &TrainConfig) -> bool {
+pub(crate) fn uses_task(config: &TrainConfig) -> bool {
     config.data.files.is_empty()
 }
 
 /// Tokenizer files to write beside the weights, if the model brings none.
-pub fn sidecars(config: &TrainConfig) -> Result<Vec<(String, Vec<u8>)>> {
+pub(crate) fn sidecars(config: &TrainConfig) -> Result<Vec<(String, Vec<u8>)>> {
     if config.model.checkpoint.is_some() && config.model.tokenizer.is_none() {
         return Ok(Vec::new());
     }
@@ -175,8 +182,9 @@ fn tokenizer_folder(config: &TrainConfig) -> Result<PathBuf> {
     let folder =
         model.tokenizer.clone().or(model.checkpoint.clone()).or(model.config.as_ref().and_then(beside));
     folder.ok_or_else(|| {
-        Error::Config(
-            "`model.tokenizer` is missing: text files need a tokenizer, and a preset has none".into(),
+        Error::config(
+            "model.tokenizer",
+            "`model.tokenizer` is missing: text files need a tokenizer, and a preset has none",
         )
     })
 }
@@ -187,7 +195,7 @@ fn embedded_tokenizer(config: &TrainConfig) -> Option<PathBuf> {
 }
 
 /// Writes the tokenizer of the embedded task to the folder of the run, if the run uses it.
-pub fn write_tokenizer(config: &TrainConfig) -> Result {
+pub(crate) fn write_tokenizer(config: &TrainConfig) -> Result {
     let Some(folder) = embedded_tokenizer(config) else { return Ok(()) };
     std::fs::create_dir_all(&folder).map_err(Error::io(&folder, "create"))?;
     for (name, bytes) in sidecars(config)? {
@@ -198,7 +206,7 @@ pub fn write_tokenizer(config: &TrainConfig) -> Result {
 }
 
 /// The tokenizer; that of the embedded task has been written before.
-pub fn encoder(config: &TrainConfig) -> Result<TextEncoder> {
+pub(crate) fn encoder(config: &TrainConfig) -> Result<TextEncoder> {
     match embedded_tokenizer(config) {
         Some(folder) => TextEncoder::load(&folder),
         None => TextEncoder::load(&tokenizer_folder(config)?),
@@ -222,14 +230,14 @@ pub(crate) fn tokenizer_checksum(encoder: &TextEncoder) -> Result<u64> {
 }
 
 /// The documents of a split; `None` without held-out data.
-pub fn documents(
+pub(crate) fn documents(
     config: &TrainConfig,
     split: Split,
     encoder: &Arc<TextEncoder>,
 ) -> Result<Option<Box<dyn Documents>>> {
     if uses_task(config) {
         if let Some(name) = config.data.task.as_deref().filter(|name| *name != "recall") {
-            return Err(Error::Config(format!("`data.task` {name:?} is unknown; use recall")));
+            return Err(Error::config("data.task", format!("`data.task` {name:?} is unknown; use recall")));
         }
         return Ok(Some(Box::new(Task::new(split, config.seed))));
     }
@@ -239,18 +247,18 @@ pub fn documents(
     let files = Files::open(&config.data, split, encoder.clone(), config.seed)?;
     match (split, files.is_empty()) {
         (Split::Validation, true) => Ok(None),
-        (Split::Train, true) => Err(Error::Config("`data.files` has no document to train on".into())),
+        (Split::Train, true) => Err(Error::config("data.files", "`data.files` has no document to train on")),
         _ => Ok(Some(Box::new(files))),
     }
 }
 
 /// Packs documents into micro-batches.
-pub fn packer(config: &TrainConfig, documents: Box<dyn Documents>) -> Packer {
+pub(crate) fn packer(config: &TrainConfig, documents: Box<dyn Documents>) -> Packer {
     Packer::new(documents, config.data.packing, config.data.sequence_length, config.batch.sequences)
 }
 
 /// The first documents of a stream, with a limit per source, for samples.
-pub fn first_documents(mut documents: Box<dyn Documents>, count: usize) -> Result<Vec<Document>> {
+pub(crate) fn first_documents(mut documents: Box<dyn Documents>, count: usize) -> Result<Vec<Document>> {
     let mut found: Vec<Document> = Vec::new();
     for _ in 0..8 * count {
         let document = documents.next()?;

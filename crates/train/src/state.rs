@@ -187,9 +187,7 @@ impl Store {
         let path = out.join(".lock");
         let lock = File::create(&path).map_err(Error::io(&path, "create"))?;
         if lock.try_lock().is_err() {
-            let problem =
-                format!("{}: another run is writing there; wait for it or set another `out`", out.display());
-            return Err(Error::Config(problem));
+            return Err(Error::Busy { out: out.to_path_buf() });
         }
         let store = Store { folder, _lock: Some(lock) };
         store.clean_up();
@@ -298,7 +296,7 @@ impl Store {
 
     /// Completes a checkpoint.
     fn commit(&self, staging: Staging, state: &State) -> Result {
-        let json = serde_json::to_vec_pretty(state).map_err(|error| Error::Config(error.to_string()))?;
+        let json = serde_json::to_vec_pretty(state).map_err(|error| Error::Syntax(error.to_string()))?;
         write_file(&staging.folder().join("state.json"), &json)?;
         let exists = self.path(state.step).exists();
         staging.commit(&Silent)?;
@@ -327,7 +325,7 @@ impl Store {
     }
 
     /// Removes the checkpoints that the configuration does not keep.
-    pub fn prune(&self, config: &CheckpointsConfig, best: Option<u64>) -> Result {
+    pub(crate) fn prune(&self, config: &CheckpointsConfig, best: Option<u64>) -> Result {
         let steps = self.all_steps()?;
         let newest = steps.len().saturating_sub(config.keep_last);
         for step in &steps[..newest] {
@@ -448,7 +446,7 @@ fn config_of_version(version: u32, config: &str) -> Result<toml::Table, toml::de
 }
 
 /// Reads the state of a checkpoint.
-pub fn read_state(checkpoint: &Path) -> Result<State> {
+pub(crate) fn read_state(checkpoint: &Path) -> Result<State> {
     let path = checkpoint.join("state.json");
     parse_state(&read_regular_text(&path).map_err(Error::io(&path, "read"))?, &path)
 }

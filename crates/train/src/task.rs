@@ -13,13 +13,14 @@ use crate::data::{Cursor, Document, Documents, Origin, Split};
 use crate::error::Result;
 
 /// Size of the vocabulary: bytes, then the token that ends a document.
-pub const VOCABULARY: usize = 257;
+#[cfg(test)]
+pub(crate) const VOCABULARY: usize = 257;
 
 /// The token that ends a document.
-pub const END: u32 = 256;
+pub(crate) const END: u32 = 256;
 
 /// Name of the token that ends a document.
-pub const END_TOKEN: &str = "<|endoftext|>";
+pub(crate) const END_TOKEN: &str = "<|endoftext|>";
 
 /// Fewest and most pairs of a recall document.
 const PAIRS: [u64; 2] = [2, 14];
@@ -190,7 +191,7 @@ pub fn tokenizer_config_json() -> String {
 }
 
 /// generation_config.json of the task.
-pub fn generation_config_json() -> String {
+pub(crate) fn generation_config_json() -> String {
     format!("{:#}\n", serde_json::json!({ "eos_token_id": END }))
 }
 

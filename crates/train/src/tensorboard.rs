@@ -42,8 +42,8 @@ impl EventWriter {
         unreachable!("some number is free")
     }
 
-    /// Path of the file.
-    pub fn path(&self) -> &Path {
+    #[cfg(test)]
+    fn path(&self) -> &Path {
         &self.path
     }
 

@@ -151,7 +151,7 @@ impl Trainer {
                 "`steps` is {}, and the run has taken {step} already; set a larger value",
                 config.steps
             );
-            return Err(Error::Config(problem));
+            return Err(Error::config("steps", problem));
         }
         let config = TrainConfig { out: out.to_path_buf(), ..config };
         places::check_resumed(&config)?;
@@ -298,7 +298,7 @@ impl Trainer {
     pub(crate) fn check_live(&mut self, occasion: &str) -> Result {
         let protected = self.model.specs.protected.clone();
         let (mut engine, _, _, ledger) = self.split();
-        ledger.check_live_by(&protected, occasion, &mut |batch, probe| {
+        ledger.check_live(&protected, occasion, &mut |batch, probe| {
             engine.loss(Some(batch), Some(probe)).map(drop)
         })
     }
@@ -585,9 +585,7 @@ fn open_new(config: &TrainConfig) -> Result<Store> {
     places::check_new(config)?;
     let store = Store::open(&config.out)?;
     if !store.all_steps()?.is_empty() {
-        let problem =
-            format!("{} has checkpoints of a run; resume it or set another `out`", config.out.display());
-        return Err(Error::Config(problem));
+        return Err(Error::HasRun { out: config.out.clone() });
     }
     Ok(store)
 }
@@ -638,7 +636,7 @@ fn open_data(config: &TrainConfig, ranks: &Ranks) -> Result<Data> {
     let encoder = Arc::new(setup::encoder(config)?);
     let documents = |split| setup::documents(config, split, &encoder);
     let Some(training) = documents(Split::Train)? else {
-        return Err(Error::Config("`data` has no documents to train on".into()));
+        return Err(Error::config("data", "`data` has no documents to train on"));
     };
     let groups = config.batch.groups as u64;
     let stream = |group: usize| setup::packer(config, training.share(group as u64, groups));

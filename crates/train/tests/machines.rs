@@ -24,7 +24,7 @@ fn a_run_that_one_rank_resumes_in_another_folder_is_refused_on_all_before_it_is_
         for error in errors {
             let place = format!("cannot write to {}", other.join("checkpoints").display());
             let text = error.to_string();
-            assert!(matches!(error, Error::Config(_)), "{text}");
+            assert!(matches!(error, Error::Config { .. }), "{text}");
             assert!(text.contains("rank 1 on ") && text.contains(&place), "{text}");
         }
     }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use ballast_train::state::weights_checksum;
-use ballast_train::{TrainConfig, Trainer};
+use ballast_train::{Error, TrainConfig, Trainer};
 
 use crate::common::{Listener, config, run};
 
@@ -145,6 +145,25 @@ fn a_checkpoint_of_another_model_is_refused() {
     );
     let again = Trainer::new(config(&b, &[])).map(|_| ()).unwrap_err().to_string();
     assert!(again.contains("has checkpoints of a run"), "{again}");
+}
+
+#[test]
+fn a_caller_can_tell_apart_why_a_run_does_not_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |settings: &[&str]| Trainer::new(config(folder.path(), settings)).err().unwrap();
+    let first = Trainer::new(config(folder.path(), &[])).unwrap();
+    assert!(matches!(refused(&[]), Error::Busy { out } if out == folder.path()));
+    drop(first);
+    Trainer::new(config(folder.path(), &[])).unwrap().run(&Listener::default()).unwrap();
+    assert!(matches!(refused(&[]), Error::HasRun { out } if out == folder.path()));
+    let ended = Trainer::resume(folder.path(), &["steps=1".into()]).err().unwrap();
+    assert!(matches!(ended, Error::Config { key, .. } if key == "steps"));
+    fs::remove_dir_all(folder.path().join("checkpoints")).unwrap();
+    assert!(matches!(refused(&[]), Error::Exists { path } if path == folder.path().join("model")));
+    let key = TrainConfig::embedded(&["batch.group=2".into()]).unwrap_err();
+    assert!(matches!(key, Error::Config { key, .. } if key == "batch.group"));
+    let text = TrainConfig::embedded(&["batch.groups".into()]).unwrap_err();
+    assert!(matches!(text, Error::Syntax(_)));
 }
 
 #[test]

@@ -268,7 +268,7 @@ pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Resul
     let ranks: Vec<Vec<View>> = ranks.into_iter().map(usual).collect::<Result<_>>()?;
     let layers = Layers::of_megatron(&ranks[0], from.ranks.expert);
     let tied = !ranks[0].iter().any(|v| v.name == "output_layer.weight");
-    let (count, expert_ranks) = (from.ranks.tensor as u64, from.ranks.expert);
+    let expert_ranks = from.ranks.expert;
     let mut pools: Vec<Pool> = ranks.into_iter().map(Pool::new).collect();
     let mut made = Vec::new();
     for recipe in recipes(&layers, from, g, tied) {
@@ -298,60 +298,14 @@ pub(super) fn to_hf(ranks: Vec<Vec<View>>, from: &Layout, g: &Geometry) -> Resul
             check_replicas(same, number * replicas)?;
         }
         let parts: Vec<View> = parts.into_iter().step_by(owners.len()).collect();
-        let first = &parts[0];
-        // Concatenates the ranks' parts, stripe by stripe.
-        let stripe_rows: Vec<u64> = match &recipe.stripes {
-            Stripes::Whole(names) => vec![first.shape[0] / names.len() as u64; names.len()],
-            Stripes::Blocks(stripes) => {
-                stripes.iter().map(|blocks| blocks.iter().map(|b| b.rows).sum::<u64>() / count).collect()
-            }
-        };
-        let total: u64 = stripe_rows.iter().sum();
-        if total != first.shape[0] {
-            let problem = format!("must have {total} rows per rank by config.json, got {}", first.shape[0]);
-            return Err(Error::tensor(&recipe.megatron, problem));
-        }
-        let mut stripes = Vec::new();
-        let mut at = 0;
-        for rows in stripe_rows {
-            stripes.push(match recipe.cut {
-                Cut::Replicated => first.clone(),
-                Cut::Columns => View::concat(&recipe.megatron, 1, &parts)?,
-                Cut::Rows => {
-                    let pieces =
-                        parts.iter().map(|p| p.slice(0, at..at + rows)).collect::<Result<Vec<_>>>()?;
-                    View::concat(&recipe.megatron, 0, &pieces)?
-                }
-            });
-            at += rows;
-        }
+        let mut stripes = recipe.stripes_of(&parts)?;
         if recipe.shift != 0 {
             stripes = stripes
                 .into_iter()
                 .map(|s| Ok(f32_for_shift(s)?.shifted(-recipe.shift)))
                 .collect::<Result<_>>()?;
         }
-        match &recipe.stripes {
-            Stripes::Whole(names) => {
-                made.extend(stripes.into_iter().zip(names).map(|(s, name)| s.renamed(name)))
-            }
-            Stripes::Blocks(blocks) => {
-                let mut by_tensor: BTreeMap<&str, Vec<(u64, View)>> = BTreeMap::new();
-                for (stripe, blocks) in stripes.iter().zip(blocks) {
-                    let mut at = 0;
-                    for block in blocks {
-                        let piece = stripe.slice(0, at..at + block.rows)?;
-                        by_tensor.entry(&block.hf).or_default().push((block.from, piece));
-                        at += block.rows;
-                    }
-                }
-                for (hf, mut pieces) in by_tensor {
-                    pieces.sort_by_key(|(from, _)| *from);
-                    let pieces: Vec<View> = pieces.into_iter().map(|(_, piece)| piece).collect();
-                    made.push(View::concat(hf, 0, &pieces)?);
-                }
-            }
-        }
+        made.extend(recipe.hf_tensors(stripes)?);
     }
     // Tensors without a recipe are on rank 0; on another rank they would be lost.
     for (rank, pool) in pools.into_iter().enumerate() {
@@ -454,6 +408,62 @@ impl Recipe {
             return Err(Error::tensor(&self.megatron, problem));
         }
         stripe.slice(dim, rank * size / ranks..(rank + 1) * size / ranks)
+    }
+
+    /// Concatenates the parts of the tensor-parallel ranks, stripe by stripe.
+    fn stripes_of(&self, parts: &[View]) -> Result<Vec<View>> {
+        let (first, ranks) = (&parts[0], parts.len() as u64);
+        let stripe_rows: Vec<u64> = match &self.stripes {
+            Stripes::Whole(names) => vec![first.shape[0] / names.len() as u64; names.len()],
+            Stripes::Blocks(stripes) => {
+                stripes.iter().map(|blocks| blocks.iter().map(|b| b.rows).sum::<u64>() / ranks).collect()
+            }
+        };
+        let total: u64 = stripe_rows.iter().sum();
+        if total != first.shape[0] {
+            let problem = format!("must have {total} rows per rank by config.json, got {}", first.shape[0]);
+            return Err(Error::tensor(&self.megatron, problem));
+        }
+        let mut stripes = Vec::new();
+        let mut at = 0;
+        for rows in stripe_rows {
+            stripes.push(match self.cut {
+                Cut::Replicated => first.clone(),
+                Cut::Columns => View::concat(&self.megatron, 1, parts)?,
+                Cut::Rows => {
+                    let pieces =
+                        parts.iter().map(|p| p.slice(0, at..at + rows)).collect::<Result<Vec<_>>>()?;
+                    View::concat(&self.megatron, 0, &pieces)?
+                }
+            });
+            at += rows;
+        }
+        Ok(stripes)
+    }
+
+    /// The hf tensors of whole stripes.
+    fn hf_tensors(&self, stripes: Vec<View>) -> Result<Vec<View>> {
+        let blocks = match &self.stripes {
+            Stripes::Whole(names) => {
+                return Ok(stripes.into_iter().zip(names).map(|(s, name)| s.renamed(name)).collect());
+            }
+            Stripes::Blocks(blocks) => blocks,
+        };
+        let mut by_tensor: BTreeMap<&str, Vec<(u64, View)>> = BTreeMap::new();
+        for (stripe, blocks) in stripes.iter().zip(blocks) {
+            let mut at = 0;
+            for block in blocks {
+                let piece = stripe.slice(0, at..at + block.rows)?;
+                by_tensor.entry(&block.hf).or_default().push((block.from, piece));
+                at += block.rows;
+            }
+        }
+        let joined = |(hf, mut pieces): (&str, Vec<(u64, View)>)| {
+            pieces.sort_by_key(|(from, _)| *from);
+            let pieces: Vec<View> = pieces.into_iter().map(|(_, piece)| piece).collect();
+            View::concat(hf, 0, &pieces)
+        };
+        by_tensor.into_iter().map(joined).collect()
     }
 }
 

@@ -322,7 +322,7 @@ impl Dispatch {
     }
 
     /// Number of slots of the busiest expert.
-    pub fn largest_load(&self) -> usize {
+    pub(crate) fn largest_load(&self) -> usize {
         self.offsets.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0)
     }
 

@@ -32,16 +32,16 @@ use tape::Value;
 
 /// Source of parameters: values by the names of [`ballast_model::params::Spec`] (`embed_tokens.weight`,
 /// `layers.0.linear_attn.A_log`, `lm_head.weight`, ...). It may return an empty slice for an unknown name.
-pub type Weights<'a, 'w> = &'a dyn Fn(&str) -> &'w [f32];
+pub(crate) type Weights<'a, 'w> = &'a dyn Fn(&str) -> &'w [f32];
 
 /// Observes a named tensor: site, shape, values. Names, order and shapes are those of a
 /// [`ballast_model::Probe`] in a forward, without parameters, attention logits, and more than 2^24 indexer
 /// scores.
-pub type Sites<'a> = &'a mut dyn FnMut(&str, &[usize], &[f64]);
+pub(crate) type Sites<'a> = &'a mut dyn FnMut(&str, &[usize], &[f64]);
 
 /// Receives the gradient of a parameter: name, values. A parameter that the loss does not reach has none,
 /// such as an indexer's without [`Backward::WithIndexers`].
-pub type Gradients<'a> = &'a mut dyn FnMut(&str, Vec<f64>);
+pub(crate) type Gradients<'a> = &'a mut dyn FnMut(&str, Vec<f64>);
 
 /// Loss whose gradients are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -46,8 +46,3 @@ pub fn html(findings: &Findings) -> String {
     let body: String = sections.iter().map(|section| section(findings)).collect();
     page(&lead::title(findings), &body)
 }
-
-#[cfg(test)]
-mod example;
-#[cfg(test)]
-mod tests;

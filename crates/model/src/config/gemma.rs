@@ -38,15 +38,7 @@ pub(super) fn parse(fields: &Fields<'_>, model_type: &str, wrapped: bool) -> Res
         ));
     }
     let first_shared = layers - shared;
-    let experts = if generation == 4 && fields.flag("enable_moe_block", false)? {
-        let count = fields.required("num_experts")?;
-        let top_k = fields.required("top_k_experts")?;
-        check_top_k(fields, count, top_k, "top_k_experts")?;
-        let intermediate = fields.required("moe_intermediate_size")?;
-        Some(Experts { count, top_k, intermediate, router: Router::Normed, shared: None })
-    } else {
-        None
-    };
+    let experts = experts(fields, generation)?;
     let intermediate = fields.count("intermediate_size", 9216)?;
     let double = generation == 4 && fields.flag("use_double_wide_mlp", false)?;
     let widths = head_widths(fields, generation, &types)?;
@@ -103,6 +95,17 @@ pub(super) fn parse(fields: &Fields<'_>, model_type: &str, wrapped: bool) -> Res
         initializer_range: super::initializer_range(fields)?,
         layers: (0..layers).map(layer).collect::<Result<_>>()?,
     })
+}
+
+fn experts(fields: &Fields<'_>, generation: usize) -> Result<Option<Experts>> {
+    if generation < 4 || !fields.flag("enable_moe_block", false)? {
+        return Ok(None);
+    }
+    let count = fields.required("num_experts")?;
+    let top_k = fields.required("top_k_experts")?;
+    check_top_k(fields, count, top_k, "top_k_experts")?;
+    let intermediate = fields.required("moe_intermediate_size")?;
+    Ok(Some(Experts { count, top_k, intermediate, router: Router::Normed, shared: None }))
 }
 
 fn max_positions(fields: &Fields<'_>, generation: usize) -> Result<usize> {

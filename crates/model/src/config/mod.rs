@@ -301,7 +301,7 @@ impl Config {
 
 impl Layer {
     /// Returns the module name of the mixer.
-    pub fn mixer_name(&self) -> &'static str {
+    pub(crate) fn mixer_name(&self) -> &'static str {
         match self.mixer {
             Mixer::Linear(_) => "linear_attn",
             Mixer::Softmax(_) | Mixer::Latent(_) => "self_attn",

@@ -22,7 +22,6 @@ pub(super) fn parse(fields: &Fields<'_>, model_type: &str) -> Result<Config> {
         "qwen3_5_text" => (4096, 12288, 32, 4),
         _ => (2048, 0, 40, 2),
     };
-    let (experts, per_token) = if next { (512, 10) } else { (256, 8) };
     fields.one_of("hidden_act", &["silu"])?;
     let hidden = fields.count("hidden_size", hidden)?;
     let layers = fields.layers(layers)?;
@@ -47,34 +46,8 @@ pub(super) fn parse(fields: &Fields<'_>, model_type: &str) -> Result<Config> {
         shared_from: None,
     };
     check_heads(fields, attention.heads, attention.kv_heads, "num_key_value_heads")?;
-    let linear = LinearAttention {
-        key_heads: fields.count("linear_num_key_heads", 16)?,
-        value_heads: fields.count("linear_num_value_heads", 32)?,
-        key_dim: fields.count("linear_key_head_dim", 128)?,
-        value_dim: fields.count("linear_value_head_dim", 128)?,
-        conv_width: fields.count("linear_conv_kernel_dim", 4)?,
-    };
-    check_heads(fields, linear.value_heads, linear.key_heads, "linear_num_key_heads")?;
-    if !(2..=8).contains(&linear.conv_width) {
-        return Err(
-            fields.error("linear_conv_kernel_dim", format!("must be 2 to 8, got {}", linear.conv_width))
-        );
-    }
-    let mixture = if moe {
-        let count = fields.count("num_experts", experts)?;
-        let top_k = fields.count("num_experts_per_tok", per_token)?;
-        check_top_k(fields, count, top_k, "num_experts_per_tok")?;
-        let intermediate = fields.count("shared_expert_intermediate_size", 512)?;
-        Some(Experts {
-            count,
-            top_k,
-            intermediate: fields.count("moe_intermediate_size", 512)?,
-            router: Router::Softmax { normalize: !next || fields.flag("norm_topk_prob", true)? },
-            shared: Some(SharedExpert { intermediate, gated: true }),
-        })
-    } else {
-        None
-    };
+    let linear = linear_attention(fields)?;
+    let mixture = if moe { Some(experts(fields, next)?) } else { None };
     let dense = if moe && !next { None } else { Some(fields.count("intermediate_size", intermediate)?) };
     let step = fields.count("decoder_sparse_step", 1)?;
     let dense_only = fields.wholes("mlp_only_layers")?;
@@ -118,5 +91,37 @@ pub(super) fn parse(fields: &Fields<'_>, model_type: &str) -> Result<Config> {
         router_aux_loss: fields.number("router_aux_loss_coef")?.unwrap_or(0.001) as f32,
         initializer_range: super::initializer_range(fields)?,
         layers: (0..layers).map(layer).collect::<Result<_>>()?,
+    })
+}
+
+fn linear_attention(fields: &Fields<'_>) -> Result<LinearAttention> {
+    let linear = LinearAttention {
+        key_heads: fields.count("linear_num_key_heads", 16)?,
+        value_heads: fields.count("linear_num_value_heads", 32)?,
+        key_dim: fields.count("linear_key_head_dim", 128)?,
+        value_dim: fields.count("linear_value_head_dim", 128)?,
+        conv_width: fields.count("linear_conv_kernel_dim", 4)?,
+    };
+    check_heads(fields, linear.value_heads, linear.key_heads, "linear_num_key_heads")?;
+    if !(2..=8).contains(&linear.conv_width) {
+        return Err(
+            fields.error("linear_conv_kernel_dim", format!("must be 2 to 8, got {}", linear.conv_width))
+        );
+    }
+    Ok(linear)
+}
+
+fn experts(fields: &Fields<'_>, next: bool) -> Result<Experts> {
+    let (experts, per_token) = if next { (512, 10) } else { (256, 8) };
+    let count = fields.count("num_experts", experts)?;
+    let top_k = fields.count("num_experts_per_tok", per_token)?;
+    check_top_k(fields, count, top_k, "num_experts_per_tok")?;
+    let intermediate = fields.count("shared_expert_intermediate_size", 512)?;
+    Ok(Experts {
+        count,
+        top_k,
+        intermediate: fields.count("moe_intermediate_size", 512)?,
+        router: Router::Softmax { normalize: !next || fields.flag("norm_topk_prob", true)? },
+        shared: Some(SharedExpert { intermediate, gated: true }),
     })
 }

@@ -207,6 +207,7 @@ impl Attention {
     }
 
     /// Adds the gradient of the input to dx.
+    #[allow(clippy::too_many_arguments)] // run, then outputs, then inputs
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -459,6 +460,7 @@ impl Attention {
         Ok(KeyValues { k: Arc::new(k), v: Arc::new(v) })
     }
 
+    #[allow(clippy::too_many_arguments)] // run, then outputs, then inputs
     fn key_values_backward<A: Element>(
         &self,
         run: &Run<'_>,

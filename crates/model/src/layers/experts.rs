@@ -18,11 +18,12 @@ use ballast_kernels::norm::{
 };
 
 use super::mlp::{self, Mlp};
-use super::residual::{Stream, with_stream};
+use super::residual::Stream;
 use super::{Keep, Linear, bytes_of};
 use crate::config::{Config, Experts as Shape, Router as RouterShape};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
+use crate::precision::with_storage;
 use crate::run::{Run, lower, zeros};
 use crate::site::Site;
 
@@ -178,6 +179,7 @@ impl Experts {
     }
 
     /// Adds the gradient of x to dx and that of the residual stream to d_residual, or to dx if `None`.
+    #[allow(clippy::too_many_arguments)] // run, then outputs, then inputs
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -333,6 +335,7 @@ impl Experts {
         Ok(normed)
     }
 
+    #[allow(clippy::too_many_arguments)] // run, then outputs, then inputs
     fn logits_backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -354,14 +357,14 @@ impl Experts {
                     accumulate(sum, &dscale)?;
                 }
                 ballast_kernels::elementwise::scale(dlogits, self.root());
-                let normed: Vec<A> =
-                    with_stream!(residual, |residual| self.router_norm(run, *scale, residual, None)?);
+                let normed: Vec<A> = with_storage!(Stream, residual, |residual| self
+                    .router_norm(run, *scale, residual, None)?);
                 let mut d_normed = vec![0.0; normed.len()];
                 linear.backward(run, grads, &mut d_normed, dlogits, &normed)?;
                 let mut dy = normed;
                 ballast_kernels::elementwise::convert(&mut dy, &d_normed)?;
                 let gamma = Gamma::Plain(run.protected(*scale));
-                with_stream!(residual, |residual| {
+                with_storage!(Stream, residual, |residual| {
                     let mut d = zeros(residual.len());
                     rms_norm_backward(
                         &mut d,

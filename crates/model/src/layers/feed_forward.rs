@@ -137,6 +137,7 @@ impl FeedForward {
         Ok((y, saved))
     }
 
+    #[allow(clippy::too_many_arguments)] // run, then outputs, then inputs
     fn both<A: Element>(
         &self,
         run: &Run<'_>,
@@ -229,6 +230,7 @@ impl FeedForward {
 
     /// Runs the backward of MLP and experts: adds to the gradient of `normed` and returns the gradient of x
     /// through the experts.
+    #[allow(clippy::too_many_arguments)] // run, then outputs, then inputs
     fn both_backward<A: Element>(
         &self,
         run: &Run<'_>,

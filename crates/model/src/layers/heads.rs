@@ -205,6 +205,73 @@ fn input<'a, A>(q: &'a [A], k: &'a [A], v: &'a [A], cu_seqlens: &'a [usize]) -> 
     kernel::Input { q, k, v, sinks: None, selected: None, before: 0, cu_seqlens }
 }
 
+/// o and the statistics of a block of heads of a whole sequence, from its q, k and v.
+fn block_forward<A: Element>(
+    run: &Run<'_>,
+    tensors: &[Vec<A>],
+    dims: Dims,
+    options: &Options,
+) -> Result<(Vec<A>, Vec<f32>)> {
+    let (q, k, v) = (&tensors[0], &tensors[1], &tensors[2]);
+    let tokens = q.len() / (dims.heads * dims.head_dim);
+    let (mut o, mut kept) = (zeros(tokens * dims.heads * dims.value_dim), kernel::Saved::default());
+    let cu_seqlens = [0, tokens];
+    let input = input(q, k, v, &cu_seqlens);
+    kernel::attention_forward(&mut o, Some(&mut kept), &input, dims, options, run.scratch)?;
+    Ok((o, join_statistics(&kept)))
+}
+
+/// dq, and dk and dv in f32, of a block of heads of a whole sequence, from its q, k, v, o and d_o.
+fn block_backward<A: Element>(
+    run: &Run<'_>,
+    tensors: &[Vec<A>],
+    kept: &kernel::Saved,
+    dims: Dims,
+    options: &Options,
+) -> Result<(Vec<A>, Vec<f32>, Vec<f32>)> {
+    let (q, k, v, o, d_o) = (&tensors[0], &tensors[1], &tensors[2], &tensors[3], &tensors[4]);
+    let (mut dq, mut dk, mut dv) = (zeros::<A>(q.len()), vec![0.0; k.len()], vec![0.0; v.len()]);
+    let cu_seqlens = [0, q.len() / (dims.heads * dims.head_dim)];
+    let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
+    kernel_backward(run, to, [d_o, o], &input(q, k, v, &cu_seqlens), kept, dims, options)?;
+    Ok((dq, dk, dv))
+}
+
+/// The kernel, with a workspace of its own.
+fn kernel_backward<A: Element, K: Element>(
+    run: &Run<'_>,
+    to: kernel::Grads<'_, A, K>,
+    [d_o, o]: [&[A]; 2],
+    input: &kernel::Input<'_, A>,
+    kept: &kernel::Saved,
+    dims: Dims,
+    options: &Options,
+) -> Result {
+    let tokens = input.q.len() / (dims.heads * dims.head_dim);
+    let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, tokens)];
+    kernel::attention_backward(to, d_o, o, input, kept, dims, options, &mut workspace, run.scratch)?;
+    Ok(())
+}
+
+/// Sends every other rank its rows of two results of this rank's heads. Returns those of this rank's rows, by the
+/// rank that computed them; `lens` are their elements.
+fn return_rows<X: Element, Y: Element>(
+    context: &Context<'_>,
+    crossing: &Crossing,
+    part_of: impl Fn(&Range<usize>) -> (Vec<X>, Vec<Y>),
+    lens: impl Fn(usize) -> (usize, usize),
+) -> Result<Vec<(Vec<X>, Vec<Y>)>> {
+    for (rank, rows) in crossing.others() {
+        let (first, second) = part_of(&rows);
+        context.send(rank, Kind::Attention, &first)?;
+        context.send(rank, Kind::Attention, &second)?;
+    }
+    let (first, second) = part_of(&crossing.own_rows());
+    let first = crossing.collect(context, |number| lens(number).0, first)?;
+    let second = crossing.collect(context, |number| lens(number).1, second)?;
+    Ok(first.into_iter().zip(second).collect())
+}
+
 /// o [tokens, heads, vd] of the rank's own tokens; `saved` takes what backward needs.
 pub(super) fn forward<A: Element>(
     run: &Run<'_>,
@@ -239,22 +306,9 @@ pub(super) fn forward<A: Element>(
     for crossing in &crossings {
         let of = crossing.ranks.len();
         let own = blocks(dims, crossing.own, of);
-        let cu_seqlens = [0, crossing.tokens()];
-        // By block: o and the statistics of the whole sequence.
         let mut results = Vec::new();
         for (block, tensors) in own.iter().zip(layout.receive(context, crossing, dims)?) {
-            let (mut o, mut kept) =
-                (zeros(crossing.tokens() * block.heads.len() * vd), kernel::Saved::default());
-            let input = input(&tensors[0], &tensors[1], &tensors[2], &cu_seqlens);
-            kernel::attention_forward(
-                &mut o,
-                Some(&mut kept),
-                &input,
-                block.dims(dims),
-                options,
-                run.scratch,
-            )?;
-            results.push((o, join_statistics(&kept)));
+            results.push(block_forward(run, &tensors, block.dims(dims), options)?);
         }
         let part_of = |rows: &Range<usize>| {
             let (mut outputs, mut rest) = (Vec::new(), Vec::new());
@@ -264,16 +318,9 @@ pub(super) fn forward<A: Element>(
             }
             (outputs, rest)
         };
-        for (rank, rows) in crossing.others() {
-            let (outputs, rest) = part_of(&rows);
-            context.send(rank, Kind::Attention, &outputs)?;
-            context.send(rank, Kind::Attention, &rest)?;
-        }
-        let (own_outputs, own_rest) = part_of(&crossing.own_rows());
         let share = |number: usize| even_parts(heads, of)[number].len() * crossing.rows.len();
-        let outputs = crossing.collect(context, |number| share(number) * vd, own_outputs)?;
-        let rest = crossing.collect(context, |number| share(number) * width, own_rest)?;
-        for (number, (outputs, rest)) in outputs.iter().zip(&rest).enumerate() {
+        let lens = |number| (share(number) * vd, share(number) * width);
+        for (number, (outputs, rest)) in return_rows(context, crossing, part_of, lens)?.iter().enumerate() {
             let (mut outputs, mut rest) = (&outputs[..], &rest[..]);
             let o = &mut o[rows_of(&crossing.rows, heads * vd)];
             let statistics = &mut statistics[rows_of(&crossing.rows, heads * width)];
@@ -290,6 +337,7 @@ pub(super) fn forward<A: Element>(
 }
 
 /// Gradients of q, k and v of the rank's own tokens, from `d_o` and what forward returned and saved.
+#[allow(clippy::too_many_arguments)] // run, then outputs, then inputs
 pub(super) fn backward<A: Element>(
     run: &Run<'_>,
     context: &Context<'_>,
@@ -327,31 +375,17 @@ pub(super) fn backward<A: Element>(
         let input = input(&q[queries.clone()], &k[keys.clone()], &v[values.clone()], &piece.cu_seqlens);
         let (dq, dk, dv) = (&mut dq[queries], &mut dk[keys], &mut dv[values]);
         let to = kernel::Grads { dq, dk, dv, dsinks: None };
-        let (d_o, o) = (&d_o[outputs.clone()], &o[outputs]);
-        let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(dims, rows.len())];
-        let scratch = run.scratch;
-        kernel::attention_backward(to, d_o, o, &input, &kept, dims, options, &mut workspace, scratch)?;
+        kernel_backward(run, to, [&d_o[outputs.clone()], &o[outputs]], &input, &kept, dims, options)?;
     }
     for crossing in &crossings {
-        let (of, tokens) = (crossing.ranks.len(), crossing.tokens());
+        let of = crossing.ranks.len();
         let own = blocks(dims, crossing.own, of);
-        let cu_seqlens = [0, tokens];
         let tensors = layout.receive(context, crossing, dims)?;
         let kept = rest.receive(context, crossing, dims)?;
-        // By block: dq, and dk and dv in f32, of the whole sequence.
         let mut results = Vec::new();
         for ((block, tensors), kept) in own.iter().zip(tensors).zip(kept) {
-            let (group, kv) = (block.heads.len(), block.kv.len());
-            let (mut dq, mut dk, mut dv) =
-                (zeros::<A>(tokens * group * hd), vec![0.0; tokens * kv * hd], vec![0.0; tokens * kv * vd]);
-            let input = input(&tensors[0], &tensors[1], &tensors[2], &cu_seqlens);
             let kept = split_statistics(&kept[0], width);
-            let to = kernel::Grads { dq: &mut dq, dk: &mut dk, dv: &mut dv, dsinks: None };
-            let part = block.dims(dims);
-            let mut workspace = vec![0.0; kernel::attention_backward_workspace::<A>(part, tokens)];
-            let (o, d_o, scratch) = (&tensors[3], &tensors[4], run.scratch);
-            kernel::attention_backward(to, d_o, o, &input, &kept, part, options, &mut workspace, scratch)?;
-            results.push((dq, dk, dv));
+            results.push(block_backward(run, &tensors, &kept, block.dims(dims), options)?);
         }
         let part_of = |rows: &Range<usize>| {
             let (mut queries, mut keys) = (Vec::new(), Vec::new());
@@ -362,20 +396,14 @@ pub(super) fn backward<A: Element>(
             }
             (queries, keys)
         };
-        for (rank, rows) in crossing.others() {
-            let (queries, keys) = part_of(&rows);
-            context.send(rank, Kind::Attention, &queries)?;
-            context.send(rank, Kind::Attention, &keys)?;
-        }
-        let (own_queries, own_keys) = part_of(&crossing.own_rows());
         let count = crossing.rows.len();
         let kv_of =
             |number: usize| blocks(dims, number, of).iter().map(|block| block.kv.len()).sum::<usize>();
         let queries_of = |number: usize| even_parts(heads, of)[number].len() * count * hd;
-        let queries = crossing.collect(context, queries_of, own_queries)?;
-        let keys = crossing.collect(context, |number| kv_of(number) * count * (hd + vd), own_keys)?;
+        let lens = |number| (queries_of(number), kv_of(number) * count * (hd + vd));
+        let rows = return_rows(context, crossing, part_of, lens)?;
         let (mut sum_k, mut sum_v) = (vec![0.0; count * kv_heads * hd], vec![0.0; count * kv_heads * vd]);
-        for (number, (queries, keys)) in queries.iter().zip(&keys).enumerate() {
+        for (number, (queries, keys)) in rows.iter().enumerate() {
             let (mut queries, mut keys) = (&queries[..], &keys[..]);
             for block in blocks(dims, number, of) {
                 let dq = &mut dq[rows_of(&crossing.rows, heads * hd)];

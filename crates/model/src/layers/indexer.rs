@@ -25,6 +25,7 @@ use crate::batch::Sequences;
 use crate::config::{Config, LatentAttention as Shape};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
+use crate::precision::with_storage;
 use crate::run::{Run, lower, zeros};
 use crate::site::Site;
 
@@ -188,6 +189,7 @@ impl Indexer {
 
     /// Returns the loss of the indexer against the attention distribution `target`; adds the gradients of its
     /// parameters.
+    #[allow(clippy::too_many_arguments)] // run, then outputs, then inputs
     pub(crate) fn backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -270,7 +272,7 @@ impl Indexer {
         let mut dk_raw = zeros(dk.len());
         let (mut dweight, mut dbias) = (vec![0.0; self.dims.dim], vec![0.0; self.dims.dim]);
         let (raw, kept) = (&saved.k_raw, &saved.k_norm);
-        crate::with_weight!(run.weight(weight), |w| {
+        with_storage!(Weight, run.weight(weight), |w| {
             layer_norm_backward(&mut dk_raw, &mut dweight, &mut dbias, dk, raw, w, kept, run.scratch)?;
         });
         for (id, gradient) in [(weight, dweight), (bias, dbias)] {

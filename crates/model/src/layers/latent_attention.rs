@@ -30,6 +30,7 @@ use ballast_kernels::indexer::Target;
 use ballast_kernels::norm::Saved as NormSaved;
 use ballast_kernels::rotary::{Heads, rotary_backward, rotary_forward};
 
+use super::heads::Inputs;
 use super::indexer::{self, Indexer};
 use super::{Keep, Linear, Norm, bytes_of};
 use crate::batch::Sequences;
@@ -194,7 +195,7 @@ impl LatentAttention {
         let mut saved = Saved::default();
         let mut o = zeros(v.len());
         match caches {
-            Some(caches) => self.decode(run, &mut o, &q, &k, &v, x, &q_resid, caches)?,
+            Some(caches) => self.decode(run, &mut o, Inputs { q: &q, k: &k, v: &v }, x, &q_resid, caches)?,
             None => {
                 (saved.selected, saved.indexer) = self.select(run, x, &q_resid, keep)?;
                 let visible = self.visible(run, &kv_normed, &k_rope, &k, &v)?;
@@ -338,9 +339,7 @@ impl LatentAttention {
         &self,
         run: &Run<'_>,
         o: &mut [A],
-        q: &[A],
-        k: &[A],
-        v: &[A],
+        Inputs { q, k, v }: Inputs<'_, A>,
         x: &[A],
         q_resid: &[A],
         caches: &mut [Cache<A>],

@@ -17,8 +17,8 @@ use ballast_kernels::linear::{
 
 use crate::error::Result;
 use crate::params::{Adapter, Grads, Id, Init, Protected, Specs, Weight};
+use crate::precision::with_storage;
 use crate::run::{Run, zeros};
-use crate::with_weight;
 
 /// Linear layer; W is the rows of a stored matrix from `first` on.
 #[derive(Clone, Debug)]
@@ -131,7 +131,7 @@ impl Linear {
         x: &[X],
     ) -> Result {
         let range = self.range();
-        with_weight!(run.weight(self.weight), |w| {
+        with_storage!(Weight, run.weight(self.weight), |w| {
             linear_backward_input_add(dx, dy, &w[range], self.dims, run.scratch)?;
         });
         self.adapter_backward(run, grads, Some(dx), dy, x)?;
@@ -154,7 +154,7 @@ impl Linear {
             return Ok(dx);
         }
         let range = self.range();
-        with_weight!(run.weight(self.weight), |w| {
+        with_storage!(Weight, run.weight(self.weight), |w| {
             linear_backward_input(&mut dx, dy, &w[range], self.dims, run.scratch)?;
         });
         self.own_backward(run, grads, dy, x)?;

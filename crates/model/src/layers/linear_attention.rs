@@ -35,9 +35,9 @@ use crate::config::{Config, LinearAttention as Shape};
 use crate::context::{Rows, Sent};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Protected, Specs, Weight};
+use crate::precision::with_storage;
 use crate::run::{Run, lower, zeros};
 use crate::site::Site;
-use crate::with_weight;
 
 /// Number of parts of the convolution's channels: q, k and v.
 const PARTS: usize = 3;
@@ -320,7 +320,7 @@ impl LinearAttention {
             {
                 let (dims, taps) = (self.conv_dims(part), self.taps(part));
                 let rows = piece.tokens.start * dims.channels..piece.tokens.end * dims.channels;
-                with_weight!(run.weight(self.conv), |w| {
+                with_storage!(Weight, run.weight(self.conv), |w| {
                     let input = conv::Input {
                         x: &unmixed[part][rows.clone()],
                         weight: &w[taps],
@@ -335,7 +335,7 @@ impl LinearAttention {
         for part in 0..PARTS {
             let (dims, taps) = (self.conv_dims(part), self.taps(part));
             let carried = state.as_deref_mut().map(|state| &mut state.conv[part]);
-            with_weight!(run.weight(self.conv), |w| match carried {
+            with_storage!(Weight, run.weight(self.conv), |w| match carried {
                 Some(carried) if step => {
                     let rows = mixed[part].chunks_mut(dims.channels).zip(unmixed[part].chunks(dims.channels));
                     for ((y, x), carried) in rows.zip(carried.chunks_mut(dims.state_len())) {
@@ -360,6 +360,7 @@ impl LinearAttention {
         Ok(mixed)
     }
 
+    #[allow(clippy::too_many_arguments)] // run, then outputs, then inputs
     fn convolve_backward<A: Element>(
         &self,
         run: &Run<'_>,
@@ -380,7 +381,7 @@ impl LinearAttention {
             let dweight = grads.of(self.conv).map_or(&mut unused[..], |dw| &mut dw[taps.clone()]);
             for piece in &pieces {
                 let rows = piece.tokens.start * dims.channels..piece.tokens.end * dims.channels;
-                with_weight!(run.weight(self.conv), |w| {
+                with_storage!(Weight, run.weight(self.conv), |w| {
                     let input = conv::Input {
                         x: &unmixed[part][rows.clone()],
                         weight: &w[taps.clone()],

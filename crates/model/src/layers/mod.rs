@@ -24,7 +24,7 @@ pub(crate) use layer::{Layer, Links, Saved, State};
 pub(crate) use linear::Linear;
 pub(crate) use norm::Norm;
 pub(crate) use per_layer_input::{InputsSaved, PerLayerInputs};
-pub(crate) use residual::{Stream, narrowed, with_stream};
+pub(crate) use residual::{Stream, narrowed};
 
 /// Activations that forward saves for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

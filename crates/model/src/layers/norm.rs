@@ -6,9 +6,9 @@ use ballast_kernels::norm::{Gamma, Saved, rms_norm_backward, rms_norm_backward_s
 use crate::config::Config;
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Specs, Weight};
+use crate::precision::with_storage;
 use crate::run::{Run, lower, zeros};
 use crate::site::Site;
-use crate::with_weight;
 
 /// RMSNorm over rows of `width`: x / rms(x), multiplied by 1 + w, w or nothing.
 #[derive(Clone, Copy, Debug)]
@@ -41,7 +41,7 @@ impl Norm {
         let keep = Some(&mut saved);
         match self.weight {
             None => rms_norm_forward(&mut y, keep, x, Gamma::<f32>::Weightless, self.eps, self.width)?,
-            Some(weight) => with_weight!(run.weight(weight), |w| {
+            Some(weight) => with_storage!(Weight, run.weight(weight), |w| {
                 let gamma = if self.one_plus { Gamma::OnePlus(w) } else { Gamma::Plain(w) };
                 rms_norm_forward(&mut y, keep, x, gamma, self.eps, self.width)?;
             }),
@@ -65,7 +65,7 @@ impl Norm {
                 let gamma = Gamma::<f32>::Weightless;
                 rms_norm_backward(&mut dx, None, dy, x, gamma, saved, self.width, run.scratch)?;
             }
-            Some(weight) => with_weight!(run.weight(weight), |w| {
+            Some(weight) => with_storage!(Weight, run.weight(weight), |w| {
                 let gamma = if self.one_plus { Gamma::OnePlus(w) } else { Gamma::Plain(w) };
                 rms_norm_backward(&mut dx, grads.of(weight), dy, x, gamma, saved, self.width, run.scratch)?;
             }),

@@ -20,10 +20,9 @@ use super::{Keep, Linear, Norm, bytes_of};
 use crate::config::{Config, PerLayerInputs as Shape};
 use crate::error::Result;
 use crate::params::{Grads, Id, Init, Specs, Weight};
-use crate::precision::Storage;
+use crate::precision::{Storage, with_storage};
 use crate::run::{Run, zeros};
 use crate::site::Site;
-use crate::with_weight;
 
 const HALF_ROOT: f32 = std::f32::consts::FRAC_1_SQRT_2;
 
@@ -82,7 +81,7 @@ impl PerLayerInputs {
         scale(&mut projected, self.context_scale());
         let (mut inputs, norm) = self.norm.forward(run, &projected)?;
         let mut token = zeros(inputs.len());
-        with_weight!(run.weight(self.embedding), |w| {
+        with_storage!(Weight, run.weight(self.embedding), |w| {
             embedding_forward(&mut token, &run.batch.ids, w, self.token_scale(run), all)?;
         });
         add_assign(&mut inputs, &token)?;

@@ -14,6 +14,7 @@ use half::bf16;
 use super::{Keep, Norm};
 use crate::error::Result;
 use crate::params::Grads;
+use crate::precision::with_storage;
 use crate::run::{Run, zeros};
 use ballast_kernels::norm::Saved as NormSaved;
 
@@ -23,17 +24,6 @@ pub(crate) enum Stream {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
 }
-
-/// Evaluates `$body` with `$x` the values of a [`Stream`] of either type.
-macro_rules! with_stream {
-    ($stream:expr, |$x:ident| $body:expr) => {
-        match $stream {
-            Stream::F32($x) => $body,
-            Stream::Bf16($x) => $body,
-        }
-    };
-}
-pub(crate) use with_stream;
 
 impl Default for Stream {
     fn default() -> Stream {
@@ -65,11 +55,11 @@ impl Stream {
     }
 
     pub(crate) fn len(&self) -> usize {
-        with_stream!(self, |x| x.len())
+        with_storage!(Stream, self, |x| x.len())
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        with_stream!(self, |x| size_of_val(&x[..]))
+        with_storage!(Stream, self, |x| size_of_val(&x[..]))
     }
 
     /// Converts the values to f32.
@@ -86,7 +76,7 @@ impl Stream {
 
     /// Adds the values to `sum` and rounds: sum = r(sum + x).
     pub(crate) fn add_to(&self, sum: &mut [f32], rounding: Rounding) -> Result {
-        with_stream!(self, |x| Ok(accumulate_rounded(sum, x, rounding)?))
+        with_storage!(Stream, self, |x| Ok(accumulate_rounded(sum, x, rounding)?))
     }
 }
 
@@ -94,7 +84,7 @@ impl Stream {
 impl Norm {
     /// Runs [`Norm::forward`] again on a stored stream.
     pub(crate) fn forward_again<Y: Element>(&self, run: &Run<'_>, x: &Stream) -> Result<(Vec<Y>, NormSaved)> {
-        with_stream!(x, |x| self.forward(run, x))
+        with_storage!(Stream, x, |x| self.forward(run, x))
     }
 
     /// Returns dx in the type of x; adds the gradient of the weight.

@@ -35,7 +35,7 @@ impl Sampling {
         Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0 };
 
     /// Returns true if sampling is greedy.
-    pub fn is_greedy(&self) -> bool {
+    pub(crate) fn is_greedy(&self) -> bool {
         self.temperature == 0.0
     }
 }

@@ -31,7 +31,7 @@ impl Scale {
     }
 
     /// Returns true if a value can be drawn.
-    pub fn can_draw(self, value: f64) -> bool {
+    pub(crate) fn can_draw(self, value: f64) -> bool {
         value.is_finite() && value.abs() <= LARGEST && (self == Scale::Linear || value > 0.0)
     }
 
@@ -106,13 +106,13 @@ impl Axis {
     }
 
     /// Returns the position of a value, 0 at the low end and 1 at the high end; `None` if it cannot be drawn.
-    pub fn position(&self, value: f64) -> Option<f64> {
+    pub(crate) fn position(&self, value: f64) -> Option<f64> {
         let (low, high) = (self.scale.forward(self.low), self.scale.forward(self.high));
         self.scale.can_draw(value).then(|| (self.scale.forward(value) - low) / (high - low))
     }
 
     /// Returns ticks at round numbers within the range, about `wanted` of them.
-    pub fn ticks(&self, wanted: usize) -> Vec<Tick> {
+    pub(crate) fn ticks(&self, wanted: usize) -> Vec<Tick> {
         match self.scale {
             Scale::Linear => self.linear_ticks(wanted),
             Scale::Log => self.log_ticks(wanted),

@@ -23,7 +23,7 @@ pub use ranking::{Rank, Ranking};
 use crate::page::{inline, prose};
 
 /// Number of colors; color indices wrap around.
-pub const COLORS: usize = 8;
+pub(crate) const COLORS: usize = 8;
 
 /// A plot with its title, unit, caption, legend and notes.
 pub(crate) struct Figure<'a> {

@@ -78,7 +78,7 @@ pub(crate) fn check_agreement(ranks: &Ranks, own: &Fingerprint) -> Result {
         for name in names {
             let (here, there) = (value(first, name), value(other, name));
             if here != there {
-                return Err(Error::Config(format!(
+                return Err(Error::Ranks(format!(
                     "rank {rank} differs from rank 0 in {name}: {there}, but {here} on rank 0; start all ranks with the \
                      same program, configuration and data"
                 )));

@@ -35,7 +35,7 @@ pub(crate) use division::Division;
 pub(crate) use probe::check_shared_folder;
 pub(crate) use reduce::Reducer;
 pub(crate) use resident::{Resident, gather_updates};
-pub use shards::Shards;
+pub(crate) use shards::Shards;
 
 /// The ranks of a run.
 #[derive(Clone, Debug)]
@@ -59,7 +59,7 @@ pub struct Ranks {
 
 impl Ranks {
     /// Divides the ranks as configured. Returns an error if they do not fit.
-    pub fn new(world: Group, config: &TrainConfig) -> Result<Ranks> {
+    pub(crate) fn new(world: Group, config: &TrainConfig) -> Result<Ranks> {
         let (context, groups) = (config.cluster.context, config.batch.groups);
         let data_ranks = data_ranks(world.size(), config)?;
         let (data, part) = (world.rank() / context, world.rank() % context);
@@ -86,7 +86,7 @@ impl Ranks {
     }
 
     /// Returns true if there is one rank.
-    pub fn is_solo(&self) -> bool {
+    pub(crate) fn is_solo(&self) -> bool {
         self.size() == 1
     }
 
@@ -126,7 +126,7 @@ impl Ranks {
 
     /// The values of all ranks, as JSON.
     pub(crate) fn exchange<T: Serialize + DeserializeOwned>(&self, kind: Kind, own: &T) -> Result<Vec<T>> {
-        let problem = |error: serde_json::Error| Error::Config(format!("a message between ranks: {error}"));
+        let problem = |error: serde_json::Error| Error::Ranks(format!("a message between ranks: {error}"));
         let bytes = serde_json::to_vec(own).map_err(problem)?;
         let all = self.world.all_gather_any(kind, bytes)?;
         all.iter().map(|bytes| serde_json::from_slice(bytes).map_err(problem)).collect()
@@ -134,7 +134,7 @@ impl Ranks {
 
     /// The value of rank 0.
     pub(crate) fn value_of_first<T: Serialize + DeserializeOwned>(&self, own: Option<&T>) -> Result<T> {
-        let problem = |error: serde_json::Error| Error::Config(format!("a message between ranks: {error}"));
+        let problem = |error: serde_json::Error| Error::Ranks(format!("a message between ranks: {error}"));
         let bytes = own.map(serde_json::to_vec).transpose().map_err(problem)?.unwrap_or_default();
         let bytes = self.world.broadcast(Kind::Setup, 0, bytes)?;
         serde_json::from_slice(&bytes).map_err(problem)
@@ -173,9 +173,12 @@ impl Ranks {
 pub(crate) fn data_ranks(size: usize, config: &TrainConfig) -> Result<usize> {
     let (context, groups) = (config.cluster.context, config.batch.groups);
     if !size.is_multiple_of(context) {
-        return Err(Error::Config(format!(
-            "`cluster.context` {context} must divide the number of ranks, got {size}; start a multiple of {context}"
-        )));
+        return Err(Error::config(
+            "cluster.context",
+            format!(
+                "`cluster.context` {context} must divide the number of ranks, got {size}; start a multiple of {context}"
+            ),
+        ));
     }
     let data_ranks = size / context;
     if !fits_tree(groups, data_ranks) {
@@ -183,11 +186,14 @@ pub(crate) fn data_ranks(size: usize, config: &TrainConfig) -> Result<usize> {
             .filter(|ranks| fits_tree(groups, *ranks))
             .map(|ranks| (ranks * context).to_string())
             .collect();
-        return Err(Error::Config(format!(
-            "`batch.groups` {groups} cannot be divided over {size} ranks: it allows {} ranks; set batch.groups to \
+        return Err(Error::config(
+            "batch.groups",
+            format!(
+                "`batch.groups` {groups} cannot be divided over {size} ranks: it allows {} ranks; set batch.groups to \
              {data_ranks} or a multiple by a power of two, and batch.accumulation to a multiple of it",
-            fitting.join(", ")
-        )));
+                fitting.join(", ")
+            ),
+        ));
     }
     Ok(data_ranks)
 }

@@ -68,12 +68,15 @@ fn all_agree(ranks: &Ranks, folder: &Path, first: &Machine, own: Option<(Machine
 }
 
 fn refusal(folder: &Path, first: &Machine, problem: &str) -> Error {
-    Error::Config(format!(
-        "`out` is not shared by all ranks: rank 0 on {} made a file in {}, and {problem}; set `out` to a folder that all \
+    Error::config(
+        "out",
+        format!(
+            "`out` is not shared by all ranks: rank 0 on {} made a file in {}, and {problem}; set `out` to a folder that all \
          machines share under the same path",
-        first.name,
-        folder_name(folder)
-    ))
+            first.name,
+            folder_name(folder)
+        ),
+    )
 }
 
 /// The path of a folder from the root, which shows where a relative one leads.
@@ -165,7 +168,7 @@ mod tests {
     fn a_rank_with_another_folder_is_named_on_all_ranks_with_machine_and_folder() {
         let (shared, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         for error in check(&[shared.path(), shared.path(), other.path()]) {
-            let Some(Error::Config(text)) = error else { panic!("{error:?}") };
+            let Some(Error::Config { problem: text, .. }) = error else { panic!("{error:?}") };
             let name = Machine::here().name;
             let place = format!("rank 2 on {name} cannot write to {}", other.path().display());
             assert!(text.contains(&place) && text.contains("`out` is not shared"), "{text}");

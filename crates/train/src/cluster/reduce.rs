@@ -5,8 +5,8 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use ballast_cluster::{Kind as Purpose, ReduceScatter, TreeSum};
-use ballast_model::params::{Bucket, Grads, Kind};
+use ballast_cluster::{Kind, ReduceScatter, TreeSum};
+use ballast_model::params::{Bucket, Grads, ParameterKind};
 
 use super::{Ranks, Shards};
 use crate::error::{Error, Result};
@@ -37,8 +37,8 @@ impl<'a> Reducer<'a> {
             return;
         }
         let (world, inner) = (&self.ranks.world, self.ranks.context.size());
-        let started = world.start_reduce_scatter(Purpose::Gradients, values, &self.parts[index], inner);
-        if self.ranks.shard.divides_gradients() && kind == Kind::Weights {
+        let started = world.start_reduce_scatter(Kind::Gradients, values, &self.parts[index], inner);
+        if self.ranks.shard.divides_gradients() && kind == ParameterKind::Weights {
             *values = Vec::new();
         }
         let waited = started.map_err(Error::from).and_then(|started| {
@@ -71,7 +71,7 @@ impl<'a> Reducer<'a> {
     /// Moves the sums into `grads`: this rank's range of divided buckets, the others whole.
     pub(crate) fn finish(self, grads: &mut Grads) -> Result {
         let Reducer { ranks, parts, sums, .. } = self;
-        let kinds: Vec<Kind> = grads.layout().map(|(_, kind, _)| kind).collect();
+        let kinds: Vec<ParameterKind> = grads.layout().map(|(_, kind, _)| kind).collect();
         let mut gathers = VecDeque::new();
         let finish = |grads: &mut Grads, (bucket, gather): (usize, _)| -> Result {
             let all = ranks.world.finish_all_gather(gather)?;
@@ -86,13 +86,13 @@ impl<'a> Reducer<'a> {
         for (bucket, sum) in sums.into_iter().enumerate() {
             let Some(own) = sum.finish() else { continue };
             let part = &parts[bucket][ranks.world.rank()];
-            if ranks.is_solo() || kinds[bucket] == Kind::Weights && ranks.shard.divides_updates() {
+            if ranks.is_solo() || kinds[bucket] == ParameterKind::Weights && ranks.shard.divides_updates() {
                 grads.set_share(bucket, part.start, own);
                 continue;
             }
             let lens: Vec<usize> = parts[bucket].iter().map(|part| 4 * part.len()).collect();
             let own = bytemuck::cast_slice(&own).to_vec();
-            gathers.push_back((bucket, ranks.world.start_all_gather(Purpose::Gradients, own, &lens)?));
+            gathers.push_back((bucket, ranks.world.start_all_gather(Kind::Gradients, own, &lens)?));
             if gathers.len() > ranks.window {
                 gathers.pop_front().map_or(Ok(()), |gather| finish(grads, gather))?;
             }

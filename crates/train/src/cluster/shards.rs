@@ -8,9 +8,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use ballast_cluster::Kind as Message;
+use ballast_cluster::Kind;
 use ballast_kernels::adamw::BLOCK;
-use ballast_model::params::{Grads, Kind, Part, Spec, Specs};
+use ballast_model::params::{Grads, ParameterKind, Part, Spec, Specs};
 use bytemuck::Pod;
 
 use super::Ranks;
@@ -18,7 +18,7 @@ use crate::error::Result;
 
 /// The ranges of every weight, by rank.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Shards {
+pub(crate) struct Shards {
     rank: usize,
     ranks: usize,
     /// By weight and rank.
@@ -27,7 +27,7 @@ pub struct Shards {
 
 impl Shards {
     /// Divides the weights over `ranks`; `divisible` says whether a tensor may be cut inside.
-    pub fn new(specs: &Specs, divisible: impl Fn(&Spec) -> bool, rank: usize, ranks: usize) -> Shards {
+    pub(crate) fn new(specs: &Specs, divisible: impl Fn(&Spec) -> bool, rank: usize, ranks: usize) -> Shards {
         let mut weights = vec![Vec::new(); specs.weights.len()];
         let mut parts: Vec<Part> = specs.weights.iter().map(|spec| spec.part).collect();
         parts.sort_unstable();
@@ -54,17 +54,17 @@ impl Shards {
     }
 
     /// Number of ranks.
-    pub fn ranks(&self) -> usize {
+    pub(crate) fn ranks(&self) -> usize {
         self.ranks
     }
 
     /// The elements of a weight that a rank has.
-    pub fn range(&self, weight: usize, rank: usize) -> Range<usize> {
+    pub(crate) fn range(&self, weight: usize, rank: usize) -> Range<usize> {
         self.weights[weight][rank].clone()
     }
 
     /// The elements of a weight that this rank has.
-    pub fn own(&self, weight: usize) -> Range<usize> {
+    pub(crate) fn own(&self, weight: usize) -> Range<usize> {
         self.range(weight, self.rank)
     }
 
@@ -82,7 +82,7 @@ impl Shards {
         let len = |rank| shared.iter().map(|(_, weight)| size_of::<T>() * count(*weight, rank)).sum();
         let lens: Vec<usize> = (0..self.ranks).map(len).collect();
         let own: Vec<T> = shared.iter().flat_map(|(at, _)| &blocks[*at]).copied().collect();
-        let all = ranks.world.all_gather(Message::Scalars, bytemuck::cast_slice(&own).to_vec(), &lens)?;
+        let all = ranks.world.all_gather(Kind::Scalars, bytemuck::cast_slice(&own).to_vec(), &lens)?;
         let all: Vec<Vec<T>> =
             all.iter().map(|bytes| bytemuck::allocation::pod_collect_to_vec(bytes)).collect();
         let mut at_rank = vec![0; self.ranks];
@@ -104,7 +104,7 @@ impl Shards {
         let mut parts: Vec<Vec<Range<usize>>> = grads
             .layout()
             .map(|(_, kind, len)| match kind {
-                Kind::Weights => vec![0..0; self.ranks],
+                ParameterKind::Weights => vec![0..0; self.ranks],
                 _ => ballast_cluster::even_parts(len, self.ranks),
             })
             .collect();

@@ -58,7 +58,7 @@ impl Key {
     /// Returns an error for a value of another type or out of range; a range applies to each number of a list.
     pub(super) fn check(&self, value: &Value) -> Result {
         let refuse = |wanted: &str, got: &Value| {
-            Err(Error::Config(format!("`{}` must be {wanted}, got {got}", self.name)))
+            Err(Error::config(self.name, format!("`{}` must be {wanted}, got {got}", self.name)))
         };
         for value in value.as_array().map_or(std::slice::from_ref(value), |values| values) {
             let number = value.as_float().or(value.as_integer().map(|integer| integer as f64));

@@ -68,14 +68,14 @@ impl TrainConfig {
         let text = read_regular_text(file).map_err(Error::io(file, "read"))?;
         let text = text_without_mark(&text);
         let table =
-            text.parse().map_err(|e| Error::Config(format!("{}: {}", file.display(), one_line(&e, text))))?;
+            text.parse().map_err(|e| Error::Syntax(format!("{}: {}", file.display(), one_line(&e, text))))?;
         TrainConfig::from_table(table, settings, Some(file))
     }
 
     /// Loads [`EMBEDDED`] and applies settings.
     pub fn embedded(settings: &[String]) -> Result<TrainConfig> {
         let table =
-            EMBEDDED.parse().map_err(|error| Error::Config(format!("embedded configuration: {error}")))?;
+            EMBEDDED.parse().map_err(|error| Error::Syntax(format!("embedded configuration: {error}")))?;
         TrainConfig::from_table(table, settings, None)
     }
 
@@ -90,14 +90,14 @@ impl TrainConfig {
         check_names(&table, "", "--set ")?;
         check_values(&table).map_err(|error| match error {
             // The value may also come from a setting, which names itself.
-            Error::Config(problem) if of_file.as_ref() == Some(&problem) => {
-                Error::Config(format!("{place}{problem}"))
+            Error::Config { key, problem } if of_file.as_ref() == Some(&problem) => {
+                Error::config(key, format!("{place}{problem}"))
             }
             error => error,
         })?;
         let config: TrainConfig = Value::Table(table)
             .try_into()
-            .map_err(|e| Error::Config(format!("{place}{}", one_line(&e, ""))))?;
+            .map_err(|e| Error::Syntax(format!("{place}{}", one_line(&e, ""))))?;
         config.check()?;
         Ok(config)
     }
@@ -105,47 +105,59 @@ impl TrainConfig {
     /// Serializes to TOML that [`TrainConfig::load`] reads.
     pub fn to_toml(&self) -> Result<String> {
         toml::to_string(self)
-            .map_err(|error| Error::Config(format!("cannot write the configuration as TOML: {error}")))
+            .map_err(|error| Error::Syntax(format!("cannot write the configuration as TOML: {error}")))
     }
 
     /// The table of [`TrainConfig::to_toml`].
     pub(crate) fn to_table(&self) -> Result<Table> {
-        let problem = |error| Error::Config(format!("cannot read the configuration as TOML: {error}"));
+        let problem = |error| Error::Syntax(format!("cannot read the configuration as TOML: {error}"));
         self.to_toml()?.parse().map_err(problem)
     }
 
     /// Returns an error that names the first key with an invalid value.
     pub fn check(&self) -> Result {
         check_values(&self.to_table()?)?;
-        let refuse = |problem: String| Err(Error::Config(problem));
+        let refuse = |key: &str, problem: String| Err(Error::config(key, problem));
         let (sequences, length) = (self.batch.sequences, self.data.sequence_length);
         let (accumulation, groups) = (self.batch.accumulation, self.batch.groups);
         if !accumulation.is_multiple_of(groups) {
-            return refuse(format!(
-                "`batch.accumulation` must be a multiple of `batch.groups` {groups}, got {accumulation}: all groups have \
+            return refuse(
+                "batch.accumulation",
+                format!(
+                    "`batch.accumulation` must be a multiple of `batch.groups` {groups}, got {accumulation}: all groups have \
                  the same number of micro-batches"
-            ));
+                ),
+            );
         }
         let tokens = sequences.checked_mul(accumulation).and_then(|n| n.checked_mul(length));
         if tokens.is_none_or(|tokens| tokens as u64 > MOST_STEP_TOKENS) {
-            return refuse(format!(
-                "`batch.sequences` x `batch.accumulation` x `data.sequence_length`, the tokens of a step, must be at most \
+            return refuse(
+                "batch.sequences",
+                format!(
+                    "`batch.sequences` x `batch.accumulation` x `data.sequence_length`, the tokens of a step, must be at most \
                  {MOST_STEP_TOKENS}, got {sequences} x {accumulation} x {length}"
-            ));
+                ),
+            );
         }
         let m = &self.model;
         let sources = [m.preset.is_some(), m.config.is_some(), m.checkpoint.is_some()];
         if sources.iter().filter(|given| **given).count() > 1 {
-            return refuse("`model` has more than one of preset, config and checkpoint; set one".into());
+            return refuse(
+                "model",
+                "`model` has more than one of preset, config and checkpoint; set one".into(),
+            );
         }
         if m.time_steps == TimeSteps::Drawn && m.checkpoint.is_some() {
-            return refuse("`model.time_steps` applies to new models; a checkpoint has its own".into());
+            return refuse(
+                "model.time_steps",
+                "`model.time_steps` applies to new models; a checkpoint has its own".into(),
+            );
         }
         if self.lora.is_some() && m.checkpoint.is_none() {
-            return refuse("`lora` needs a base model: set `model.checkpoint`".into());
+            return refuse("lora", "`lora` needs a base model: set `model.checkpoint`".into());
         }
         if self.data.task.is_some() && !self.data.files.is_empty() {
-            return refuse("`data` has both a task and files; set one".into());
+            return refuse("data", "`data` has both a task and files; set one".into());
         }
         Ok(())
     }

@@ -66,12 +66,15 @@ pub(crate) fn check_resume(saved: &TrainConfig, new: &TrainConfig) -> Result<boo
             }
         };
         let shown = |value: Option<Value>| value.map_or("nothing".into(), |value| value.to_string());
-        return Err(Error::Config(format!(
-            "`{}` cannot change from {} to {} when a run is resumed: {reason}; keep the old value or start a new run",
+        return Err(Error::config(
             key.name,
-            shown(old),
-            shown(new)
-        )));
+            format!(
+                "`{}` cannot change from {} to {} when a run is resumed: {reason}; keep the old value or start a new run",
+                key.name,
+                shown(old),
+                shown(new)
+            ),
+        ));
     }
     Ok(comparable)
 }

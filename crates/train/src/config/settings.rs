@@ -17,7 +17,7 @@ pub(super) fn value_of<'t>(table: &'t Table, key: &str) -> Option<&'t Value> {
 
 /// Returns an error for a value of another type or out of range.
 pub(crate) fn check_value(key: &str, value: impl Serialize) -> Result {
-    let invalid = |problem: String| Error::Config(format!("`{key}` {problem}"));
+    let invalid = |problem: String| Error::config(key, format!("`{key}` {problem}"));
     let known = KEYS.iter().find(|known| known.name == key).ok_or_else(|| invalid("is unknown".into()))?;
     known.check(&Value::try_from(value).map_err(|error| invalid(error.to_string()))?)
 }
@@ -39,14 +39,16 @@ pub(super) fn check_names(table: &Table, above: &str, place: &str) -> Result {
             Value::Table(inner) if section => check_names(inner, &path, place)?,
             _ if known => {}
             _ if section => {
-                return Err(Error::Config(format!(
-                    "{place}`{path}` is a section; set `{path}.<key>` instead"
-                )));
+                return Err(Error::config(
+                    &path,
+                    format!("{place}`{path}` is a section; set `{path}.<key>` instead"),
+                ));
             }
             _ => {
                 let path = first_leaf(&path, value);
                 let near = nearest(&path);
-                return Err(Error::Config(format!("{place}`{path}` is unknown; did you mean `{near}`?")));
+                let problem = format!("{place}`{path}` is unknown; did you mean `{near}`?");
+                return Err(Error::config(path, problem));
             }
         }
     }
@@ -74,7 +76,7 @@ fn nearest(path: &str) -> &'static str {
 /// Applies `a.b=c` to the table; c is TOML or a bare word.
 pub(super) fn apply(table: &mut Table, setting: &str) -> Result {
     let Some((path, text)) = setting.split_once('=') else {
-        return Err(Error::Config(format!("--set {setting:?}: expected a key, `=` and a value")));
+        return Err(Error::Syntax(format!("--set {setting:?}: expected a key, `=` and a value")));
     };
     let parsed = format!("value = {text}").parse::<Table>().ok();
     let value = parsed.and_then(|mut table| table.remove("value")).unwrap_or(Value::String(text.into()));
@@ -85,7 +87,7 @@ pub(super) fn apply(table: &mut Table, setting: &str) -> Result {
         let entry = inner.entry(key).or_insert_with(|| Value::Table(Table::new()));
         inner = entry
             .as_table_mut()
-            .ok_or_else(|| Error::Config(format!("--set {setting:?}: `{key}` is not a section")))?;
+            .ok_or_else(|| Error::Syntax(format!("--set {setting:?}: `{key}` is not a section")))?;
     }
     // A new source of the model replaces the old one.
     const SOURCES: [&str; 3] = ["preset", "config", "checkpoint"];

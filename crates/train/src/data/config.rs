@@ -36,7 +36,7 @@ pub enum Packing {
 
 impl DataConfig {
     /// Returns true if documents are held out.
-    pub fn has_validation(&self) -> bool {
+    pub(crate) fn has_validation(&self) -> bool {
         self.validation.is_some() || self.validation_fraction > 0.0
     }
 
@@ -49,26 +49,35 @@ impl DataConfig {
     pub fn check(&self) -> Result {
         check_value("data.validation_fraction", self.validation_fraction)?;
         check_value("data.sequence_length", self.sequence_length)?;
-        let bad = |problem: String| Err(Error::Config(problem));
+        let bad = |key: &str, problem: String| Err(Error::config(key, problem));
         if self.files.is_empty() {
-            return bad("`data.files` is empty; name at least one training file".into());
+            return bad("data.files", "`data.files` is empty; name at least one training file".into());
         }
         let weights = || self.files.iter().map(|file| file.weight);
         if let Some(file) = self.files.iter().find(|file| !file.weight.is_finite() || file.weight < 0.0) {
             let path = file.path.display();
-            return bad(format!(
-                "`data.files`: the weight of {path} must be finite and at least 0, got {}",
-                file.weight
-            ));
+            return bad(
+                "data.files",
+                format!(
+                    "`data.files`: the weight of {path} must be finite and at least 0, got {}",
+                    file.weight
+                ),
+            );
         }
         if weights().all(|weight| weight == 0.0) {
-            return bad("`data.files`: all weights are 0; at least one must be above 0".into());
+            return bad("data.files", "`data.files`: all weights are 0; at least one must be above 0".into());
         }
         if !weights().sum::<f64>().is_finite() {
-            return bad("`data.files`: the weights add up to infinity; use smaller ones".into());
+            return bad(
+                "data.files",
+                "`data.files`: the weights add up to infinity; use smaller ones".into(),
+            );
         }
         if let Some(line) = self.document_separator.as_ref().filter(|line| line.contains(['\n', '\r'])) {
-            return bad(format!("`data.document_separator` must be one line, got {line:?}"));
+            return bad(
+                "data.document_separator",
+                format!("`data.document_separator` must be one line, got {line:?}"),
+            );
         }
         self.check_validation()
     }
@@ -79,10 +88,13 @@ impl DataConfig {
         let Ok(place) = validation.canonicalize() else { return Ok(()) };
         match self.files.iter().find(|file| file.path.canonicalize().is_ok_and(|other| other == place)) {
             None => Ok(()),
-            Some(file) => Err(Error::Config(format!(
-                "`data.validation`: {} is a training file too; name another file, or set `data.validation_fraction` instead",
-                file.path.display()
-            ))),
+            Some(file) => Err(Error::config(
+                "data.validation",
+                format!(
+                    "`data.validation`: {} is a training file too; name another file, or set `data.validation_fraction` instead",
+                    file.path.display()
+                ),
+            )),
         }
     }
 }

@@ -42,10 +42,13 @@ impl TextEncoder {
     /// Returns an error if a setting needs something that the model's files lack.
     pub(crate) fn check(&self, config: &DataConfig) -> Result {
         if config.add_eos && self.eos.is_none() {
-            return Err(Error::Config(format!(
-                "data.add_eos: no `eos_token` in {}; add one there or set data.add_eos = false",
-                self.tokenizer.file().with_file_name("tokenizer_config.json").display()
-            )));
+            return Err(Error::config(
+                "data.add_eos",
+                format!(
+                    "data.add_eos: no `eos_token` in {}; add one there or set data.add_eos = false",
+                    self.tokenizer.file().with_file_name("tokenizer_config.json").display()
+                ),
+            ));
         }
         Ok(())
     }

@@ -84,10 +84,10 @@ impl Files {
             share: (0, 1),
         };
         if files.is_empty() {
-            return Err(Error::Config(
+            return Err(Error::config(
+                "data.validation_fraction",
                 "data.validation_fraction: too few documents to hold any out; set data.validation to a file, or \
-                 data.validation_fraction = 0"
-                    .into(),
+                 data.validation_fraction = 0",
             ));
         }
         Ok(files)
@@ -240,11 +240,14 @@ impl Documents for Files {
         let is_start = *cursor == Cursor::default();
         let files = if is_start { &start } else { &cursor.files };
         if files.len() != self.sources.len() {
-            return Err(Error::Config(format!(
-                "`data.files` has {}; the saved run had {}",
-                plural(self.sources.len(), "file"),
-                files.len()
-            )));
+            return Err(Error::config(
+                "data.files",
+                format!(
+                    "`data.files` has {}; the saved run had {}",
+                    plural(self.sources.len(), "file"),
+                    files.len()
+                ),
+            ));
         }
         for (source, file) in self.sources.iter().zip(files) {
             if !is_start {

@@ -46,7 +46,7 @@ impl Document {
     }
 
     /// Returns true if any of the first `tokens` tokens is trained on.
-    pub fn trains_within(&self, tokens: usize) -> bool {
+    pub(crate) fn trains_within(&self, tokens: usize) -> bool {
         self.trained.iter().take(tokens).skip(1).any(|trained| *trained)
     }
 }

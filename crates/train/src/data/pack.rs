@@ -135,7 +135,7 @@ impl Packer {
     }
 
     /// Number of times that every document has come since `cursor`; 0 for a stream without repetition.
-    pub fn epochs_since(&self, cursor: &Cursor) -> u64 {
+    pub(crate) fn epochs_since(&self, cursor: &Cursor) -> u64 {
         self.documents.epochs_since(cursor)
     }
 

@@ -113,7 +113,7 @@ pub struct Norms {
 
 /// An element that an update would leave non-finite.
 #[derive(Clone, Debug, PartialEq)]
-pub struct BadUpdate {
+pub(crate) struct BadUpdate {
     /// Name of the parameter.
     pub name: String,
     /// Gradient of the element, before clipping.
@@ -195,7 +195,7 @@ impl Optimizer {
 
     /// [`Optimizer::new`] for the weights of this rank alone; the model holds all of each weight, or the own
     /// elements of it.
-    pub fn divided(
+    pub(crate) fn divided(
         model: &Model,
         grads: &Grads,
         config: &OptimizerConfig,
@@ -313,7 +313,13 @@ impl Optimizer {
     }
 
     /// Returns the first element that an update would leave non-finite, if there is one. Changes nothing.
-    pub fn bad_update(&self, model: &Model, grads: &Grads, norm: f64, lr: f64) -> Result<Option<BadUpdate>> {
+    pub(crate) fn bad_update(
+        &self,
+        model: &Model,
+        grads: &Grads,
+        norm: f64,
+        lr: f64,
+    ) -> Result<Option<BadUpdate>> {
         Ok(self.first_bad_update(model, grads, norm, lr)?.map(|(_, bad)| bad))
     }
 
@@ -495,12 +501,12 @@ fn update(
 }
 
 /// Returns true if the model runs with rounded values of a protected tensor.
-pub fn is_rounded(precision: &Precision, spec: &Spec) -> bool {
+pub(crate) fn is_rounded(precision: &Precision, spec: &Spec) -> bool {
     precision.rounds(&precision.policy(), &spec.name)
 }
 
 /// The gradient of a parameter.
-pub fn gradient(grads: &Grads, place: Place) -> &[f32] {
+pub(crate) fn gradient(grads: &Grads, place: Place) -> &[f32] {
     match place {
         Place::Weight(i) => grads.weight(i),
         Place::Protected(i) => grads.protected(i),

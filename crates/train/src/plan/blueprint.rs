@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use ballast_model::params::{Grads, Kind, Part};
+use ballast_model::params::{Grads, ParameterKind, Part};
 use ballast_model::precision::Storage;
 use ballast_model::{Model, Plan, Precision, Step};
 
@@ -19,7 +19,7 @@ const MOST_SEQUENCES: usize = 1 << 24;
 /// A bucket of gradients.
 pub(super) struct BucketShape {
     pub(super) part: Part,
-    pub(super) kind: Kind,
+    pub(super) kind: ParameterKind,
     /// Number of elements.
     pub(super) len: usize,
     /// Elements whose sum each rank gets.
@@ -60,10 +60,13 @@ impl<'a> Blueprint<'a> {
     ) -> Result<Blueprint<'a>> {
         let data_ranks = data_ranks(ranks, config)?;
         if config.batch.sequences > MOST_SEQUENCES {
-            return Err(Error::Config(format!(
-                "`batch.sequences` must be at most {MOST_SEQUENCES} for a plan, got {}",
-                config.batch.sequences
-            )));
+            return Err(Error::config(
+                "batch.sequences",
+                format!(
+                    "`batch.sequences` must be at most {MOST_SEQUENCES} for a plan, got {}",
+                    config.batch.sequences
+                ),
+            ));
         }
         let mut outline = Model::outline(model.config.clone())?;
         if let Some(lora) = &config.lora {
@@ -232,6 +235,6 @@ impl<'a> Blueprint<'a> {
 
     /// Returns true if a bucket ends divided over the ranks, a part on each; the others are gathered after the sum.
     pub(super) fn stays_divided(&self, bucket: &BucketShape) -> bool {
-        bucket.kind == Kind::Weights && self.divides_updates()
+        bucket.kind == ParameterKind::Weights && self.divides_updates()
     }
 }

@@ -115,7 +115,7 @@ impl Fullest {
                 }
             }
         }
-        fullest.ok_or_else(|| Error::Config("a run needs at least one rank".into()))
+        fullest.ok_or_else(|| Error::Ranks("a run needs at least one rank".into()))
     }
 
     /// Bytes that the rank needs: in a step, or while the model is made.

@@ -2,7 +2,7 @@
 
 use ballast_cluster::TreeSum;
 use ballast_kernels::remainder::Remainders;
-use ballast_model::params::{Kind, Part, Spec};
+use ballast_model::params::{ParameterKind, Part, Spec};
 use ballast_model::pass::Visit;
 use ballast_model::precision::Storage;
 use ballast_model::{Model, Plan, Precision, memory};
@@ -178,14 +178,15 @@ impl Blueprint<'_> {
         if !self.hands_buckets_on() {
             return bytes(&|_| true);
         }
-        let of_weights = |part: Part| bytes(&|bucket| bucket.kind == Kind::Weights && bucket.part == part);
+        let of_weights =
+            |part: Part| bytes(&|bucket| bucket.kind == ParameterKind::Weights && bucket.part == part);
         let one = |part: Part| match (part, self.model.config.tied) {
             // A tied head begins the embedding's gradient.
             (Part::Layer(_) | Part::Head, true) => of_weights(part) + of_weights(Part::Embedding),
             _ => of_weights(part),
         };
         let largest = self.model_parts().map(one).max().unwrap_or(0);
-        bytes(&|bucket| bucket.kind != Kind::Weights) + largest
+        bytes(&|bucket| bucket.kind != ParameterKind::Weights) + largest
     }
 
     /// Bytes of the sums over the groups that a rank computes in sequence, beside the gradients that

@@ -78,7 +78,10 @@ fn a_validation_file_is_used_as_a_whole_and_nothing_else_is_held_out() {
     assert_eq!(Files::open(&config, Split::Validation, text(), 0).unwrap().len(), 2);
     config.validation = Some(data.path("a.jsonl"));
     let refused = train(&config, 0).err().unwrap();
-    assert!(matches!(&refused, Error::Config(problem) if problem.contains("training file too")), "{refused}");
+    assert!(
+        matches!(&refused, Error::Config { problem, .. } if problem.contains("training file too")),
+        "{refused}"
+    );
 }
 
 #[test]

@@ -10,8 +10,9 @@ use super::{Gates, LinearAttention, PARTS, RuleInputs};
 use crate::batch::Piece;
 use crate::context::Neighbor;
 use crate::error::Result;
+use crate::params::Weight;
+use crate::precision::with_storage;
 use crate::run::{Run, zeros};
-use crate::with_weight;
 
 impl LinearAttention {
     /// Rows of q, k, v before the convolution that precede the part: [W-1, channels], zeros before the
@@ -55,7 +56,7 @@ impl LinearAttention {
             let tokens = limit.min(first.tokens.len());
             let rows = ..tokens * dims.channels;
             let (mut unused, mut dweight) = (zeros::<A>(tokens * dims.channels), vec![0.0; taps.len()]);
-            with_weight!(run.weight(self.conv), |w| {
+            with_storage!(Weight, run.weight(self.conv), |w| {
                 let input = conv::Input {
                     x: &unmixed[rows],
                     weight: &w[taps],

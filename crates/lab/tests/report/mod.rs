@@ -1,5 +1,10 @@
-use super::*;
-use crate::findings::*;
+//! lab.html: its sections, captions and marks, from synthetic findings.
+
+mod example;
+
+use ballast_lab::Findings;
+use ballast_lab::findings::*;
+use ballast_lab::report::html;
 
 /// The page without its style sheet.
 fn body(html: &str) -> &str {

@@ -1,8 +1,8 @@
 //! Synthetic findings with data for every section: a hybrid of twelve layers, every fourth with softmax
 //! attention.
 
-use crate::Findings;
-use crate::findings::*;
+use ballast_lab::Findings;
+use ballast_lab::findings::*;
 
 const LAYERS: usize = 12;
 const HEADS: usize = 16;
