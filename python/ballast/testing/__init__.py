@@ -1,0 +1,56 @@
+"""Tools to test a kernel: golden inputs, f64 references, and a comparison that names the worst element.
+
+A test of a kernel, on any device, for the outputs and every gradient:
+
+    import pytest, torch
+    from ballast import testing
+
+    @pytest.mark.parametrize("tokens", [1, 63, 64, 200])
+    def test_my_kernel(tokens):
+        case = testing.golden("chunk_gated_delta_rule", tokens=tokens, dtype=torch.bfloat16, device="cuda")
+        case.check(my_kernel, rms=1e-2)
+
+The kernel is called with the keywords of the operation of the same name in `ballast.ops`.
+
+| operation | shape keywords |
+|---|---|
+| `chunk_gated_delta_rule`, `chunk_kda` | batch, tokens, key_heads, value_heads, key_dim, value_dim, initial_state |
+| `causal_conv1d_fn` | batch, tokens, channels, width, initial_states |
+| `gated_rms_norm` | rows, width |
+| `attention` | batch, tokens, heads, kv_heads, key_dim, value_dim, sinks, topk |
+| `indexer_loss` | batch, tokens, heads, dim, attention_heads, kv_heads, key_dim, topk |
+| `linear_cross_entropy` | tokens, width, vocabulary |
+
+Operations with `batch` also take `lengths`, for packed sequences of these lengths. Other keywords are
+arguments of the kernel.
+"""
+
+from __future__ import annotations
+
+from ballast import _torch  # noqa: F401 - first, for its error
+from ballast.testing._attention import attention_reference, indexer_loss_reference, indexer_topk_reference
+from ballast.testing._compare import assert_close, relative_rms
+from ballast.testing._delta_rule import gated_delta_rule_reference, kda_reference
+from ballast.testing._golden import Golden, golden
+from ballast.testing._inputs import values
+from ballast.testing._layers import (
+    causal_conv1d_reference,
+    gated_rms_norm_reference,
+    linear_cross_entropy_reference,
+)
+
+__all__ = [
+    "Golden",
+    "assert_close",
+    "attention_reference",
+    "causal_conv1d_reference",
+    "gated_delta_rule_reference",
+    "gated_rms_norm_reference",
+    "golden",
+    "indexer_loss_reference",
+    "indexer_topk_reference",
+    "kda_reference",
+    "linear_cross_entropy_reference",
+    "relative_rms",
+    "values",
+]
