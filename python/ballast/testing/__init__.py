@@ -1,6 +1,13 @@
-"""Tools to test a kernel: golden inputs, f64 references, and a comparison that names the worst element.
+"""Tests for authors of trainers and kernels.
 
-A test of a kernel, on any device, for the outputs and every gradient:
+A delta-rule kernel against f64, as a table of errors per case, output and gradient:
+
+>>> from ballast import ops, testing
+>>> report = testing.conformance(ops.chunk_gated_delta_rule, cases=["one token", "packed"])
+>>> print(str(report).splitlines()[-1])
+PASSED: 0 of 2 cases failed, 15 comparisons
+
+A test of any kernel, on any device, with golden inputs, for the outputs and every gradient:
 
     import pytest, torch
     from ballast import testing
@@ -14,7 +21,8 @@ The kernel is called with the keywords of the operation of the same name in `bal
 
 | operation | shape keywords |
 |---|---|
-| `chunk_gated_delta_rule`, `chunk_kda` | batch, tokens, key_heads, value_heads, key_dim, value_dim, initial_state |
+| `chunk_gated_delta_rule` | batch, tokens, key_heads, value_heads, key_dim, value_dim, initial_state |
+| `chunk_kda` | the same |
 | `causal_conv1d_fn` | batch, tokens, channels, width, initial_states |
 | `gated_rms_norm` | rows, width |
 | `attention` | batch, tokens, heads, kv_heads, key_dim, value_dim, sinks, topk |
@@ -30,6 +38,7 @@ from __future__ import annotations
 from ballast import _torch  # noqa: F401 - first, for its error
 from ballast.testing._attention import attention_reference, indexer_loss_reference, indexer_topk_reference
 from ballast.testing._compare import assert_close, relative_rms
+from ballast.testing._conformance import CaseResult, Conformance, Measured, conformance
 from ballast.testing._delta_rule import gated_delta_rule_reference, kda_reference
 from ballast.testing._golden import Golden, golden
 from ballast.testing._inputs import values
@@ -40,12 +49,16 @@ from ballast.testing._layers import (
 )
 
 __all__ = [
+    "CaseResult",
+    "Conformance",
     "Golden",
+    "Measured",
     "assert_close",
     "attention_reference",
     "causal_conv1d_reference",
     "gated_delta_rule_reference",
     "gated_rms_norm_reference",
+    "conformance",
     "golden",
     "indexer_loss_reference",
     "indexer_topk_reference",

@@ -38,7 +38,7 @@ def kda_reference(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The delta rule with one decay per channel of the key, g [B, T, HV, K]: S = diag(e^g) S, then as above."""
+    """The delta rule with a decay per channel, g [B, T, HV, K]: S = diag(e^g) S, then as the gated rule."""
     state = (initial_state, output_final_state)
     return _reference(q, k, v, g, beta, scale, *state, use_qk_l2norm_in_kernel, cu_seqlens)
 
