@@ -47,15 +47,20 @@ from ballast.testing._layers import (
     gated_rms_norm_reference,
     linear_cross_entropy_reference,
 )
+from ballast.testing._leaks import Leak, LeakReport, assert_no_leak, find_leaks
 
 __all__ = [
     "CaseResult",
     "Conformance",
     "Golden",
+    "Leak",
+    "LeakReport",
     "Measured",
     "assert_close",
+    "assert_no_leak",
     "attention_reference",
     "causal_conv1d_reference",
+    "find_leaks",
     "gated_delta_rule_reference",
     "gated_rms_norm_reference",
     "conformance",

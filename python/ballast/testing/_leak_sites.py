@@ -1,0 +1,363 @@
+"""Where packed sequences meet: forward, in backward alone, or in what is the same for all tokens.
+
+An operation counts as a site only if its change reaches the output of its module or another site: a shift of
+tokens that a mask undoes is none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from ballast._torch import torch
+from ballast.testing._leak_trace import ATTENTION_WORDS, STATE_WORDS, Layout, Site, Tracer, following
+from ballast.testing._packing import Runner
+
+WINDOW = 8
+"""A leak into fewer first tokens than this is that of a convolution."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A leak between two sequences, at a module."""
+
+    module: str
+    kind: str
+    target: int
+    tokens: tuple[int, int]
+    """First and last token of the target."""
+
+
+def forward_places(
+    runner: Runner, source: int, other: list[torch.Tensor], threshold: float
+) -> tuple[list[Place], set[str]]:
+    """Returns where the tokens of a source reach other sequences, and the modules that contain these places.
+
+    `other` are the sequences with other tokens of the source.
+    """
+    targets = [n for n in range(len(runner.sequences)) if n != source]
+    protected = torch.cat([runner.tokens_of(n) for n in targets])
+
+    def run(traced: set[str], first: Tracer | None, setup: Callable[[Tracer], None] | None = None) -> Tracer:
+        tracer = Tracer(runner, protected, traced, first, threshold)
+        if setup is not None:
+            setup(tracer)
+        with following(runner.model, tracer):
+            runner.run_packed(runner.sequences if first is None else other)
+        return tracer
+
+    modules = run(set(), run(set(), None))
+    traced = {site.key[0] for site in modules.sites}
+    first = run(traced, None)
+    found = run(traced, first)
+    sites = [s for s in found.sites if _matters(s, found, lambda setup: run(traced, first, setup))]
+    places = []
+    for site in sites or modules.sites:
+        places.append(_place(site, runner, source, targets, found.pairs | first.pairs))
+    return _merged(places), traced
+
+
+def _matters(site: Site, found: Tracer, run: Callable[[Callable[[Tracer], None]], Tracer]) -> bool:
+    """Returns true if the change at a site reaches the output of its module or another site."""
+    if site.operation == "":
+        return True
+    group = {s.key for s in found.sites if (s.key[0], s.operation) == (site.key[0], site.operation)}
+    if any(key < site.key for key in group):
+        return False  # the first of a group stands for it
+
+    def spare_it(tracer: Tracer) -> None:
+        tracer.only = {s.key for s in found.sites} - group
+
+    without = run(spare_it)
+    if site.key[0] in without.dirty:
+        return True
+    behind = [s.key for s in found.sites if s.key not in group and s.key in without.before_healing]
+    return any(
+        without.changes(without.before_healing[key], found.before_healing[key]) is not None for key in behind
+    )
+
+
+def _place(site: Site, runner: Runner, source: int, targets: list[int], pairs: set[str]) -> Place:
+    changes = dict(zip(targets, site.change.split([runner.lengths[n] for n in targets]), strict=True))
+    reached = [n for n in targets if bool(changes[n].any())]
+    # The sequence after the source shows the pattern best, unless it is very short.
+    long = [n for n in reached if runner.lengths[n] > WINDOW]
+    target = next((n for n in long if n > source), (long or reached)[0])
+    tokens = changes[target].nonzero().flatten()
+    kind = site.kind or kind_of(runner.model, site.key[0], changes[target], site.key[0] in pairs)
+    return Place(site.path, kind, target, (int(tokens[0]), int(tokens[-1])))
+
+
+def _merged(places: list[Place]) -> list[Place]:
+    merged: dict[tuple[str, str, int], Place] = {}
+    for place in places:
+        key = (place.module, place.kind, place.target)
+        old = merged.get(key, place)
+        tokens = (min(old.tokens[0], place.tokens[0]), max(old.tokens[1], place.tokens[1]))
+        merged[key] = Place(place.module, place.kind, place.target, tokens)
+    return list(merged.values())
+
+
+def kind_of(model: torch.nn.Module, path: str, change: torch.Tensor, pairs: bool) -> str:
+    """Kind of a leak by the change of every token of a sequence and by the names of the module."""
+    reached = change.nonzero().flatten()
+    if len(change) > WINDOW and len(reached) > 0 and int(reached[-1]) < WINDOW:
+        return "convolution"
+    if pairs:
+        return "attention"
+    names = f"{path.rpartition('.')[2]} {type(model.get_submodule(path)).__name__}".lower()
+    if any(word in names for word in STATE_WORDS):
+        return "state"
+    if any(word in names for word in ATTENTION_WORDS):
+        return "attention"
+    third = max(len(change) // 3, 1)
+    return "state" if change[-third:].mean() < 0.5 * change[:third].mean() else "unknown"
+
+
+# Backward
+
+
+def backward_places(runner: Runner, target: int, cotangent: torch.Tensor) -> list[Place]:
+    """Returns the modules whose backward passes the gradient of one sequence to others."""
+    others = [n for n in range(len(runner.sequences)) if n != target]
+    protected = torch.cat([runner.tokens_of(n) for n in others])
+    layout = Layout(runner.rows, runner.width)
+    outputs: dict[str, bool] = {}
+    inputs: dict[str, torch.Tensor] = {}
+
+    def dirt(gradient: torch.Tensor) -> torch.Tensor | None:
+        axis = layout.axis(gradient)
+        if axis is None:
+            return None
+        change = layout.take(gradient, axis)[protected].abs().amax(-1)
+        return change if bool((change != 0).any()) else None
+
+    def watch_output(path: str, output: Any) -> None:  # noqa: ANN401
+        for x in tree_flatten(output)[0]:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                x.register_hook(
+                    lambda g: outputs.__setitem__(path, outputs.get(path, False) or dirt(g) is not None)
+                )
+
+    def on_input(path: str, gradient: torch.Tensor) -> torch.Tensor:
+        change = dirt(gradient)
+        if change is None:
+            return gradient
+        inputs.setdefault(path, change)
+        axis = layout.axis(gradient)
+        zeros = torch.zeros_like(layout.take(gradient, axis)[protected])
+        return layout.put(gradient, axis, protected, zeros)
+
+    def watch_input(path: str, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        def view(x: torch.Tensor) -> torch.Tensor:
+            if not x.requires_grad or not x.is_floating_point() or isinstance(x, torch.nn.Parameter):
+                return x
+            own = x.view_as(x)  # its gradient is that of this module alone
+            own.register_hook(lambda gradient: on_input(path, gradient))
+            return own
+
+        leaves, spec = tree_flatten((args, kwargs))
+        return tree_unflatten([view(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+    handles = []
+    for path, module in runner.model.named_modules():
+        handles.append(
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, path=path: watch_input(path, args, kwargs), with_kwargs=True
+            )
+        )
+        handles.append(
+            module.register_forward_hook(lambda _, args, output, path=path: watch_output(path, output))
+        )
+    try:
+        with torch.enable_grad():
+            out = runner.run_packed(runner.sequences)[target]
+            leaves = [p for p in runner.model.parameters() if p.requires_grad]
+            torch.autograd.grad((out * cotangent).sum(), leaves, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    places = []
+    for path, change in inputs.items():
+        if outputs.get(path, False):
+            continue
+        changes = dict(zip(others, change.split([runner.lengths[n] for n in others]), strict=True))
+        source = min((n for n in others if bool(changes[n].any())), key=lambda n: abs(n - target))
+        tokens = changes[source].nonzero().flatten()
+        # Gradients flow backward: what is at the end of a sequence is nearest to the next one.
+        kind = kind_of(runner.model, path, changes[source].flip(0), False)
+        places.append(Place(path, kind, source, (int(tokens[0]), int(tokens[-1]))))
+    return places
+
+
+# Differences that do not depend on other sequences
+
+
+def differing_places(runner: Runner, healed: set[str], limit: float) -> list[tuple[str, str]]:
+    """Returns the modules that differ from the sequence alone without depending on other sequences, and why.
+
+    `healed` are the modules with a leak: their outputs are those of the sequences alone.
+    """
+    alone = []
+    for sequence in runner.sequences:
+        record = _Recorder(runner.model)
+        with torch.no_grad(), record:
+            record.output = runner.run_alone(sequence)
+        alone.append(record)
+    found = _difference(runner, alone, healed, None, limit)
+    places = []
+    for path, kind in found.sites.items():
+        # Rotations by other positions, for example, agree in their products.
+        others = healed | (set(found.sites) - {path})
+        if not _difference(runner, alone, healed, others, limit).agrees:
+            places.append((path, kind))
+    return places
+
+
+class _Recorder:
+    """Inputs and outputs of every call of every module."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.calls = model, Counter[str]()
+        self.inputs: dict[tuple[str, int], list[Any]] = {}
+        self.outputs: dict[tuple[str, int], list[Any]] = {}
+        self.handles: list[Any] = []
+        self.open: list[tuple[str, int]] = []
+        self.output = torch.empty(0)
+
+    def __enter__(self) -> None:
+        for path, module in self.model.named_modules():
+            self.handles.append(
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, path=path: self._before(path, args, kwargs), with_kwargs=True
+                )
+            )
+            self.handles.append(module.register_forward_hook(lambda _, args, output: self._after(output)))
+
+    def _before(self, path: str, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        key = (path, self.calls[path])
+        self.calls[path] += 1
+        self.inputs[key] = _tensors((args, kwargs))
+        self.open.append(key)
+
+    def _after(self, output: Any) -> None:  # noqa: ANN401
+        self.outputs[self.open.pop()] = _tensors(output)
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    return [x.detach().clone() for x in tree_flatten(values)[0] if isinstance(x, torch.Tensor)]
+
+
+@dataclass
+class _Difference:
+    sites: dict[str, str]
+    agrees: bool
+    """The final output is that of the sequences alone."""
+
+
+def _difference(
+    runner: Runner, alone: list[_Recorder], healed: set[str], only: set[str] | None, limit: float
+) -> _Difference:
+    """Runs the packed batch with the outputs of sites, or of those in `only`, from the sequences alone."""
+    layout, calls = Layout(runner.rows, runner.width), Counter[str]()
+    sites: dict[str, str] = {}
+    open_calls: list[tuple[tuple[str, int], bool, bool]] = []
+    counts = runner.lengths
+    tokens = [runner.tokens_of(n) for n in range(len(counts))]
+
+    def own(n: int, x: torch.Tensor, axis: int, packed: torch.Tensor) -> torch.Tensor | None:
+        """Values of a sequence alone, in the layout that the packed tensor has."""
+        if x.ndim != packed.ndim:
+            return None
+        if axis == -1:
+            return x.reshape(counts[n], -1) if x.shape[0] % counts[n] == 0 else None
+        if x.shape[axis] < counts[n]:
+            return None
+        x = x.narrow(axis, 0, counts[n])
+        return (
+            x.movedim(axis, 0).reshape(counts[n], -1)
+            if runner.rows == 1
+            else x[0].movedim(axis - 1, 0).reshape(counts[n], -1)
+        )
+
+    def compare(packed: list[torch.Tensor], key: tuple[str, int], kind: str) -> tuple[bool, bool]:
+        """Whether floating-point values and integers agree with the sequences alone."""
+        same, same_integers = True, True
+        for i, x in enumerate(packed):
+            axis = layout.axis(x)
+            if axis is None:
+                continue
+            flat = layout.take(x, axis)
+            for n, record in enumerate(alone):
+                stored = getattr(record, kind).get(key, [])
+                y = own(n, stored[i], axis, x) if len(stored) == len(packed) else None
+                part = flat[tokens[n]]
+                if y is None or y.shape != part.shape:
+                    continue
+                if not x.is_floating_point():
+                    same_integers = same_integers and torch.equal(part, y)
+                elif not _near(part, y, limit):
+                    same = False
+        return same, same_integers
+
+    def before(path: str, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        key = (path, calls[path])
+        calls[path] += 1
+        open_calls.append((key, *compare(_tensors((args, kwargs)), key, "inputs")))
+
+    def after(path: str, output: Any) -> Any:  # noqa: ANN401
+        key, clean, clean_integers = open_calls.pop()
+        if (only is not None and path not in only) or any(key not in record.outputs for record in alone):
+            return output
+        same, _ = compare(_tensors(output), key, "outputs")
+        if same or not (clean or path in healed):
+            return output
+        if path not in healed:
+            sites.setdefault(path, "unknown" if clean_integers else "positions")
+        index = iter(range(len(_tensors(output))))
+
+        def heal(x: torch.Tensor) -> torch.Tensor:
+            i, axis = next(index), layout.axis(x)
+            if axis is None or not x.is_floating_point():
+                return x
+            for n, record in enumerate(alone):
+                y = own(n, record.outputs[key][i], axis, x)
+                if y is not None:
+                    x = layout.put(x, axis, tokens[n], y)
+            return x
+
+        return tree_map_only(torch.Tensor, heal, output)
+
+    handles = []
+    for path, module in runner.model.named_modules():
+        handles.append(
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, path=path: before(path, args, kwargs), with_kwargs=True
+            )
+        )
+        if path != "":  # its output is the result
+            handles.append(
+                module.register_forward_hook(lambda _, args, output, path=path: after(path, output))
+            )
+    try:
+        with torch.no_grad():
+            packed = runner.run_packed(runner.sequences)
+    finally:
+        for handle in handles:
+            handle.remove()
+    agrees = all(_near(a, b.output, limit) for a, b in zip(packed, alone, strict=True))
+    return _Difference(sites, agrees)
+
+
+def _near(a: torch.Tensor, b: torch.Tensor, limit: float) -> bool:
+    a, b = a.double(), b.double()
+    size = b.square().mean().sqrt().clamp(min=1e-30)
+    return bool((a - b).square().mean().sqrt() <= limit * size)
