@@ -7,7 +7,6 @@ tokens that a mask undoes is none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,60 +31,75 @@ class Place:
     """First and last token of the target."""
 
 
-def forward_places(
-    runner: Runner, source: int, other: list[torch.Tensor], threshold: float
-) -> tuple[list[Place], set[str]]:
-    """Returns where the tokens of a source reach other sequences, and the modules that contain these places.
+class ForwardSearch:
+    """Finds where the tokens of one sequence reach others."""
 
-    `other` are the sequences with other tokens of the source.
-    """
-    targets = [n for n in range(len(runner.sequences)) if n != source]
-    protected = torch.cat([runner.tokens_of(n) for n in targets])
+    def __init__(self, runner: Runner, threshold: float) -> None:
+        """`threshold` is the smallest change, relative to the RMS of a tensor, that is not rounding."""
+        self.runner, self.threshold = runner, threshold
+        self.modules: set[str] = set()
+        """The modules with leaks that were found so far."""
+        self.plain = self._run(runner.sequences, Tracer(runner, set()))
 
-    def run(traced: set[str], first: Tracer | None, setup: Callable[[Tracer], None] | None = None) -> Tracer:
-        tracer = Tracer(runner, protected, traced, first, threshold)
-        if setup is not None:
-            setup(tracer)
-        with following(runner.model, tracer):
-            runner.run_packed(runner.sequences if first is None else other)
+    def places(self, source: int, other: list[torch.Tensor]) -> list[Place]:
+        """Returns the leaks of a source in other modules than before.
+
+        `other` are the sequences with other tokens of the source.
+        """
+        runner = self.runner
+        targets = [n for n in range(len(runner.sequences)) if n != source]
+        given: dict[str, Any] = dict(protected=torch.cat([runner.tokens_of(n) for n in targets]))
+        given["threshold"] = self.threshold
+        modules = self._run(other, Tracer(runner, set(), self.plain, **given))
+        traced = {site.key[0] for site in modules.sites} - self.modules
+        if not traced:
+            return []
+        self.modules |= traced
+        first = self._run(runner.sequences, Tracer(runner, traced))
+        found = self._run(other, Tracer(runner, traced, first, **given))
+        sites: list[Site] = []
+        groups: dict[tuple[str, str], list[Site]] = {}
+        for site in found.sites:
+            groups.setdefault((site.key[0], site.operation), []).append(site)
+        for (path, operation), group in groups.items():
+            if path not in traced:
+                continue
+            if operation != "" and (path, "") not in groups:
+                only = {site.key for site in found.sites} - {site.key for site in group}
+                without = self._run(other, Tracer(runner, traced, first, **given, only=only))
+                if not _matters(group, found, without):
+                    continue
+            sites += group
+        sites = sites or [site for site in modules.sites if site.key[0] in traced]
+        pairs = found.pairs | first.pairs
+        return _merged([_place(site, runner, targets, pairs) for site in sites])
+
+    def _run(self, sequences: list[torch.Tensor], tracer: Tracer) -> Tracer:
+        with following(self.runner.model, tracer):
+            self.runner.run_packed(sequences)
         return tracer
 
-    modules = run(set(), run(set(), None))
-    traced = {site.key[0] for site in modules.sites}
-    first = run(traced, None)
-    found = run(traced, first)
-    sites = [s for s in found.sites if _matters(s, found, lambda setup: run(traced, first, setup))]
-    places = []
-    for site in sites or modules.sites:
-        places.append(_place(site, runner, source, targets, found.pairs | first.pairs))
-    return _merged(places), traced
 
+def _matters(group: list[Site], found: Tracer, without: Tracer) -> bool:
+    """Returns true if the changes of an operation reach the output of its module or another site.
 
-def _matters(site: Site, found: Tracer, run: Callable[[Callable[[Tracer], None]], Tracer]) -> bool:
-    """Returns true if the change at a site reaches the output of its module or another site."""
-    if site.operation == "":
+    `without` is a run in which only the other sites were healed.
+    """
+    if group[0].key[0] in without.dirty:
         return True
-    group = {s.key for s in found.sites if (s.key[0], s.operation) == (site.key[0], site.operation)}
-    if any(key < site.key for key in group):
-        return False  # the first of a group stands for it
-
-    def spare_it(tracer: Tracer) -> None:
-        tracer.only = {s.key for s in found.sites} - group
-
-    without = run(spare_it)
-    if site.key[0] in without.dirty:
-        return True
-    behind = [s.key for s in found.sites if s.key not in group and s.key in without.before_healing]
+    keys = {site.key for site in group}
+    behind = [s.key for s in found.sites if s.key not in keys and s.key in without.before_healing]
     return any(
         without.changes(without.before_healing[key], found.before_healing[key]) is not None for key in behind
     )
 
 
-def _place(site: Site, runner: Runner, source: int, targets: list[int], pairs: set[str]) -> Place:
+def _place(site: Site, runner: Runner, targets: list[int], pairs: set[str]) -> Place:
     changes = dict(zip(targets, site.change.split([runner.lengths[n] for n in targets]), strict=True))
     reached = [n for n in targets if bool(changes[n].any())]
-    # The sequence after the source shows the pattern best, unless it is very short.
+    # The sequence behind the source shows the pattern best, unless it is very short.
     long = [n for n in reached if runner.lengths[n] > WINDOW]
+    source = next(n for n in range(len(runner.sequences)) if n not in targets)
     target = next((n for n in long if n > source), (long or reached)[0])
     tokens = changes[target].nonzero().flatten()
     kind = site.kind or kind_of(runner.model, site.key[0], changes[target], site.key[0] in pairs)
@@ -145,7 +159,7 @@ def backward_places(runner: Runner, target: int, cotangent: torch.Tensor) -> lis
 
     def on_input(path: str, gradient: torch.Tensor) -> torch.Tensor:
         change = dirt(gradient)
-        if change is None:
+        if change is None or outputs.get(path, False):
             return gradient
         inputs.setdefault(path, change)
         axis = layout.axis(gradient)
@@ -175,16 +189,16 @@ def backward_places(runner: Runner, target: int, cotangent: torch.Tensor) -> lis
         )
     try:
         with torch.enable_grad():
+            runner.probes = []
             out = runner.run_packed(runner.sequences)[target]
             leaves = [p for p in runner.model.parameters() if p.requires_grad]
-            torch.autograd.grad((out * cotangent).sum(), leaves, allow_unused=True)
+            torch.autograd.grad((out * cotangent).sum(), leaves + runner.probes, allow_unused=True)
     finally:
+        runner.probes = None
         for handle in handles:
             handle.remove()
     places = []
     for path, change in inputs.items():
-        if outputs.get(path, False):
-            continue
         changes = dict(zip(others, change.split([runner.lengths[n] for n in others]), strict=True))
         source = min((n for n in others if bool(changes[n].any())), key=lambda n: abs(n - target))
         tokens = changes[source].nonzero().flatten()
@@ -289,7 +303,7 @@ def _difference(
         )
 
     def compare(packed: list[torch.Tensor], key: tuple[str, int], kind: str) -> tuple[bool, bool]:
-        """Whether floating-point values and integers agree with the sequences alone."""
+        """Whether floating-point values, and integers that count tokens, agree with the sequences alone."""
         same, same_integers = True, True
         for i, x in enumerate(packed):
             axis = layout.axis(x)
@@ -303,7 +317,9 @@ def _difference(
                 if y is None or y.shape != part.shape:
                     continue
                 if not x.is_floating_point():
-                    same_integers = same_integers and torch.equal(part, y)
+                    count = torch.arange(counts[n], device=y.device)
+                    counted = bool((y == count[:, None] + y[:1]).all())
+                    same_integers = same_integers and (not counted or torch.equal(part, y))
                 elif not _near(part, y, limit):
                     same = False
         return same, same_integers

@@ -90,7 +90,7 @@ class Site:
 
 @dataclass
 class Seen:
-    """Protected values of one call in the first run."""
+    """Values of one call in the first run."""
 
     name: str
     tensors: list[torch.Tensor | None]
@@ -102,20 +102,20 @@ class Tracer(TorchFunctionMode):
     def __init__(
         self,
         runner: Runner,
-        protected: torch.Tensor,
         traced: set[str],
-        first: Tracer | None,
-        threshold: float,
+        first: Tracer | None = None,
+        protected: torch.Tensor | None = None,
+        threshold: float = 0.0,
+        only: set[Key] | None = None,
     ) -> None:
-        """`traced` are the modules whose operations are followed; without `first` the run is recorded."""
+        """Without `first` the run is recorded.
+
+        `traced` are the modules whose operations are followed, and `only` the sites to heal; by default all.
+        """
         super().__init__()
         self.layout = Layout(runner.rows, runner.width)
         self.runner, self.protected, self.traced = runner, protected, traced
-        self.first, self.threshold = first, threshold
-        self.spared: Callable[[Site], bool] = lambda site: False
-        """Sites that are not healed."""
-        self.only: set[Key] | None = None
-        """The sites to heal; None for all that are found."""
+        self.first, self.threshold, self.only = first, threshold, only
         self.seen: dict[Key, Seen] = {}
         self.inputs: dict[Key, list[torch.Tensor | None]] = {}
         self.sites: list[Site] = []
@@ -135,13 +135,13 @@ class Tracer(TorchFunctionMode):
     # Values of tokens
 
     def tokens(self, values: Any, spare: int = 0) -> list[torch.Tensor | None]:  # noqa: ANN401
-        """Protected tokens of every floating-point tensor; None where there is no axis of tokens."""
+        """The tokens of every floating-point tensor; None where there is no axis of tokens."""
         found: list[torch.Tensor | None] = []
         for x in tree_flatten(values)[0]:
             if not isinstance(x, torch.Tensor) or not x.is_floating_point():
                 continue
             axis = self.layout.axis(x, spare)
-            taken = None if axis is None else self.layout.take(x.detach(), axis)[self.protected]
+            taken = None if axis is None else self.layout.take(x.detach(), axis).clone()
             found.append(taken)
         return found
 
@@ -149,9 +149,11 @@ class Tracer(TorchFunctionMode):
         """Largest change per protected token; None if nothing changed."""
         total = None
         for a, b in zip(new, old, strict=False):
-            if a is None or b is None or a.shape != b.shape or torch.equal(a, b) or a.numel() == 0:
+            if a is None or b is None or a.shape != b.shape or torch.equal(a, b):
                 continue
-            a, b = a.double(), b.double()
+            a, b = a[self.protected].double(), b[self.protected].double()
+            if a.numel() == 0:
+                continue
             size = b.square().mean().sqrt().clamp(min=1e-30)
             change = ((a - b).abs().amax(-1) / size).nan_to_num(nan=torch.inf)
             change = torch.where(change > self.threshold, change, 0.0)
@@ -164,19 +166,30 @@ class Tracer(TorchFunctionMode):
         """Runs before a module."""
         key = (path, self.calls[path], -1)
         self.calls[path] += 1
-        values = self.tokens((args, kwargs))
         clean = True
-        if self.first is None:
-            self.inputs[key] = values
-        else:
-            clean = any(x is not None for x in values) or not values
-            clean = clean and self.changes(values, self.first.inputs.get(key, [])) is None
+        with self._own_work():
+            values = self.tokens((args, kwargs))
+            if self.first is None:
+                self.inputs[key] = values
+            else:
+                clean = any(x is not None for x in values) or not values
+                clean = clean and self.changes(values, self.first.inputs.get(key, [])) is None
         self.stack.append([path, key, 0, clean])
 
     def after(self, path: str, output: Any) -> Any:  # noqa: ANN401
         """Runs after a module; returns its output, healed if it is a site."""
         _, key, _, clean = self.stack.pop()
-        return self.judge(key, "", (), output, clean, 0)
+        with self._own_work():
+            return self.judge(key, "", (), output, clean, 0)
+
+    @contextlib.contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """Operations in here are not those of the model."""
+        before, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = before
 
     # Operations
 
@@ -192,24 +205,15 @@ class Tracer(TorchFunctionMode):
 
     def operation(self, name: str, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         """Runs an operation inside a traced module."""
-        self.inside = True
-        try:
+        with self._own_work():
             output = run()
-            in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-            target = args[0] if in_place and args else output
-            if not any(isinstance(x, torch.Tensor) for x in tree_flatten(target)[0]):
-                return output
+            in_place = name.startswith("__") and name != "__getitem__" or name.endswith("_")
+            if in_place or not any(isinstance(x, torch.Tensor) for x in tree_flatten(output)[0]):
+                return output  # a buffer is judged where it is read
             frame = self.stack[-1]
             path, call, number = frame[1][0], frame[1][1], frame[2]
             frame[2] += 1
-            healed = self.judge((path, call, number), name, (args, kwargs), target, True, 16)
-            if healed is not target and in_place:
-                with torch.no_grad():
-                    target.copy_(healed)
-                return output
-            return healed if not in_place else output
-        finally:
-            self.inside = False
+            return self.judge((path, call, number), name, (args, kwargs), output, True, 16)
 
     def judge(self, key: Key, name: str, given: Any, output: Any, clean: bool, spare: int) -> Any:  # noqa: ANN401
         """Records or compares an output, and heals it."""
@@ -227,7 +231,7 @@ class Tracer(TorchFunctionMode):
         if change is None:
             return output
         site = Site(self._owner(given) or key[0], key, name, self._kind(name, given), change)
-        healing = clean and not self.spared(site) and (self.only is None or key in self.only)
+        healing = clean and (self.only is None or key in self.only)
         if not healing:
             if name == "":
                 self.dirty.add(key[0])
@@ -245,13 +249,9 @@ class Tracer(TorchFunctionMode):
             values, axis = next(remaining), self.layout.axis(x, spare)
             if values is None or axis is None:
                 return x
-            return self.layout.put(x, axis, self.protected, values)
+            return self.layout.put(x, axis, self.protected, values[self.protected])
 
-        was_inside, self.inside = self.inside, True
-        try:
-            return tree_map_only(torch.Tensor, heal, output)
-        finally:
-            self.inside = was_inside
+        return tree_map_only(torch.Tensor, heal, output)
 
     def _has_pairs(self, values: Any) -> bool:  # noqa: ANN401
         return any(
@@ -298,7 +298,7 @@ def following(model: torch.nn.Module, tracer: Tracer) -> Iterator[None]:
 
     def traced_apply(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         def run() -> Any:  # noqa: ANN401
-            return apply.__func__(cls, *args, **kwargs)
+            return apply.__get__(None, cls)(*args, **kwargs)
 
         if tracer.inside or not tracer.stack or tracer.stack[-1][0] not in tracer.traced:
             return run()

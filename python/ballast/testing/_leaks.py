@@ -12,10 +12,10 @@ from ballast.errors import UsageError
 from ballast.testing._compare import relative_rms
 from ballast.testing._inputs import values
 from ballast.testing._leak_sites import (
+    ForwardSearch,
     Place,
     backward_places,
     differing_places,
-    forward_places,
     kind_of,
 )
 from ballast.testing._packing import Pack, Runner, changed, random_sequences
@@ -223,6 +223,8 @@ class _Test:
         limit = 4 * eps + 128 * inside if tolerance is None else tolerance
         self.limits = (limit, 4 * limit)
         self.threshold = 16 * eps
+        # Forward shows no smaller dependency, even if backward does.
+        self.faint = max(eps, 1e-6)
         self.parameters = {n: p for n, p in runner.model.named_parameters() if p.requires_grad}
         self.with_gradients = gradients and bool(self.parameters)
 
@@ -252,7 +254,8 @@ class _Test:
         leaks, healed = self._forward_leaks(forward)
         if any(not x <= self.limits[0] for x in outputs):
             leaks += self._differences(outputs, healed, bool(forward))
-        leaks += self._backward_leaks({pair for pair in backward if pair not in forward}, packed)
+        only = {pair for pair, size in backward.items() if size > self.faint and pair not in forward}
+        leaks += self._backward_leaks(only, packed)
         if not leaks:
             leaks = [
                 _gradient_leak(name, x, self.limits[1])
@@ -286,12 +289,11 @@ class _Test:
                 found[source, target] = change.nan_to_num(nan=torch.inf)
         return found
 
-    def _gradients(
-        self, packed: list[torch.Tensor]
-    ) -> tuple[dict[str, float], dict[tuple[int, int], torch.Tensor]]:
+    def _gradients(self, packed: list[torch.Tensor]) -> tuple[dict[str, float], dict[tuple[int, int], float]]:
         """Errors of the gradients of parameters, and pairs (source, target) connected in backward.
 
-        A pair means that the loss of the target has a gradient at tokens of the source.
+        A pair means that the loss of the target has a gradient at tokens of the source; its value is the size
+        relative to the gradient at the target.
         """
         runner, names = self.runner, list(self.parameters)
         leaves = list(self.parameters.values())
@@ -307,14 +309,14 @@ class _Test:
                 top = (x * self._cotangent(target, x)).sum()
                 found = torch.autograd.grad(top, leaves + probes, retain_graph=True, allow_unused=True)
                 _add(sums, found[: len(leaves)])
-                for source in range(self.count):
-                    tokens = runner.tokens_of(source)
-                    for gradient in found[len(leaves) :]:
-                        if gradient is None or source == target:
-                            continue
-                        part = gradient.flatten(0, 1)[tokens].flatten(1).abs().amax(-1)
-                        if bool((part != 0).any()):
-                            pairs[source, target] = part
+                for gradient in found[len(leaves) :]:
+                    if gradient is None:
+                        continue
+                    widest = gradient.detach().double().flatten(0, 1).flatten(1).abs().amax(-1)
+                    sizes_of = [widest[runner.tokens_of(n)].max().item() for n in range(self.count)]
+                    for source, size in enumerate(sizes_of):
+                        if source != target and size != 0:
+                            pairs[source, target] = size / max(sizes_of[target], 1e-30)
         del outputs
         alone: list[torch.Tensor | None] = [None] * len(names)
         sizes = [0.0] * len(names)
@@ -345,27 +347,27 @@ class _Test:
 
     def _forward_leaks(self, forward: dict[tuple[int, int], torch.Tensor]) -> tuple[list[Leak], set[str]]:
         leaks: dict[tuple[str, str], Leak] = {}
-        modules: set[str] = set()
+        search: ForwardSearch | None = None
         # The longest sequence behind a source shows best what reaches it; other sources add other modules.
         lengths = [*self.runner.lengths[1:], 0]
         for source in sorted({source for source, _ in forward}, key=lambda n: -lengths[n]):
             places: list[Place] = []
             with self._noting():
-                places, found = forward_places(self.runner, source, self.others[source], self.threshold)
-                if not places:
-                    places, found = forward_places(self.runner, source, self.others[source], 0.0)
-                modules |= found
-            if not places:
+                search = search or ForwardSearch(self.runner, self.threshold)
+                places = search.places(source, self.others[source])
+                if not places and not search.modules:
+                    search = ForwardSearch(self.runner, 0.0)
+                    places = search.places(source, self.others[source])
+            if not places and not leaks:
                 target = min((t for s, t in forward if s == source), key=lambda t: abs(t - source))
                 change = forward[source, target]
                 tokens = (change > min(self.threshold, change.max().item() / 2)).nonzero().flatten()
                 kind = kind_of(self.runner.model, "", change, False)
                 places = [Place("", kind, target, (int(tokens[0]), int(tokens[-1])))]
-            known = {module for module, _ in leaks}
             for p in places:
-                if p.module not in known:
-                    leaks[p.module, p.kind] = Leak(p.module, p.kind, "forward", source, p.target, p.tokens)
-        return list(leaks.values()), modules
+                leak = Leak(p.module, p.kind, "forward", source, p.target, p.tokens)
+                leaks.setdefault((p.module, p.kind), leak)
+        return list(leaks.values()), search.modules if search else set()
 
     def _differences(self, outputs: Sequence[float], healed: set[str], explained: bool) -> list[Leak]:
         """Leaks that the tokens of other sequences have no part in."""
@@ -386,7 +388,8 @@ class _Test:
 
     def _backward_leaks(self, pairs: set[tuple[int, int]], packed: list[torch.Tensor]) -> list[Leak]:
         leaks: dict[tuple[str, str], Leak] = {}
-        for target in sorted({target for _, target in pairs}):
+        lengths = [0, *self.runner.lengths]
+        for target in sorted({target for _, target in pairs}, key=lambda n: -lengths[n]):
             places: list[Place] = []
             with self._noting():
                 cotangent = self._cotangent(target, packed[target])
@@ -394,10 +397,12 @@ class _Test:
             if not places:
                 source = min((s for s, t in pairs if t == target), key=lambda s: abs(s - target))
                 places = [Place("", "unknown", source, (0, self.runner.lengths[source] - 1))]
+            known = {module for module, _ in leaks}
             for p in places:
-                # The gradient flows from the target of the forward pass to its source.
-                leak = Leak(p.module, p.kind, "backward", target, p.target, p.tokens)
-                leaks.setdefault((p.module, p.kind), leak)
+                if p.module not in known:
+                    # The gradient flows from the target of the forward pass to its source.
+                    leak = Leak(p.module, p.kind, "backward", target, p.target, p.tokens)
+                    leaks[p.module, p.kind] = leak
         return list(leaks.values())
 
     @contextlib.contextmanager
@@ -472,7 +477,7 @@ def _hints(runner: Runner, leaks: list[Leak]) -> list[str]:
     if kinds & {"convolution", "state"}:
         hints.append(
             "hint: without flash-linear-attention, causal-conv1d and mamba-ssm, transformers does not "
-            "separate packed sequences in linear attention; install them and pass cu_seq_lens and seq_idx, or, for "
-            "Qwen3-Next and Qwen3.5 on a CPU, call ballast.patch_transformers()"
+            "separate packed sequences in linear attention; install them and pass cu_seq_lens and seq_idx, "
+            "or, for Qwen3-Next and Qwen3.5 on a CPU, call ballast.patch_transformers()"
         )
     return hints

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,15 @@ kimi_steps = inspect.unwrap(kimi.recurrent_kimi_delta_attention)
 
 UNPACKED = ("cu_seqlens", "scale")
 """Features that the rules of transformers do not have."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are too small for threads, which would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
