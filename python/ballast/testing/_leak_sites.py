@@ -16,8 +16,8 @@ from ballast._torch import torch
 from ballast.testing._leak_trace import ATTENTION_WORDS, STATE_WORDS, Layout, Site, Tracer, following
 from ballast.testing._packing import Runner
 
-WINDOW = 8
-"""A leak into fewer first tokens than this is that of a convolution."""
+WINDOW = 16
+"""Most tokens that a convolution reaches."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ForwardSearch:
             sites += group
         sites = sites or [site for site in modules.sites if site.key[0] in traced]
         pairs = found.pairs | first.pairs
-        return _merged([_place(site, runner, targets, pairs) for site in sites])
+        return _merged([_place(site, runner, targets, self.threshold, pairs) for site in sites])
 
     def _run(self, sequences: list[torch.Tensor], tracer: Tracer) -> Tracer:
         with following(self.runner.model, tracer):
@@ -94,15 +94,16 @@ def _matters(group: list[Site], found: Tracer, without: Tracer) -> bool:
     )
 
 
-def _place(site: Site, runner: Runner, targets: list[int], pairs: set[str]) -> Place:
+def _place(site: Site, runner: Runner, targets: list[int], threshold: float, pairs: set[str]) -> Place:
     changes = dict(zip(targets, site.change.split([runner.lengths[n] for n in targets]), strict=True))
-    reached = [n for n in targets if bool(changes[n].any())]
+    reached = [n for n in targets if bool((changes[n] > threshold).any())]
     # The sequence behind the source shows the pattern best, unless it is very short.
     long = [n for n in reached if runner.lengths[n] > WINDOW]
     source = next(n for n in range(len(runner.sequences)) if n not in targets)
     target = next((n for n in long if n > source), (long or reached)[0])
-    tokens = changes[target].nonzero().flatten()
-    kind = site.kind or kind_of(runner.model, site.key[0], changes[target], site.key[0] in pairs)
+    tokens = (changes[target] > threshold).nonzero().flatten()
+    path = site.key[0]
+    kind = site.kind or kind_of(runner.model, path, changes[target], threshold, path in pairs)
     return Place(site.path, kind, target, (int(tokens[0]), int(tokens[-1])))
 
 
@@ -116,14 +117,17 @@ def _merged(places: list[Place]) -> list[Place]:
     return list(merged.values())
 
 
-def kind_of(model: torch.nn.Module, path: str, change: torch.Tensor, pairs: bool) -> str:
+def kind_of(model: torch.nn.Module, path: str, change: torch.Tensor, threshold: float, pairs: bool) -> str:
     """Kind of a leak by the change of every token of a sequence and by the names of the module."""
-    reached = change.nonzero().flatten()
-    if len(change) > WINDOW and len(reached) > 0 and int(reached[-1]) < WINDOW:
-        return "convolution"
+    names = f"{path.rpartition('.')[2]} {type(model.get_submodule(path)).__name__}".lower()
+    changed = change.nonzero().flatten()
+    if len(changed) > 0 and int(changed[-1]) < min(WINDOW, len(change) - 1):
+        # A convolution ends at once; a state fades.
+        ends_at_once = change[changed[-1]] > 0.02 * change.max() and change[changed[-1]] > threshold
+        if ends_at_once or "conv" in names:
+            return "convolution"
     if pairs:
         return "attention"
-    names = f"{path.rpartition('.')[2]} {type(model.get_submodule(path)).__name__}".lower()
     if any(word in names for word in STATE_WORDS):
         return "state"
     if any(word in names for word in ATTENTION_WORDS):
@@ -203,7 +207,7 @@ def backward_places(runner: Runner, target: int, cotangent: torch.Tensor) -> lis
         source = min((n for n in others if bool(changes[n].any())), key=lambda n: abs(n - target))
         tokens = changes[source].nonzero().flatten()
         # Gradients flow backward: what is at the end of a sequence is nearest to the next one.
-        kind = kind_of(runner.model, path, changes[source].flip(0), False)
+        kind = kind_of(runner.model, path, changes[source].flip(0), 0.0, False)
         places.append(Place(path, kind, source, (int(tokens[0]), int(tokens[-1]))))
     return places
 

@@ -85,7 +85,7 @@ class Site:
     kind: str | None
     """Kind of the leak as far as the operation tells."""
     change: torch.Tensor = field(compare=False, repr=False)
-    """Largest change of every protected token, relative to the RMS of all; 0 if below the threshold."""
+    """Largest change of every protected token, relative to the RMS of all."""
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Tracer(TorchFunctionMode):
         return found
 
     def changes(self, new: list[torch.Tensor | None], old: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """Largest change per protected token; None if nothing changed."""
+        """Largest change per protected token; None if no change is above the threshold."""
         total = None
         for a, b in zip(new, old, strict=False):
             if a is None or b is None or a.shape != b.shape or torch.equal(a, b):
@@ -156,9 +156,8 @@ class Tracer(TorchFunctionMode):
                 continue
             size = b.square().mean().sqrt().clamp(min=1e-30)
             change = ((a - b).abs().amax(-1) / size).nan_to_num(nan=torch.inf)
-            change = torch.where(change > self.threshold, change, 0.0)
             total = change if total is None else torch.maximum(total, change)
-        return total if total is not None and bool(total.any()) else None
+        return total if total is not None and bool((total > self.threshold).any()) else None
 
     # Modules
 
@@ -180,7 +179,8 @@ class Tracer(TorchFunctionMode):
         """Runs after a module; returns its output, healed if it is a site."""
         _, key, _, clean = self.stack.pop()
         with self._own_work():
-            return self.judge(key, "", (), output, clean, 0)
+            kind = type(self.runner.model.get_submodule(path)).__name__
+            return self.judge(key, "", (), output, clean, 16 if "conv" in kind.lower() else 0)
 
     @contextlib.contextmanager
     def _own_work(self) -> Iterator[None]:
@@ -213,11 +213,12 @@ class Tracer(TorchFunctionMode):
             frame = self.stack[-1]
             path, call, number = frame[1][0], frame[1][1], frame[2]
             frame[2] += 1
-            return self.judge((path, call, number), name, (args, kwargs), output, True, 16)
+            # A convolution may be cut to the tokens later.
+            spare = 16 if "conv" in name else 0
+            return self.judge((path, call, number), name, (args, kwargs), output, True, spare)
 
     def judge(self, key: Key, name: str, given: Any, output: Any, clean: bool, spare: int) -> Any:  # noqa: ANN401
         """Records or compares an output, and heals it."""
-        spare = spare if "conv" in name else 0
         values = self.tokens(output, spare)
         if self._has_pairs(output):
             self.pairs.add(key[0])

@@ -36,6 +36,7 @@ def assert_no_leak(request: pytest.FixtureRequest) -> Iterator[Callable[..., tes
         torch.manual_seed(0)
 
         def run(model: torch.nn.Module, *args: Any, **kwargs: Any) -> testing.LeakReport:  # noqa: ANN401
+            __tracebackhide__ = True
             report = testing.find_leaks(model, *args, **kwargs)
             request.node.add_report_section("call", "leaks", str(report))
             report.raise_if_failed()
@@ -49,6 +50,7 @@ def assert_conforms(request: pytest.FixtureRequest) -> Callable[..., testing.Con
     """Returns `ballast.testing.conformance`; a kernel that fails a case fails the test."""
 
     def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> testing.Conformance:  # noqa: ANN401
+        __tracebackhide__ = True
         report = testing.conformance(fn, *args, **kwargs)
         request.node.add_report_section("call", "conformance", str(report))
         report.raise_if_failed()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import leak_models as small
@@ -241,44 +243,45 @@ def test_the_model_is_as_it_was() -> None:
     assert torch.autograd.Function.__dict__["apply"] is apply
 
 
-def test_the_fixtures_fail_with_the_report(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest('pytest_plugins = ["ballast.testing.plugin"]')
-    pytester.makepyfile(
-        """
-        import torch
+FIXTURES = """
+import torch
 
-        class Model(torch.nn.Module):
-            def __init__(self, leaks):
-                super().__init__()
-                self.embed, self.leaks = torch.nn.Embedding(20, 4), leaks
+class Model(torch.nn.Module):
+    def __init__(self, leaks):
+        super().__init__()
+        self.embed, self.leaks = torch.nn.Embedding(20, 4), leaks
 
-            def forward(self, input_ids, position_ids):
-                x = self.embed(input_ids)
-                before = x.roll(1, 1) if self.leaks else x.roll(1, 1) * (position_ids > 0)[..., None]
-                return x + before
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids)
+        before = x.roll(1, 1) if self.leaks else x.roll(1, 1) * (position_ids > 0)[..., None]
+        return x + before
 
-        def test_right(assert_no_leak):
-            assert_no_leak(Model(False), lengths=(5, 12))
+def test_right(assert_no_leak):
+    assert_no_leak(Model(False), lengths=(5, 12))
 
-        def test_wrong(assert_no_leak):
-            assert_no_leak(Model(True), lengths=(5, 12))
+def test_wrong(assert_no_leak):
+    assert_no_leak(Model(True), lengths=(5, 12))
 
-        def test_kernel(assert_conforms):
-            from ballast.ops import chunk_gated_delta_rule
-            assert_conforms(chunk_gated_delta_rule, cases=["one token"])
-            assert_conforms(lambda q, k, v, **given: (v, None), cases=["one token"])
-        """
-    )
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(
-        [
-            "*model: *of sequence 1 depend* on sequence 0 (convolution window)*",
-            "*fails the conformance test of gated_delta*",
-        ]
-    )
+def test_kernel(assert_conforms):
+    from ballast.ops import chunk_gated_delta_rule
+    assert_conforms(chunk_gated_delta_rule, cases=["one token"])
+    assert_conforms(lambda q, k, v, **given: (v, None), cases=["one token"])
+"""
 
 
-def test_importing_the_package_needs_no_pytest() -> None:
-    code = "import sys; sys.modules['pytest'] = None; from ballast.testing import assert_no_leak, conformance"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_the_fixtures_fail_with_the_report(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["ballast.testing.plugin"]', encoding="utf-8")
+    (tmp_path / "test_fixtures.py").write_text(FIXTURES, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", "."]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert "2 failed, 1 passed" in out, out
+    assert "- model: token 0 of sequence 1 depends on sequence 0 (convolution window)" in out
+    assert "fails the conformance test of gated_delta:" in out
+    assert "FAIL one token: dq: no gradient" in out and "Captured conformance call" in out
+
+
+def test_only_the_plugin_needs_pytest() -> None:
+    for path in Path(testing.__file__).parent.glob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        names = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+        assert ("pytest" in names) == (path.name == "plugin.py"), path
