@@ -1,5 +1,14 @@
 """Tests for authors of trainers and kernels.
 
+Packed sequences stay apart in a model, forward and backward (`assert_no_leak`; as a fixture of pytest in
+`ballast.testing.plugin`):
+
+>>> import torch
+>>> from ballast.testing import find_leaks
+>>> model = torch.nn.Sequential(torch.nn.Embedding(20, 4), torch.nn.LSTM(4, 4, batch_first=True))
+>>> [(leak.module, leak.kind) for leak in find_leaks(model, pack="none").leaks]
+[('1', 'state')]
+
 A delta-rule kernel against f64, as a table of errors per case, output and gradient:
 
 >>> from ballast import ops, testing
