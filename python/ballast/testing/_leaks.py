@@ -146,7 +146,7 @@ def assert_no_leak(
     and whether a convolution, a recurrent state, attention or positions do.
 
     The model runs as it is, in training mode if it is in training mode, and with `options` as additional
-    keywords. Dropout must be off. Its gradients (`.grad`) stay as they are.
+    keywords. Dropout must be off. Gradients (`.grad`) and buffers stay as they are.
 
     - `sequences`: token ids, or tensors [tokens, features]; without them, random tokens in `lengths`.
     - `pack`: how the model is told: one or several of position_ids (they restart), cu_seqlens (offsets),
@@ -210,7 +210,13 @@ def find_leaks(
     if len(tensors) < 2 or any(len(x) == 0 for x in tensors):
         raise UsageError("a leak test needs at least 2 sequences, each with a token")
     runner = Runner(model, tensors, pack, alone, output, options)
-    return _Test(runner, tolerance, gradients, seed).report()
+    buffers = [(x, x.detach().clone()) for x in model.buffers()]
+    try:
+        return _Test(runner, tolerance, gradients, seed).report()
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:  # running statistics, for example
+                buffer.copy_(before)
 
 
 class _Test:
