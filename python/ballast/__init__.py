@@ -10,7 +10,7 @@ None of these needs torch or numpy. `python -m ballast` is the whole command lin
 
 - `ballast.torch`: keeps protected tensors in f32 through loading, casts, FSDP2, training and saving.
 - `ballast.ops`: the kernels as PyTorch operations on the CPU.
-- `ballast.testing`: golden inputs and f64 references for kernel authors.
+- `ballast.testing`: leak tests for trainers; conformance, golden inputs and f64 references for kernels.
 - `patch_transformers`: runs the linear-attention layers of transformers on these kernels.
 """
 
