@@ -39,7 +39,7 @@ fuzz_target!(|text: &str| {
     }
     let Ok((registry, policy)) = Registry::builtin().with_policy_file(text) else { return };
     let architecture = Architecture::from_names(names.iter().copied(), &registry.families);
-    let reduced = policy.for_architecture(&architecture);
+    let reduced = policy.for_model(&architecture, names.iter().copied());
     for name in &names {
         let bare = strip_fp32_holder_key(name);
         let id = |name: &str| reduced.rule_for(name).map(|rule| rule.id.clone());
