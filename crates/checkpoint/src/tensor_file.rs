@@ -195,7 +195,7 @@ impl SharedFile {
         self.file.write_all_at(bytes, at).map_err(Error::io(&self.path, "write"))
     }
 
-    /// Flushes the own ranges to the disk.
+    /// Flushes this rank's ranges to the disk.
     pub fn finish(self) -> Result<()> {
         self.file.sync_all().map_err(Error::io(&self.path, "flush"))
     }

@@ -7,6 +7,7 @@ mod common;
 mod server;
 
 mod advice;
+mod audit_formats;
 mod bad_destinations;
 mod bad_headers;
 mod bad_indexes;

@@ -10,7 +10,7 @@
 //! - `family.rs`: architectures, and the fields of config.json. [`parameters`]: config.json to entries. [`names`]:
 //!   tensors under llama.cpp's names. [`tokenizer`]: tokenizer.json to entries.
 //!
-//! A model that llama.cpp cannot express is refused, because it would compute something else without a word.
+//! A model that llama.cpp cannot express is refused, because it would silently compute something else.
 
 #![forbid(unsafe_code)]
 

@@ -72,7 +72,7 @@ pub struct Model {
 pub struct LossOptions {
     /// Coefficient of the z-loss: the squared log-sum-exp of the logits.
     pub z_loss: f32,
-    /// Part of the target's probability that is spread over the vocabulary.
+    /// Label smoothing factor: the probability that is divided evenly among all tokens of the vocabulary.
     pub label_smoothing: f32,
     /// Factor of the gradient of the loss sum; `None`: 1 / tokens with a target, of all parts if the batch is
     /// divided.

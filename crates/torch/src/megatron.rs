@@ -47,7 +47,7 @@ pub(super) const COUNTS: [(&str, &str); 16] = [
 /// Most experts of a layer; each becomes a tensor.
 const MOST_EXPERTS: u64 = 1 << 16;
 
-/// Puts tensors together as one rank has them.
+/// Assembles the tensors as on a single rank.
 pub(crate) fn as_one_rank(found: Vec<Found>) -> Result<Vec<Found>> {
     let mut made: Vec<Found> = Vec::new();
     let mut packed: HashMap<String, Vec<Option<Found>>> = HashMap::new();

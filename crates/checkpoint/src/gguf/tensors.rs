@@ -35,7 +35,7 @@ pub(super) struct Tensors {
 }
 
 /// Reason to leave out tensors of images and sound.
-const VISION: &str = "llama.cpp takes vision and audio from a file of its own";
+const VISION: &str = "llama.cpp loads vision and audio from a separate file (mmproj)";
 /// Reason to leave out a stored head.
 const HEAD: &str = "the output head is the embedding";
 

@@ -7,6 +7,7 @@ use ballast_checkpoint::audit::{AuditOptions, AuditReport, Severity, Values, aud
 use ballast_contract::{Family, Policy, Registry};
 use clap::Args;
 
+use super::audit_formats::{self, Format};
 use super::inspect::layout_words;
 use super::{Global, PolicyArg, open, remote_text};
 use crate::exit::{Outcome, Usage};
@@ -28,6 +29,9 @@ pub(crate) struct AuditArgs {
     /// a violation. Only its protected tensors are read. Without it, releases that Ballast knows by name decide.
     #[arg(long, value_name = "ORIG")]
     original: Option<PathBuf>,
+    /// Form of the result on standard output.
+    #[arg(long, value_enum, default_value_t = Format::Text, hide_possible_values = false)]
+    format: Format,
     #[command(flatten)]
     policy: PolicyArg,
 }
@@ -56,10 +60,13 @@ pub(crate) fn run(args: AuditArgs, global: &Global) -> anyhow::Result<Outcome> {
     let accept_released = !args.policy.is_given(global);
     let options = AuditOptions { values, original: original.as_ref(), accept_released };
     let report = audit_with(&checkpoint, &registry, &policy, options, &global.progress())?;
-    if global.json {
-        global.print_json("audit", &report);
-    } else {
-        output::print(&text(&report));
+    match args.format {
+        _ if global.json => global.print_json("audit", &report),
+        Format::Json => global.print_json("audit", &report),
+        Format::Text => output::print(&text(&report)),
+        Format::Markdown => output::print(&audit_formats::markdown(&report)),
+        Format::Html => output::print(&audit_formats::html(&report)),
+        Format::Sarif => output::print(&audit_formats::sarif(&report, &checkpoint)),
     }
     Ok(if report.passed { Outcome::Ok } else { Outcome::CheckFailed })
 }

@@ -1,6 +1,7 @@
 //! The commands: their arguments (`*Args`) and what they do.
 
 mod audit;
+mod audit_formats;
 mod convert;
 mod data;
 mod demo;

@@ -44,7 +44,7 @@ impl<'s> Keys<'s> {
         }
     }
 
-    /// Number n of several that are stored one after another.
+    /// The n-th of several stored consecutively.
     pub(super) fn nth(memory: &'s mut [f32], n: usize, dims: Dims, chunk: usize) -> Keys<'s> {
         Keys::take(&mut &mut memory[n * Keys::len(dims, chunk)..], dims, chunk)
     }
@@ -202,7 +202,7 @@ impl<'s> Head<'s> {
         }
     }
 
-    /// Number n of several that are stored one after another.
+    /// The n-th of several stored consecutively.
     pub(super) fn nth(memory: &'s mut [f32], n: usize, dims: Dims, chunk: usize) -> Head<'s> {
         Head::take(&mut &mut memory[n * Head::len(dims, chunk)..], dims, chunk)
     }
