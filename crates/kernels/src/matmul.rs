@@ -299,7 +299,7 @@ pub fn matmul(c: &mut [f32], alpha: f32, a: Mat<'_>, b: Mat<'_>) {
 }
 
 /// Dense C += alpha A B.
-pub(crate) fn matmul_add(c: &mut [f32], alpha: f32, a: Mat<'_>, b: Mat<'_>) {
+pub fn matmul_add(c: &mut [f32], alpha: f32, a: Mat<'_>, b: Mat<'_>) {
     matmul_strided(c, b.columns, alpha, a, b, 1.0);
 }
 
