@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use ballast_checkpoint::Checkpoint;
 use ballast_checkpoint::audit::{AuditOptions, Values, audit, audit_with};
+use ballast_checkpoint::convert::ConvertOptions;
 use ballast_checkpoint::diff::diff;
 use ballast_checkpoint::inspect::inspect;
 use ballast_checkpoint::repair::{Outcome, repair};
@@ -62,6 +63,27 @@ fn two_revisions_are_compared_on_the_hub() {
     let report = diff(&open(ADDRESS), &open("hf://org/model@v1"), &Silent).unwrap();
     assert!(report.tensors.iter().all(|t| !t.differs(0.0, true)));
     assert_eq!(report.remote.len(), 2);
+}
+
+#[test]
+fn an_audit_against_a_hub_reads_the_protected_tensors_of_the_original_alone() {
+    let stage = Stage::new();
+    let source = common::open(&stage.model());
+    let broken = stage.folder.path().join("broken");
+    convert(&source, &broken, &ConvertOptions { dtype: Some(Dtype::Bf16), ..options(&source, "none") });
+    let original = Arc::new(stage.open().unwrap());
+    let opened = original.remote.as_ref().unwrap().summary().bytes;
+    let audited =
+        AuditOptions { original: Some(&original), accept_released: true, ..AuditOptions::default() };
+    let broken = common::open(&broken);
+    let report = audit_with(&broken, Registry::builtin(), &policy("strict"), audited, &Silent).unwrap();
+    assert!(!report.passed && report.findings.iter().all(|f| f.kind == "lost"), "{:?}", report.findings);
+    assert_eq!(report.findings.iter().map(|f| f.tensors.len()).sum::<usize>(), report.protected);
+    assert_eq!(report.released.unwrap().name, format!("hf://{REPO}@{COMMIT}"));
+    let read = original.remote.as_ref().unwrap().summary().bytes - opened;
+    let is_protected = |name: &str| policy("strict").rule_for(name).is_some();
+    let protected: u64 = source.tensors.iter().filter(|t| is_protected(&t.name)).map(|t| t.bytes).sum();
+    assert!(read <= protected, "{read} bytes for {protected} of protected tensors");
 }
 
 #[test]
