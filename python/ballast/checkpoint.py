@@ -199,7 +199,7 @@ class DecayCost:
 
 @dataclass(frozen=True)
 class Publication:
-    """Where it is known from what the authors published: the original, or the name of a release."""
+    """The source of the published form of the tensors: the original, or the name of a release."""
 
     name: str
     source: str

@@ -107,7 +107,7 @@ pub struct AuditReport {
     pub decay: Vec<DecayCost>,
     /// Notes.
     pub notes: Vec<String>,
-    /// Where it is known from what the authors published, if it is.
+    /// Source of the published form of the tensors, if it is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub released: Option<Publication>,
     /// Bytes and requests that a server was asked for.
@@ -115,6 +115,13 @@ pub struct AuditReport {
     pub remote: Option<RemoteSummary>,
     /// True if there is no violation.
     pub passed: bool,
+}
+
+impl AuditReport {
+    /// Returns the number of tensors in findings of this severity.
+    pub fn count(&self, severity: Severity) -> usize {
+        self.findings.iter().filter(|f| f.severity == severity).map(|f| f.tensors.len()).sum()
+    }
 }
 
 /// Statistics of a tensor's values.
@@ -145,7 +152,7 @@ pub fn audit(
     audit_with(checkpoint, registry, policy, AuditOptions::default(), observer)
 }
 
-/// What an audit reads, and what it compares with.
+/// Options of an audit: the values that are read, and the published form that they are compared with.
 #[derive(Clone, Copy, Debug)]
 pub struct AuditOptions<'a> {
     /// Values that are read.
@@ -274,7 +281,7 @@ impl Verdicts<'_> {
     fn kind<'k>(&self, tensor: &StoredTensor, rule: &Rule, otherwise: &'k Kind) -> &'k Kind {
         match self.released.and_then(|released| released.of(tensor, rule)) {
             Some(Published::F32) => &LOST,
-            Some(Published::Narrow(_)) if self.accepts => &AS_RELEASED,
+            Some(Published::Narrow) if self.accepts => &AS_RELEASED,
             _ => otherwise,
         }
     }

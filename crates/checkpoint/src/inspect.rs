@@ -107,11 +107,7 @@ pub struct InspectReport {
 /// Summarizes a checkpoint; reads headers only.
 pub fn inspect(checkpoint: &Checkpoint, registry: &Registry, policy: &Policy) -> Result<InspectReport> {
     let (architecture, policy) = checkpoint.contract(registry, policy)?;
-    let relative = |path: &std::path::Path| {
-        let shown = path.strip_prefix(&checkpoint.root).ok().filter(|p| !p.as_os_str().is_empty());
-        shown.unwrap_or(path.file_name().map_or(path, std::path::Path::new)).to_string_lossy().into_owned()
-    };
-    let file_names: Vec<String> = checkpoint.files.iter().map(|f| relative(&f.path)).collect();
+    let file_names: Vec<String> = checkpoint.files.iter().map(|f| checkpoint.shown_path(&f.path)).collect();
     let mut files: Vec<FileSummary> = checkpoint
         .files
         .iter()

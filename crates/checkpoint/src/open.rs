@@ -368,6 +368,12 @@ impl Checkpoint {
         Ok((architecture, policy))
     }
 
+    /// Returns the path of a file as a report names it: inside the checkpoint, or its own name.
+    pub fn shown_path(&self, path: &Path) -> String {
+        let inside = path.strip_prefix(&self.root).ok().filter(|p| !p.as_os_str().is_empty());
+        inside.unwrap_or(path.file_name().map_or(path, Path::new)).to_string_lossy().into_owned()
+    }
+
     /// Returns the path of config.json, whether it exists or not.
     pub fn config_path(&self) -> PathBuf {
         if self.is_single_file() {

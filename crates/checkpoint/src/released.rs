@@ -1,7 +1,6 @@
-//! What the authors of a model published: whether a protected tensor that is not F32, or is F32 in name only, has lost
-//! bits or never had them.
+//! The published form of protected tensors: it tells a tensor that has lost f32 bits from one that never had them.
 //!
-//! The original itself says it, if it is at hand; else the table of releases, by the name of the model.
+//! It comes from the original, if it is at hand; else from the table of releases, by the name of the model.
 
 use std::collections::HashMap;
 use std::path::Component;
@@ -15,30 +14,30 @@ use ballast_files::{Error, Result};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::layout::{Layout, relayout, stored_views};
+use crate::layout::{Layout, relayout};
 use crate::open::{Checkpoint, StoredTensor};
 use crate::view::View;
 
-/// Where it is known from what the authors published.
+/// The source of the published form of a checkpoint's tensors.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Publication {
     /// The original, or the name of the release.
     pub name: String,
-    /// How it is known.
+    /// The option, or the reason why the table has the release.
     pub source: String,
 }
 
-/// What was published of a tensor.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The published form of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Published {
     /// F32 values that no type of fewer bits represents.
     F32,
-    /// Values of fewer bits: their type, in words.
-    Narrow(String),
+    /// Values of fewer bits, whatever they are stored as.
+    Narrow,
 }
 
-/// What was published of the protected tensors of a checkpoint.
+/// The published form of a checkpoint's protected tensors.
 pub(crate) struct Released {
     pub(crate) publication: Publication,
     of: Known,
@@ -68,28 +67,15 @@ impl Released {
     ) -> Result<Released> {
         let is_protected = |name: &str| policy.rule_for(name).is_some();
         original.prefetch(original.tensors.iter().filter(|t| is_protected(&t.name)))?;
-        let (own, wanted) = (Layout::detect(original), Layout::detect(checkpoint));
-        let ranks = match own == wanted {
-            true => stored_views(original),
-            false => relayout(original, &own, &Layout { prefix: own.prefix.clone(), ..wanted })?,
-        };
+        let originals = original_views(original, &Layout::detect(checkpoint))?;
         let shapes: HashMap<(usize, String), &Vec<u64>> =
             checkpoint.tensors.iter().map(|t| ((t.rank, plain_name(&t.name)), &t.shape)).collect();
         let mut found = HashMap::new();
-        for (rank, views) in ranks.into_iter().enumerate() {
-            for view in views.into_iter().filter(|view| is_protected(&view.name)) {
-                let place = (rank, plain_name(&view.name));
-                let Some(shape) = shapes.get(&place) else { continue };
-                if **shape != view.shape {
-                    let problem = format!(
-                        "shape {shape:?} does not match the original's {:?}; is it another model?",
-                        view.shape
-                    );
-                    return Err(Error::tensor(&view.name, problem).of(&checkpoint.root));
-                }
-                if let Some(published) = published(&view).map_err(|e| e.of(&original.root))? {
-                    found.insert(place, published);
-                }
+        for (place, view) in originals.into_iter().filter(|(_, view)| is_protected(&view.name)) {
+            let Some(shape) = shapes.get(&place) else { continue };
+            same_shape(&view.name, shape, &view).map_err(|e| e.of(&checkpoint.root))?;
+            if let Some(published) = published(&view).map_err(|e| e.of(&original.root))? {
+                found.insert(place, published);
             }
         }
         let name = original
@@ -100,30 +86,30 @@ impl Released {
         Ok(Released { publication, of: Known::Original(found) })
     }
 
-    /// Returns what was published of a tensor that `rule` protects.
+    /// Returns the published form of a tensor that `rule` protects.
     pub(crate) fn of(&self, tensor: &StoredTensor, rule: &Rule) -> Option<Published> {
         match &self.of {
-            Known::Original(found) => found.get(&(tensor.rank, plain_name(&tensor.name))).cloned(),
+            Known::Original(found) => found.get(&(tensor.rank, plain_name(&tensor.name))).copied(),
             Known::Table(release) => release.stored.get(&rule.id).map(|dtype| match dtype {
                 Dtype::F32 => Published::F32,
-                narrow => Published::Narrow(narrow.to_string()),
+                _ => Published::Narrow,
             }),
         }
     }
 }
 
-/// Returns what a tensor of the original has; `None` for types whose values are not those of a float.
+/// Returns the form of a tensor of the original; `None` for types whose values are not those of a float.
 fn published(view: &View) -> Result<Option<Published>> {
     if !view.dtype.widens_exactly_to(Dtype::F32) {
         return Ok(None);
     }
     if view.dtype != Dtype::F32 {
-        return Ok(Some(Published::Narrow(view.dtype.to_string())));
+        return Ok(Some(Published::Narrow));
     }
     // A shifted gamma has other bits than the stored one.
     let values = read_f32(&view.clone().shifted(-view.shift))?;
     let narrow = Fit::of(bytemuck::cast_slice(&values)).rounded_to();
-    Ok(Some(narrow.map_or(Published::F32, |narrow| Published::Narrow(format!("{narrow} values in F32")))))
+    Ok(Some(if narrow.is_some() { Published::Narrow } else { Published::F32 }))
 }
 
 /// Returns the names by which a release may be found: the address, the folder of a hub's cache, the name that config.json
@@ -135,7 +121,9 @@ fn names(checkpoint: &Checkpoint) -> Vec<String> {
         let path = address.strip_prefix("hf://").unwrap_or_default();
         names.push(path.split(['@', ':']).next().unwrap_or_default().to_owned());
     }
-    let root = checkpoint.root.canonicalize().unwrap_or_else(|_| checkpoint.root.clone());
+    let root = checkpoint.config_path();
+    let root = root.parent().unwrap_or(&checkpoint.root);
+    let root = root.canonicalize().unwrap_or_else(|_| root.to_path_buf());
     let parts: Vec<String> = root
         .components()
         .filter_map(|c| match c {
@@ -148,6 +136,29 @@ fn names(checkpoint: &Checkpoint) -> Vec<String> {
     names.extend(config.map(str::to_owned));
     names.extend(parts.last().cloned());
     names
+}
+
+/// Tensors by rank and plain name.
+pub(crate) type Views = HashMap<(usize, String), View>;
+
+/// Returns the original's tensors in the layout of the checkpoint.
+pub(crate) fn original_views(original: &Arc<Checkpoint>, layout: &Layout) -> Result<Views> {
+    let own = Layout::detect(original);
+    let wanted = Layout { prefix: own.prefix.clone(), ..layout.clone() };
+    let ranks = relayout(original, &own, &wanted)?.into_iter().enumerate();
+    Ok(ranks
+        .flat_map(|(rank, views)| views.into_iter().map(move |v| ((rank, plain_name(&v.name)), v)))
+        .collect())
+}
+
+/// Refuses an original of another shape than the tensor `name` has.
+pub(crate) fn same_shape(name: &str, shape: &[u64], original: &View) -> Result<()> {
+    if original.shape == shape {
+        return Ok(());
+    }
+    let problem =
+        format!("shape {shape:?} does not match the original's {:?}; is it another model?", original.shape);
+    Err(Error::tensor(name, problem))
 }
 
 /// Returns the values as the bits of f32.

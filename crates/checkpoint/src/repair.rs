@@ -6,23 +6,22 @@
 //! The optimizer's fp32 master weights of the original may have bits that its model has lost (`masters.rs`); the
 //! report says which bits come from there.
 
-use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
 use ballast_contract::rounded::{Fit, Narrow};
 use ballast_contract::{Dtype, Policy};
+use ballast_files::Result;
 use ballast_files::jobs::Observer;
 use ballast_files::staging::Staging;
-use ballast_files::{Error, Result};
 use ballast_hub::RemoteSummary;
 use serde::Serialize;
 
 use crate::convert::copy_sidecars;
-use crate::layout::{Layout, relayout, stored_views};
+use crate::layout::{Layout, stored_views};
 use crate::masters;
 use crate::open::Checkpoint;
-use crate::released::{plain_name, read_f32};
+use crate::released::{Views, original_views, plain_name, read_f32, same_shape};
 use crate::transfer::{Prepare, write_verified};
 use crate::verify::{self, Verification};
 use crate::view::View;
@@ -124,19 +123,6 @@ pub fn repair(
     Ok(RepairReport { tensors, warnings, verification, remote })
 }
 
-/// Tensors by rank and plain name.
-type Views = HashMap<(usize, String), View>;
-
-/// Returns the original's tensors in the layout of the checkpoint.
-fn original_views(original: &Arc<Checkpoint>, layout: &Layout) -> Result<Views> {
-    let own = Layout::detect(original);
-    let wanted = Layout { prefix: own.prefix.clone(), ..layout.clone() };
-    let ranks = relayout(original, &own, &wanted)?.into_iter().enumerate();
-    Ok(ranks
-        .flat_map(|(rank, views)| views.into_iter().map(move |v| ((rank, plain_name(&v.name)), v)))
-        .collect())
-}
-
 /// Returns the masters of the original's protected tensors in the layout of the checkpoint.
 fn master_views(original: &Checkpoint, layout: &Layout, policy: &Policy) -> Result<Views> {
     let Some((replaced, names)) = masters::in_place(original, policy) else {
@@ -184,13 +170,7 @@ fn judge(view: &View, original: Option<&View>) -> Result<(Outcome, u64)> {
     let Some(original) = original.filter(|o| o.dtype == Dtype::F32) else {
         return Ok((Outcome::NoOriginal, 0));
     };
-    if original.shape != view.shape {
-        let problem = format!(
-            "shape {:?} does not match the original's {:?}; is it another model?",
-            view.shape, original.shape
-        );
-        return Err(Error::tensor(&view.name, problem));
-    }
+    same_shape(&view.name, &view.shape, original)?;
     let (have, truth) = (read_f32(view)?, read_f32(original)?);
     if have == truth && view.dtype == Dtype::F32 {
         return Ok((Outcome::Intact, 0));

@@ -103,6 +103,14 @@ fn a_release_is_known_by_its_folder_the_cache_of_a_hub_and_config_json() {
     std::fs::write(&config, fields.to_string()).unwrap();
     assert_eq!(kinds(&named("elsewhere")), [("as-released", "gdn-dt-bias", 3)]);
 
+    // One file alone is named by its folder.
+    let folder = home.path().join("Qwen3.5-4B");
+    cast(&folder, None);
+    assert_eq!(
+        kinds(&audited(&folder.join("model.safetensors"), None, true)),
+        [("as-released", "gdn-dt-bias", 3)]
+    );
+
     // Cast whole: Qwen3.5 has two of the three in F32, Qwen3-Next none.
     let rounded = home.path().join("Qwen3.5-27B");
     cast(&rounded, Some(Dtype::Bf16));

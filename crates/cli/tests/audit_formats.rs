@@ -115,9 +115,11 @@ fn the_commands_of_the_action_and_the_hook_are_those_of_the_program() {
             .status
             .code()
     };
-    scratch.put("a/config.json", r#"{"architectures": ["LlamaForCausalLM"]}"#);
     let cast = std::fs::read_dir(scratch.path("cast")).unwrap().flatten().map(|entry| entry.path());
     let shard = cast.filter(|path| path.extension().is_some_and(|e| e == "safetensors")).min().unwrap();
     assert_eq!(hook(&format!("{}", shard.display())), Some(1));
+    let passes = format!("{}/../../fixtures/models/gemma2/model.safetensors", env!("CARGO_MANIFEST_DIR"));
+    assert_eq!(hook(&passes), Some(0));
+    assert_eq!(hook(&format!("{} {passes}", shard.display())), Some(1));
     assert_eq!(hook(""), Some(0));
 }

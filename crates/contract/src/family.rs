@@ -23,12 +23,12 @@ pub struct Family {
     /// Patterns of tensor names that no member of the family has.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lacks: Vec<String>,
-    /// What a value of `dt_bias` belongs to, where the names alone do not identify the family.
+    /// Owner of a decay, where the names alone do not identify the family.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decay: Option<Decay>,
 }
 
-/// What has a decay of its own in a delta rule.
+/// Owner of a decay in a delta rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Decay {
@@ -59,7 +59,7 @@ impl Family {
     }
 }
 
-/// Returns what has a decay of its own, by the first `A_log` with a `dt_bias` beside it.
+/// Returns the owner of a decay, by the first `A_log` with a `dt_bias` beside it.
 fn decay(tensors: &[Tensor<'_>]) -> Decay {
     let channels = tensors.iter().find_map(|a| {
         let module = a.name.strip_suffix("A_log")?;
@@ -76,7 +76,7 @@ pub struct Architecture {
     pub name: Option<String>,
     /// Families of the registry that it belongs to.
     pub families: Vec<String>,
-    /// What the families were found by: `config.json` or `tensor names`.
+    /// Source of the families: `config.json` or `tensor names`.
     pub source: &'static str,
 }
 

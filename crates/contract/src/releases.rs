@@ -1,4 +1,4 @@
-//! What releases store in protected tensors.
+//! The dtypes of protected tensors in releases.
 //!
 //! A release may itself store a tensor below F32; then a file that has it so has lost nothing. The table is the embedded
 //! `releases.toml`.
@@ -19,7 +19,7 @@ pub struct Release {
     pub names: Vec<String>,
     /// dtype that is stored, by the id of the rule that protects the tensor.
     pub stored: BTreeMap<String, Dtype>,
-    /// How this is known.
+    /// Evidence for the dtypes.
     pub source: String,
 }
 

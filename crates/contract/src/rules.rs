@@ -60,7 +60,7 @@ pub struct Rule {
     pub policies: Vec<String>,
     /// Reason, in one line.
     pub reason: String,
-    /// Whose list, contract or measurement the rule comes from.
+    /// Source of the rule: a list of authors, a contract or a measurement.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub source: String,
 }

@@ -1,6 +1,6 @@
 //! Rules by structure: tensors that must be f32 in a model that the table does not know.
 //!
-//! A name alone proves little, so such a rule also asks for a neighbour: an `A_log` beside a `dt_bias`, a
+//! A name alone proves little, so such a rule also asks for a neighbor: an `A_log` beside a `dt_bias`, a
 //! correction bias beside a router. What it finds becomes a rule with the names found, their numbers as `*`.
 
 use std::collections::{HashMap, HashSet};
@@ -12,29 +12,27 @@ use crate::rules::{Rule, TensorPattern};
 /// Returns the rules by structure among `rules` with the tensors that they find in `names`, except those that are
 /// `known`.
 ///
-/// Time: one pass over the names for the candidates, one for their neighbours.
+/// Time: one pass over the names for the candidates, one for their neighbors.
 pub(crate) fn resolve<'a>(
     rules: &[Rule],
     names: impl Iterator<Item = &'a str> + Clone,
     known: impl Fn(&str) -> bool,
 ) -> Vec<Rule> {
     let rules: Vec<&Rule> = rules.iter().filter(|r| r.is_structural()).collect();
-    // Candidates: the rule's number and the pattern of its module.
+    // The rule's number, the module and the pattern that fits.
     let mut candidates: Vec<(usize, String, &TensorPattern)> = Vec::new();
     let mut below: HashMap<String, Vec<String>> = HashMap::new();
-    if !rules.is_empty() {
-        for name in names.clone() {
-            let name = strip_fp32_holder_key(name);
-            for (number, rule) in rules.iter().enumerate() {
-                for tensor in &rule.tensors {
-                    let Some(module) = tensor.module_of(&name, &tensor.param) else { continue };
-                    if !known(&name) {
-                        below.entry(module.to_owned()).or_default();
-                        if let Some((around, _)) = module.rsplit_once('.') {
-                            below.entry(around.to_owned()).or_default();
-                        }
-                        candidates.push((number, module.to_owned(), tensor));
+    for name in names.clone() {
+        let name = strip_fp32_holder_key(name);
+        for (number, rule) in rules.iter().enumerate() {
+            for tensor in &rule.tensors {
+                let Some(module) = tensor.module_of(&name, &tensor.param) else { continue };
+                if !known(&name) {
+                    below.entry(module.to_owned()).or_default();
+                    if let Some((around, _)) = module.rsplit_once('.') {
+                        below.entry(around.to_owned()).or_default();
                     }
+                    candidates.push((number, module.to_owned(), tensor));
                 }
             }
         }
@@ -43,8 +41,8 @@ pub(crate) fn resolve<'a>(
         return Vec::new();
     }
     for name in names {
-        let ends = name.match_indices('.').map(|(at, _)| at);
-        for at in ends {
+        let name = strip_fp32_holder_key(name);
+        for (at, _) in name.match_indices('.') {
             if let Some(inside) = below.get_mut(&name[..at]) {
                 inside.push(name[at + 1..].to_owned());
             }

@@ -144,6 +144,9 @@ fn rules_by_structure_need_a_neighbour_and_leave_to_the_table_what_it_knows() {
     // The gate is a module of its own beside the convolution.
     let gate = "layers.0.attn.forget.A_log";
     assert_eq!(by_structure("strict", &[], &[gate, "layers.0.attn.q_conv1d.weight"], gate), rule);
+    // Names that are routed into the holder are those of the module.
+    let routed = ["l.0.linear_attn._fp32_params.A_log", "l.0.linear_attn._fp32_params.dt_bias"];
+    assert_eq!(by_structure("strict", &[], &routed, routed[0]), rule);
     // A policy that leaves out a tensor of the table means it.
     let dt_bias = "model.layers.0.linear_attn.dt_bias";
     let layer = [dt_bias, "model.layers.0.linear_attn.A_log"];

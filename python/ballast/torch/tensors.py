@@ -67,8 +67,7 @@ class Protected:
     @property
     def tensor(self) -> torch.Tensor | None:
         """Tensor that the module holds now."""
-        found = self.module._parameters.get(self.key)
-        return self.module._buffers.get(self.key) if found is None else found
+        return _tensor(self.module, self.key)
 
 
 def protected_tensors(
@@ -87,7 +86,10 @@ def protected_tensors(
     ['linear_attn.A_log']
     """
     places = list(_places(model))
-    sizes = {name: _size(module, key) for module, key, alike in places for name in alike}
+    sizes: dict[str, int] = {}
+    for module, key, alike in places:
+        tensor = _tensor(module, key)
+        sizes |= dict.fromkeys(alike, 0 if tensor is None else tensor.numel())
     loaded = Policy.load(policy)
     rules, why = _for_model(loaded, model, sizes)
     found = []
@@ -100,10 +102,10 @@ def protected_tensors(
     return found
 
 
-def _size(module: nn.Module, key: str) -> int:
-    tensor = module._parameters.get(key)
-    tensor = module._buffers.get(key) if tensor is None else tensor
-    return 0 if tensor is None else tensor.numel()
+def _tensor(module: nn.Module, key: str) -> torch.Tensor | None:
+    """Returns the parameter or buffer that a module holds now."""
+    found = module._parameters.get(key)
+    return module._buffers.get(key) if found is None else found
 
 
 def _for_model(policy: Policy, model: nn.Module, sizes: dict[str, int]) -> tuple[Policy, str]:

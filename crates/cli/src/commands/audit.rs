@@ -30,7 +30,7 @@ pub(crate) struct AuditArgs {
     #[arg(long, value_name = "ORIG")]
     original: Option<PathBuf>,
     /// Form of the result on standard output.
-    #[arg(long, value_enum, default_value_t = Format::Text, hide_possible_values = false)]
+    #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
     #[command(flatten)]
     policy: PolicyArg,
@@ -60,8 +60,7 @@ pub(crate) fn run(args: AuditArgs, global: &Global) -> anyhow::Result<Outcome> {
     let accept_released = !args.policy.is_given(global);
     let options = AuditOptions { values, original: original.as_ref(), accept_released };
     let report = audit_with(&checkpoint, &registry, &policy, options, &global.progress())?;
-    match args.format {
-        _ if global.json => global.print_json("audit", &report),
+    match if global.json { Format::Json } else { args.format } {
         Format::Json => global.print_json("audit", &report),
         Format::Text => output::print(&text(&report)),
         Format::Markdown => output::print(&audit_formats::markdown(&report)),
@@ -121,11 +120,8 @@ pub(super) fn text(report: &AuditReport) -> String {
         text += &format!("note: {}\n", clean(note));
     }
     text += &report.remote.as_ref().map(remote_text).unwrap_or_default();
-    let count = |severity| {
-        report.findings.iter().filter(|f| f.severity == severity).map(|f| f.tensors.len()).sum::<usize>()
-    };
-    let (violations, warnings) = (count(Severity::Violation), count(Severity::Warning));
-    let as_released = match count(Severity::Note) {
+    let (violations, warnings) = (report.count(Severity::Violation), report.count(Severity::Warning));
+    let as_released = match report.count(Severity::Note) {
         0 => String::new(),
         notes => format!(", {} as released", plural(notes, "tensor")),
     };

@@ -42,15 +42,12 @@ fn facts(report: &AuditReport) -> Vec<(&'static str, String)> {
 }
 
 fn verdict(report: &AuditReport) -> String {
-    let count = |severity| {
-        report.findings.iter().filter(|f| f.severity == severity).map(|f| f.tensors.len()).sum::<usize>()
-    };
     format!(
         "{}: {}, {}, {} as released",
         if report.passed { "Passed" } else { "Failed" },
-        plural(count(Severity::Violation), "violation"),
-        plural(count(Severity::Warning), "warning"),
-        count(Severity::Note)
+        plural(report.count(Severity::Violation), "violation"),
+        plural(report.count(Severity::Warning), "warning"),
+        report.count(Severity::Note)
     )
 }
 
@@ -147,13 +144,6 @@ pub(super) fn html(report: &AuditReport) -> String {
 
 /// The report as SARIF: one result for each tensor of a finding, at the file that has it.
 pub(super) fn sarif(report: &AuditReport, checkpoint: &Checkpoint) -> String {
-    let file_of = |number: usize| {
-        let path = &checkpoint.files[number].path;
-        path.strip_prefix(&checkpoint.root).ok().filter(|p| !p.as_os_str().is_empty()).map_or_else(
-            || path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-            |inside| inside.to_string_lossy().into_owned(),
-        )
-    };
     let files: HashMap<&str, usize> = checkpoint.tensors.iter().map(|t| (t.name.as_str(), t.file)).collect();
     let id = |f: &Finding| f.rule.as_ref().map_or(f.kind.to_owned(), |rule| format!("{}/{rule}", f.kind));
     let level = |f: &Finding| match f.severity {
@@ -175,14 +165,16 @@ pub(super) fn sarif(report: &AuditReport, checkpoint: &Checkpoint) -> String {
         for tensor in &f.tensors {
             // A label may have counts behind the name.
             let name = tensor.split(" (").next().unwrap_or(tensor);
-            let file = files.get(name).or(files.values().next()).map_or(String::new(), |n| file_of(*n));
+            // A tensor that is missing has no file; code scanning wants one all the same.
+            let file = files.get(name).copied().unwrap_or_default();
+            let file = checkpoint.files.get(file).map_or(String::new(), |f| checkpoint.shown_path(&f.path));
             results.push(json!({
                 "ruleId": id(f),
                 "level": level(f),
                 "message": { "text": format!("{tensor}: {} -> {}", f.reason, f.fix) },
                 "locations": [{
                     "physicalLocation": {
-                        "artifactLocation": { "uri": file.replace(' ', "%20") },
+                        "artifactLocation": { "uri": uri(&file) },
                         "region": { "startLine": 1 },
                     },
                     "logicalLocations": [{ "fullyQualifiedName": name, "kind": "member" }],
@@ -204,4 +196,14 @@ pub(super) fn sarif(report: &AuditReport, checkpoint: &Checkpoint) -> String {
         }],
     });
     format!("{document:#}\n")
+}
+
+/// A relative path as a URI: every byte but letters, digits and `-._~/` is escaped.
+fn uri(path: &str) -> String {
+    let escape = |byte: u8| match byte {
+        b'-' | b'.' | b'_' | b'~' | b'/' => char::from(byte).to_string(),
+        byte if byte.is_ascii_alphanumeric() => char::from(byte).to_string(),
+        byte => format!("%{byte:02X}"),
+    };
+    path.bytes().map(escape).collect()
 }
