@@ -14,7 +14,7 @@ use ballast_files::{Error, Result};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::layout::{Layout, relayout};
+use crate::layout::{Layout, Naming, relayout};
 use crate::open::{Checkpoint, StoredTensor};
 use crate::view::View;
 
@@ -67,7 +67,13 @@ impl Released {
     ) -> Result<Released> {
         let is_protected = |name: &str| policy.rule_for(name).is_some();
         original.prefetch(original.tensors.iter().filter(|t| is_protected(&t.name)))?;
-        let originals = original_views(original, &Layout::detect(checkpoint))?;
+        let layout = Layout::detect(checkpoint);
+        if layout.naming == Naming::Gguf {
+            let problem = "a GGUF file has other types and values by its format and cannot be compared with an original; \
+                           audit the checkpoint that it was made from";
+            return Err(Error::Refused(format!("{}: {problem}", checkpoint.root.display())));
+        }
+        let originals = original_views(original, &layout)?;
         let shapes: HashMap<(usize, String), &Vec<u64>> =
             checkpoint.tensors.iter().map(|t| ((t.rank, plain_name(&t.name)), &t.shape)).collect();
         let mut found = HashMap::new();

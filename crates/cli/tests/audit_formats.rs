@@ -70,6 +70,14 @@ fn markdown_and_the_page_name_the_verdict_the_findings_and_the_original() {
 }
 
 #[test]
+fn a_gguf_file_has_no_original_to_compare_with() {
+    let scratch = Scratch::new();
+    scratch.run(&["convert", &release(), "model.gguf", "--dtype", "bf16"]).exits(0);
+    let audit = ["audit", "model.gguf", "--original", &release()];
+    scratch.run(&audit).exits(2).says(&["model.gguf: a GGUF file", "audit the checkpoint"]);
+}
+
+#[test]
 fn a_name_from_a_file_stays_text() {
     let scratch = Scratch::new();
     let name = "x|<b>`y`\\.linear_attn.A_log";
